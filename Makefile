@@ -1,0 +1,57 @@
+# Targets for people and for CI; `make help` lists them.
+# Every target but test-gpu runs in .venv, which the stamp below makes, and makes anew when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+# Two workers of one thread each: the suite is meant for machines with two cores.
+WORKERS ?= 2
+ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types test-gpu test-emulator-full bench docs clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+
+setup: $(STAMP)  ## create .venv with everything that the other targets need
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small language model with the fused loss and beside it with torch's; DEMO_ARGS="--help"
+	$(BIN)/python -m bench.train_lm $(DEMO_ARGS)
+
+test: $(STAMP)  ## run the tests that need no GPU
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu and not emulator_full" -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+check: lint types  ## lint, types, then the tests, whose closing line comes last
+	@$(MAKE) --no-print-directory test
+
+test-gpu:  ## run the tests that need a GPU with the python3 that is there; installs nothing
+	@$(PYTHON) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "test-gpu: $(PYTHON) has torch %s, which sees no CUDA device" % torch.__version__)'
+	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+test-emulator-full: $(STAMP)  ## run the long sweeps of emulated kernels
+	$(ONE_THREAD) $(BIN)/python -m pytest -m emulator_full -n $(WORKERS) $(PYTEST_ARGS)
+
+bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GPU: python3 -m bench.run ...)
+	$(BIN)/python -m bench.run $(BENCH_ARGS)
+
+docs: $(STAMP)  ## check that the links and file names in the documents lead somewhere
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+clean:  ## remove what the other targets made, but not .venv
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find cute_lce tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
