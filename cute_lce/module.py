@@ -1,0 +1,73 @@
+"""The loss as a module that owns the projection's weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .functional import linear_cross_entropy
+from .options import LossOptions, check_schedule
+
+
+class LinearCrossEntropy(nn.Linear):
+    """An nn.Linear whose forward is the cross entropy of its output: the logits are never in memory.
+
+    Its parameter is `weight` (num_classes, in_features), initialised, named and saved as nn.Linear's, so that it can be
+    tied to an embedding or loaded from an lm_head. `forward(input, target)` is `linear_cross_entropy` with the options
+    given here; see there for shapes, dtypes, errors and memory.
+
+    Args:
+        in_features: d.
+        num_classes: V.
+        bias: must be False: a bias is not implemented yet (NotImplementedError).
+        reduction, ignore_index, schedule, workspace_mb, window: as in linear_cross_entropy.
+        device, dtype: of the weight.
+    """
+
+    bias: None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        reduction: str = "mean",
+        ignore_index: int | None = -100,
+        schedule: str = "auto",
+        workspace_mb: float | None = None,
+        window: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if bias:
+            raise NotImplementedError(
+                "bias: got True, want False; a bias of the projection is not implemented yet"
+            )
+        options = LossOptions(reduction, ignore_index)
+        check_schedule(schedule)
+        super().__init__(in_features, num_classes, bias=False, device=device, dtype=dtype)
+        self.options = options
+        self.schedule = schedule
+        self.workspace_mb = workspace_mb
+        self.window = window
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The loss of input (..., d) for target (...)."""
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            reduction=self.options.reduction,
+            ignore_index=self.options.ignore_index,
+            schedule=self.schedule,
+            workspace_mb=self.workspace_mb,
+            window=self.window,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, num_classes={self.out_features}, "
+            f"reduction={self.options.reduction!r}, ignore_index={self.options.ignore_index}, "
+            f"schedule={self.schedule!r}"
+        )

@@ -1,0 +1,426 @@
+"""torch.library: schemas, fakes, autograd and the choice of an implementation. No arithmetic.
+
+`torch.ops.cute_lce.fused_linear_cross_entropy` is the public op, a composite: it checks its arguments, casts under
+autocast, decides what needs a gradient and which schedule serves it, and calls one of the inner ops. These are
+functional, take every size that they cannot see from a tensor as an int, and own their fake functions and autograd:
+
+    forward           the loss and the row statistics: "recompute"
+    forward_keep      the same, and what the backward then need not compute again: "keep"
+    backward          both gradients from the statistics (and what was kept)
+    grad_in_forward   the loss, and both gradients for an upstream of 1: "grad_in_forward"
+    scale_gradients   its backward
+
+Their bodies are the functions of the same names in the implementation module that `implementation` picks by device
+and dtype; streaming.py's docstring is the contract.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import streaming
+from .options import check_reduction, check_schedule, resolve_ignore_index
+
+_logger = logging.getLogger("cute_lce")
+_library = torch.library.Library("cute_lce", "DEF")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TARGET_DTYPES = (torch.int64, torch.int32)
+MEBIBYTE = 1 << 20
+
+# Read once: a call should not pay for it.
+CHECK_TARGETS = os.environ.get("CUTE_LCE_CHECK_TARGETS", "0") not in ("", "0")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The implementation for a device
+
+KERNEL_CAPABILITIES: frozenset[tuple[int, int]] = frozenset()
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_implementations: dict[tuple[torch.device, torch.dtype], ModuleType] = {}
+
+
+def implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The module whose functions serve tensors of this device and dtype."""
+    return _implementations.get((device, dtype)) or _pick_implementation(device, dtype)
+
+
+def _pick_implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    module: ModuleType = streaming
+    # A fake CUDA tensor may exist where there is no CUDA device.
+    if device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability not in KERNEL_CAPABILITIES:
+            if not any(known == device for known, _ in _implementations):
+                name = torch.cuda.get_device_name(device)
+                _logger.warning(
+                    "%s (%s, compute capability %d.%d) has no kernels here: the streaming path serves it",
+                    device,
+                    name,
+                    *capability,
+                )
+    _implementations[device, dtype] = module
+    return module
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The public op
+
+_library.define(
+    "fused_linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *, str reduction='mean', "
+    "int? ignore_index=-100, str schedule='auto', float? workspace_mb=None, SymInt? window=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _check_tensors(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
+    if input.dtype not in DTYPES:
+        raise TypeError(f"input: got {input.dtype}, want one of {', '.join(map(str, DTYPES))}")
+    if linear_weight.dtype is not input.dtype:
+        raise TypeError(f"linear_weight: got {linear_weight.dtype}, want input's dtype, {input.dtype}")
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32")
+    if linear_weight.dim() != 2:
+        raise ValueError(f"linear_weight: got shape {tuple(linear_weight.shape)}, want (V, d)")
+    if input.dim() == 0:
+        raise ValueError("input: got a scalar, want shape (..., d)")
+    V, d = linear_weight.shape
+    if V == 0 or d == 0:
+        raise ValueError(f"linear_weight: got shape {(V, d)}, want at least one class and one feature")
+    if input.shape[-1] != d:
+        raise ValueError(
+            f"input: got shape {tuple(input.shape)}, want (..., {d}) for linear_weight's shape {(V, d)}"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target: got shape {tuple(target.shape)}, want {tuple(input.shape[:-1])} "
+            f"for input's shape {tuple(input.shape)}"
+        )
+    device = input.device
+    if linear_weight.device != device:
+        raise ValueError(f"linear_weight: got device {linear_weight.device}, want input's device, {device}")
+    if target.device != device:
+        raise ValueError(f"target: got device {target.device}, want input's device, {device}")
+
+
+def _workspace_bytes(workspace_mb: float | None) -> int:
+    if workspace_mb is None:
+        return 0
+    # This is also false for nan.
+    if not 0 < workspace_mb < float("inf"):
+        raise ValueError(f"workspace_mb: got {workspace_mb}, want a positive number of MiB or None")
+    return max(int(workspace_mb * MEBIBYTE), 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(module, *arguments):
+    return module.plan(*arguments)
+
+
+def fused_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    schedule: str = "auto",
+    workspace_mb: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
+    device = input.device
+    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device.type):
+        if torch.is_autocast_enabled(device.type):
+            input, linear_weight = _autocast(input, linear_weight, torch.get_autocast_dtype(device.type))
+    _check_tensors(input, linear_weight, target)
+    check_reduction(reduction)
+    check_schedule(schedule)
+    ignore_index = resolve_ignore_index(ignore_index)
+    workspace = 0 if workspace_mb is None else _workspace_bytes(workspace_mb)
+    if window is None:
+        window = 0
+    elif window < 1:
+        raise ValueError(f"window: got {window}, want at least 1 column or None")
+
+    shape = None
+    if input.dim() != 2:
+        shape = target.shape
+        input, target = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    need_dinput = need_dweight = False
+    if torch.is_grad_enabled():
+        need_dinput, need_dweight = input.requires_grad, linear_weight.requires_grad
+    n, d = input.shape
+    module = implementation(device, input.dtype)
+    arguments = (
+        n, d, linear_weight.shape[0], input.dtype, device.type, schedule, reduction, need_dinput, need_dweight,
+        window, workspace,
+    )  # fmt: skip
+    # Symbolic sizes cannot be keys.
+    plan = _plan if type(n) is int and type(d) is int and type(arguments[2]) is int else _plan.__wrapped__
+    schedule, kept_columns = plan(module, *arguments)
+
+    if schedule == "recompute":
+        loss = _forward(input, linear_weight, target, ignore_index, reduction, window, workspace)[0]
+    elif schedule == "keep":
+        loss = _forward_keep(
+            input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns
+        )[0]
+    else:
+        loss = _grad_in_forward(
+            input,
+            linear_weight,
+            target,
+            ignore_index,
+            reduction,
+            window,
+            workspace,
+            need_dinput,
+            need_dweight,
+        )[0]
+    if shape is not None and reduction == "none":
+        loss = loss.view(shape)
+    return loss
+
+
+def _autocast(input: Tensor, linear_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cast as torch's own linear does: every floating tensor but float64."""
+    if input.is_floating_point() and input.dtype is not torch.float64:
+        input = input.to(dtype)
+    if linear_weight.is_floating_point() and linear_weight.dtype is not torch.float64:
+        linear_weight = linear_weight.to(dtype)
+    return input, linear_weight
+
+
+_library.impl("fused_linear_cross_entropy", fused_linear_cross_entropy, "CompositeImplicitAutograd")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The inner ops
+
+
+def _define(schema: str):
+    """Define an inner op; the decorated function is its body on every device."""
+
+    def register(body):
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        name = schema.split("(")[0]
+        _library.impl(name, body, "CompositeExplicitAutograd")
+        return getattr(torch.ops.cute_lce, name).default
+
+    return register
+
+
+def _check_targets(target: Tensor, ignore_index: int, V: int) -> None:
+    """CUTE_LCE_CHECK_TARGETS=1: a bad target stops the device, in a captured graph too."""
+    in_range = (target >= 0) & (target < V) | (target == ignore_index)
+    torch._assert_async(in_range.all(), f"target: found a class outside [0, {V}) that is not ignore_index")
+
+
+def _absent(like: Tensor) -> Tensor:
+    """What an op returns for a gradient that nobody needs: a schema has no optional result."""
+    return like.new_empty((0,))
+
+
+@_define(
+    "forward(Tensor input, Tensor linear_weight, Tensor target, SymInt ignore_index, str reduction, SymInt window, "
+    "SymInt workspace) -> (Tensor loss, Tensor row_max, Tensor row_sum, Tensor num_valid)"
+)
+def _forward(input, linear_weight, target, ignore_index, reduction, window, workspace):
+    if CHECK_TARGETS:
+        _check_targets(target, ignore_index, linear_weight.shape[0])
+    module = implementation(input.device, input.dtype)
+    return module.forward(input, linear_weight, target, ignore_index, reduction, window, workspace)
+
+
+@_define(
+    "forward_keep(Tensor input, Tensor linear_weight, Tensor target, SymInt ignore_index, str reduction, "
+    "SymInt window, SymInt workspace, SymInt kept_columns) -> (Tensor loss, Tensor row_max, Tensor row_sum, "
+    "Tensor num_valid, Tensor kept, Tensor kept_reference)"
+)
+def _forward_keep(input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns):
+    if CHECK_TARGETS:
+        _check_targets(target, ignore_index, linear_weight.shape[0])
+    module = implementation(input.device, input.dtype)
+    return module.forward_keep(
+        input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns
+    )
+
+
+@_define(
+    "backward(Tensor dloss, Tensor input, Tensor linear_weight, Tensor target, Tensor row_max, Tensor row_sum, "
+    "Tensor num_valid, Tensor? kept, Tensor? kept_reference, SymInt ignore_index, str reduction, SymInt window, "
+    "SymInt workspace, bool need_dinput, bool need_dweight) -> (Tensor dinput, Tensor dlinear_weight)"
+)
+def _backward(dloss, input, *arguments):
+    dinput, dweight = implementation(input.device, input.dtype).backward(dloss, input, *arguments)
+    return _absent(input) if dinput is None else dinput, _absent(input) if dweight is None else dweight
+
+
+@_define(
+    "grad_in_forward(Tensor input, Tensor linear_weight, Tensor target, SymInt ignore_index, str reduction, "
+    "SymInt window, SymInt workspace, bool need_dinput, bool need_dweight) -> (Tensor loss, Tensor num_valid, "
+    "Tensor dinput_accumulator, Tensor dweight_accumulator)"
+)
+def _grad_in_forward(input, linear_weight, target, ignore_index, *arguments):
+    if CHECK_TARGETS:
+        _check_targets(target, ignore_index, linear_weight.shape[0])
+    module = implementation(input.device, input.dtype)
+    loss, num_valid, dinput, dweight = module.grad_in_forward(
+        input, linear_weight, target, ignore_index, *arguments
+    )
+    return (
+        loss,
+        num_valid,
+        _absent(loss) if dinput is None else dinput,
+        _absent(loss) if dweight is None else dweight,
+    )
+
+
+@_define(
+    "scale_gradients(Tensor dloss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator, "
+    "str reduction, ScalarType dtype, bool need_dinput, bool need_dweight) -> (Tensor dinput, Tensor dlinear_weight)"
+)
+def _scale_gradients(
+    dloss, num_valid, dinput_accumulator, dweight_accumulator, reduction, dtype, need_dinput, need_dweight
+):
+    dinput, dweight = implementation(dloss.device, dtype).scale_gradients(
+        dloss,
+        num_valid,
+        dinput_accumulator if need_dinput else None,
+        dweight_accumulator if need_dweight else None,
+        reduction,
+        dtype,
+    )
+    return (
+        dloss.new_empty((0,), dtype=dtype) if dinput is None else dinput,
+        dloss.new_empty((0,), dtype=dtype) if dweight is None else dweight,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fakes: shapes and dtypes only
+
+
+def _fake_loss(input, reduction):
+    shape = (input.shape[0],) if reduction == "none" else ()
+    return input.new_empty(shape, dtype=streaming.accumulate_dtype(input.dtype))
+
+
+def _fake_forward(input, linear_weight, target, ignore_index, reduction, window, workspace):
+    loss = _fake_loss(input, reduction)
+    n = input.shape[0]
+    return loss, loss.new_empty((n,)), loss.new_empty((n,)), target.new_empty((), dtype=torch.int64)
+
+
+def _fake_forward_keep(
+    input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns
+):
+    kept = implementation(input.device, input.dtype).empty_kept(input, kept_columns)
+    return *_fake_forward(input, linear_weight, target, ignore_index, reduction, window, workspace), *kept
+
+
+def _fake_backward(dloss, input, linear_weight, *arguments):
+    need_dinput, need_dweight = arguments[-2:]
+    return (
+        input.new_empty(input.shape if need_dinput else (0,)),
+        input.new_empty(linear_weight.shape if need_dweight else (0,)),
+    )
+
+
+def _fake_grad_in_forward(
+    input, linear_weight, target, ignore_index, reduction, window, workspace, need_dinput, need_dweight
+):
+    loss = _fake_loss(input, reduction)
+    return (
+        loss,
+        target.new_empty((), dtype=torch.int64),
+        loss.new_empty(input.shape if need_dinput else (0,)),
+        loss.new_empty(linear_weight.shape if need_dweight else (0,)),
+    )
+
+
+def _fake_scale_gradients(
+    dloss, num_valid, dinput_accumulator, dweight_accumulator, reduction, dtype, need_dinput, need_dweight
+):
+    return (
+        dloss.new_empty(dinput_accumulator.shape if need_dinput else (0,), dtype=dtype),
+        dloss.new_empty(dweight_accumulator.shape if need_dweight else (0,), dtype=dtype),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+def _setup_forward(ctx, inputs, output):
+    input, linear_weight, target, ctx.ignore_index, ctx.reduction, ctx.window, ctx.workspace, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    # output: loss, row_max, row_sum, num_valid and, of forward_keep, kept and kept_reference.
+    ctx.save_for_backward(input, linear_weight, target, *output[1:])
+
+
+def _differentiate_forward(ctx, dloss, *_):
+    unused = (None,) * (len(ctx.needs_input_grad) - 2)
+    need_dinput, need_dweight = ctx.needs_input_grad[:2]
+    if dloss is None:
+        return None, None, *unused
+    input, linear_weight, target, row_max, row_sum, num_valid, *kept = ctx.saved_tensors
+    dinput, dweight = _backward(
+        dloss,
+        input,
+        linear_weight,
+        target,
+        row_max,
+        row_sum,
+        num_valid,
+        *(kept or (None, None)),
+        ctx.ignore_index,
+        ctx.reduction,
+        ctx.window,
+        ctx.workspace,
+        need_dinput,
+        need_dweight,
+    )
+    return dinput if need_dinput else None, dweight if need_dweight else None, *unused
+
+
+def _setup_grad_in_forward(ctx, inputs, output):
+    input, _, _, _, ctx.reduction, _, _, ctx.need_dinput, ctx.need_dweight = inputs
+    ctx.dtype = input.dtype
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _differentiate_grad_in_forward(ctx, dloss, *_):
+    unused = (None,) * (len(ctx.needs_input_grad) - 2)
+    if dloss is None:
+        return None, None, *unused
+    dinput, dweight = _scale_gradients(
+        dloss, *ctx.saved_tensors, ctx.reduction, ctx.dtype, ctx.need_dinput, ctx.need_dweight
+    )
+    return dinput if ctx.need_dinput else None, dweight if ctx.need_dweight else None, *unused
+
+
+def _refuse_double_backward(ctx, *_):
+    raise RuntimeError(
+        "cute_lce.linear_cross_entropy: its gradient was differentiated again; double backward is not supported "
+        "(cute_lce.reference.linear_cross_entropy has it)"
+    )
+
+
+for _name, _fake, _differentiate, _setup in (
+    ("forward", _fake_forward, _differentiate_forward, _setup_forward),
+    ("forward_keep", _fake_forward_keep, _differentiate_forward, _setup_forward),
+    ("backward", _fake_backward, _refuse_double_backward, None),
+    ("grad_in_forward", _fake_grad_in_forward, _differentiate_grad_in_forward, _setup_grad_in_forward),
+    ("scale_gradients", _fake_scale_gradients, _refuse_double_backward, None),
+):
+    torch.library.register_fake(f"cute_lce::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(f"cute_lce::{_name}", _differentiate, setup_context=_setup, lib=_library)
