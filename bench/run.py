@@ -1,0 +1,483 @@
+"""Measure linear cross entropy side by side: ours, torch's and the peers', beside the GEMMs they need.
+
+Every measurement alternates with its floor, cuBLAS's GEMMs at the same shape: the logits for a forward, and
+those of the two gradients too for forward + backward. Errors are relative RMS against float64, the gradients'
+on a sample of rows and of vocabulary entries. Results are a JSON list with one object a measurement;
+bench/results/README.md says what each key means.
+
+    python3 -m bench.run --shapes forward --providers cute_lce --out bench/results/h100_forward.json
+    python3 -m bench.run --shapes backward --pass fwd_bwd --reduction mean none --workspace-mb table
+    python3 -m bench.run --shapes 8192,4096,131072 --providers all --quick
+    python3 -m bench.run --show bench/results/*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import providers, shapes
+from bench.timing import Call, peak_extra_bytes, relative_rms, time_interleaved
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KEYS = (
+    *(
+        "gpu",
+        "provider",
+        "schedule",
+        "reduction",
+        "n",
+        "d",
+        "vocab",
+        "dtype",
+        "pass",
+        "ms",
+        "ms_min",
+        "ms_max",
+    ),
+    *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "versions", "date", "command"),
+)
+PACKAGES = (
+    *("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "liger-kernel"),
+    "cut-cross-entropy",
+)
+SAMPLE = 128  # rows, and vocabulary entries of each of two kinds, on which gradients are compared
+FLOOR_TOKENS = 4096  # the floor's GEMMs take at most so many tokens at once
+
+
+# Inputs and their float64 reference.
+
+
+@dataclass(frozen=True)
+class Inputs:
+    hidden: Tensor  # (n, d)
+    weight: Tensor  # (V, d)
+    target: Tensor  # (n,) int64
+    upstream: Tensor  # (n,) float32, the gradient of per-token losses
+
+
+def make_inputs(shape: shapes.Shape, dtype: torch.dtype, rows: str, device: torch.device) -> Inputs:
+    """Random operands of unit-size logits. In confident rows the target's logit stands 20 above the rest."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(shape.n, shape.d, device=device, generator=generator)
+    weight = torch.empty(shape.vocab, shape.d, device=device, dtype=dtype)
+    for block in weight.split(65536):
+        block.copy_(torch.randn(block.shape, device=device, generator=generator) * shape.d**-0.5)
+    target = torch.randint(shape.vocab, (shape.n,), device=device, generator=generator)
+    confident = {"untrained": 0, "mixed": shape.n // 2, "confident": shape.n}[rows]
+    hidden[:confident] += 20 * weight[target[:confident]].float()
+    upstream = torch.rand(shape.n, device=device, generator=generator) / shape.n
+    return Inputs(hidden.to(dtype), weight, target, upstream)
+
+
+class Reference:
+    """Loss and gradients in float64: each token's loss, dH and dW on samples of rows and vocabulary entries.
+
+    Half of the sampled entries are targets, since the gradient of the others is small beside theirs.
+    """
+
+    @torch.no_grad()
+    def __init__(self, inputs: Inputs):
+        hidden, weight, target = inputs.hidden.double(), inputs.weight, inputs.target
+        n, vocab = hidden.shape[0], weight.shape[0]
+        generator = torch.Generator(hidden.device).manual_seed(1)
+        draw = functools.partial(torch.randint, size=(SAMPLE,), device=hidden.device, generator=generator)
+        self.rows = draw(n)
+        self.columns = torch.cat((target[draw(n)], draw(vocab)))
+        lse = torch.full((n,), -math.inf, dtype=torch.float64, device=hidden.device)
+        for block in weight.split(max(1, 2**27 // n)):
+            lse = torch.logaddexp(lse, torch.logsumexp(hidden @ block.double().T, dim=1))
+        target_logit = torch.cat(
+            [
+                (h * weight[y].double()).sum(1)
+                for h, y in zip(hidden.split(4096), target.split(4096), strict=True)
+            ]
+        )
+        self.losses = lse - target_logit
+
+        self._dh = -weight[target[self.rows]].double()
+        for block in weight.split(65536):
+            w = block.double()
+            self._dh += (hidden[self.rows] @ w.T - lse[self.rows, None]).exp() @ w
+        self._dlogits = (hidden @ weight[self.columns].double().T - lse[:, None]).exp()
+        self._dlogits -= (target[:, None] == self.columns).double()
+        self._hidden = inputs.hidden
+
+    def loss(self, reduction: str) -> Tensor:
+        return self.losses.mean() if reduction == "mean" else self.losses
+
+    def dh(self, grad_scale: Tensor) -> Tensor:
+        """(SAMPLE, d) for the per-token factors `grad_scale` (n,)."""
+        return grad_scale[self.rows, None].double() * self._dh
+
+    def dw(self, grad_scale: Tensor) -> Tensor:
+        """(2 SAMPLE, d) for the per-token factors `grad_scale` (n,)."""
+        return (grad_scale[:, None].double() * self._dlogits).T @ self._hidden.double()
+
+
+# The floor.
+
+
+class Floor:
+    """The GEMMs as cuBLAS does them, over slices of at most 4096 tokens, V rounded up to a multiple of 64."""
+
+    def __init__(self, inputs: Inputs, backward: bool, frozen: str):
+        self.backward = backward
+        hidden, weight = inputs.hidden, inputs.weight
+        vocab = 64 * math.ceil(weight.shape[0] / 64)
+        if vocab != weight.shape[0]:
+            weight = torch.cat((weight, weight.new_zeros(vocab - weight.shape[0], weight.shape[1])))
+        rows = min(len(hidden), FLOOR_TOKENS)
+        self._slices, self._weight = hidden.split(rows), weight
+        self._logits = hidden.new_empty(rows, vocab)
+        self._dh = hidden.new_empty(rows, hidden.shape[1]) if backward and frozen != "hidden" else None
+        self._dw = torch.empty_like(weight) if backward and frozen != "weight" else None
+        self._dlogits = torch.randn_like(self._logits) if backward else None
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for h in self._slices:
+            torch.mm(h, self._weight.T, out=self._logits[: len(h)])
+        if self._dlogits is None:
+            return
+        if self._dh is not None:
+            for h in self._slices:
+                torch.mm(self._dlogits[: len(h)], self._weight, out=self._dh[: len(h)])
+        if self._dw is not None:
+            for h in self._slices:
+                torch.mm(self._dlogits[: len(h)].T, h, out=self._dw)
+
+
+# One measurement.
+
+
+@dataclass(frozen=True)
+class Case:
+    provider: str
+    schedule: str | None
+    reduction: str
+    workspace_mb: int | None
+
+    def __str__(self) -> str:
+        options = [self.schedule, None if self.workspace_mb is None else f"{self.workspace_mb} MiB"]
+        return " ".join([self.reduction, self.provider, *(text for text in options if text is not None)])
+
+
+def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
+    """Every combination that is asked for, in the order in which it is measured."""
+    for reduction in args.reduction:
+        for provider in args.providers:
+            if provider != "cute_lce":
+                yield Case(provider, None, reduction, None)
+                continue
+            budgets = (
+                [budget for budget, _ in shape.bars] if args.workspace_mb == ["table"] else args.workspace_mb
+            )
+            for schedule in args.schedule:
+                for budget in budgets:
+                    yield Case(provider, schedule, reduction, budget)
+
+
+def measure(
+    case: Case,
+    shape: shapes.Shape,
+    inputs: Inputs,
+    reference: Reference | None,
+    floor: Floor,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Check, weigh and time one case; the measured keys of its result."""
+    request = providers.Request(
+        case.reduction, case.schedule or "auto", case.workspace_mb, args.window, logits=shape.n * shape.vocab
+    )
+    function = providers.make(case.provider, request)
+    hidden, weight, target = inputs.hidden.detach(), inputs.weight.detach(), inputs.target
+    upstream = inputs.upstream if case.reduction == "none" else None
+    if floor.backward:
+        hidden.requires_grad_(shape.frozen != "hidden")
+        weight.requires_grad_(shape.frozen != "weight")
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return function(hidden, weight, target)
+
+    def forward_backward() -> Tensor:
+        hidden.grad = weight.grad = None
+        loss = function(hidden, weight, target)
+        loss.backward(None if upstream is None else upstream.to(loss.dtype))
+        return loss.detach()
+
+    call: Call = forward_backward if floor.backward else forward
+    loss = forward_backward() if floor.backward else forward()
+    errors: dict[str, float | None] = {"err_loss": None, "err_dh": None, "err_dw": None}
+    if reference is not None:
+        errors["err_loss"] = relative_rms(loss, reference.loss(case.reduction))
+        grad_scale = torch.full_like(inputs.upstream, 1 / shape.n) if upstream is None else upstream
+        if hidden.grad is not None:
+            errors["err_dh"] = relative_rms(hidden.grad[reference.rows], reference.dh(grad_scale))
+        if weight.grad is not None:
+            errors["err_dw"] = relative_rms(weight.grad[reference.columns], reference.dw(grad_scale))
+    del loss
+
+    gradients = sum(t.grad.nbytes for t in (hidden, weight) if t.grad is not None)
+    hidden.grad = weight.grad = None
+    extra = peak_extra_bytes(call, hidden.device) - gradients
+    hidden.grad = weight.grad = None
+
+    budget_s, max_reps = (0.15, 5) if args.quick else (args.seconds, 50)
+    floor_time, timing = time_interleaved((floor, call), hidden.device, budget_s=budget_s, max_reps=max_reps)
+    return {
+        "ms": timing.ms,
+        "ms_min": timing.ms_min,
+        "ms_max": timing.ms_max,
+        "floor_ms": floor_time.ms,
+        "extra_mib": max(0, extra) / 2**20,
+        **errors,
+    }
+
+
+# Results.
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What was measured: packages, driver, and a digest of our sources."""
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            found["driver"] = subprocess.run(
+                query, capture_output=True, text=True, check=True
+            ).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            found["driver"] = "unknown"
+    root = Path(__file__).resolve().parent.parent / "cute_lce"
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    found["cute_lce"] = f"sources {digest.hexdigest()[:12]}"
+    return found
+
+
+def describe_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def finite_or_text(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are kept as text."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(result, allow_nan=False) for result in results)
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def bar(result: dict[str, Any]) -> float | None:
+    """What issue tables ask of this measurement, as a multiple of the floor."""
+    if result["provider"] != "cute_lce":
+        return None
+    table = shapes.FORWARD if result["pass"] == "fwd" else shapes.BACKWARD
+    frozen = "weight" if result["pass"] == "fwd_bwd" and result["err_dw"] is None else ""
+    for shape in table:
+        if (shape.n, shape.d, shape.vocab, shape.frozen) == (
+            result["n"],
+            result["d"],
+            result["vocab"],
+            frozen,
+        ):
+            return dict(shape.bars).get(result["workspace_mb"])
+    return None
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The results as text, a line each."""
+
+    def text(value: Any, form: str) -> str:
+        return "-" if value is None else value if isinstance(value, str) else format(value, form)
+
+    header: tuple[str, ...] = (
+        "n",
+        "d",
+        "V",
+        "dtype",
+        "pass",
+        "reduction",
+        "provider",
+        "schedule",
+        "budget MiB",
+    )
+    header += ("ms", "min", "max", "x floor", "bar", "floor ms", "extra MiB", "err loss", "err dH", "err dW")
+    rows: list[tuple[str, ...]] = [header]
+    for r in results:
+        rows.append(
+            (
+                *(str(r[key]) for key in ("n", "d", "vocab", "dtype", "pass", "reduction", "provider")),
+                r["schedule"] or "-",
+                text(r["workspace_mb"], "d"),
+                *(text(r[key], ".3f") for key in ("ms", "ms_min", "ms_max")),
+                text(r["ms"] / r["floor_ms"], ".3f"),
+                text(bar(r), ".2f"),
+                text(r["floor_ms"], ".3f"),
+                text(r["extra_mib"], ".1f"),
+                *(text(r[key], ".1e") for key in ("err_loss", "err_dh", "err_dw")),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
+
+
+# The program.
+
+
+def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
+    device = args.device
+    gpu = describe_device(device)
+    results: list[dict[str, Any]] = (
+        json.loads(args.out.read_text()) if args.append and args.out.exists() else []
+    )
+    kept = len(results)
+    print(f"{gpu}; {versions()}", flush=True)
+    for shape in args.shapes:
+        started = time.perf_counter()
+        inputs = make_inputs(shape, DTYPES[args.dtype], args.rows, device)
+        reference = None if args.no_errors else Reference(inputs)
+        for name in args.passes:
+            backward = name == "fwd_bwd"
+            floor = Floor(inputs, backward, shape.frozen)
+            for case in cases(shape, args):
+                label = f"{shape} {name} {case}"
+                try:
+                    measured = measure(case, shape, inputs, reference, floor, args)
+                except providers.Unavailable as reason:
+                    print(f"{label}: left out, {reason}", flush=True)
+                    continue
+                except Exception as error:  # A peer that fails is a finding; the other measurements go on.
+                    print(f"{label}: FAILED, {type(error).__name__}: {str(error)[:300]}", flush=True)
+                    continue
+                finally:
+                    gc.collect()
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+                result = {
+                    "gpu": gpu,
+                    "provider": case.provider,
+                    "schedule": case.schedule,
+                    "reduction": case.reduction,
+                    "n": shape.n,
+                    "d": shape.d,
+                    "vocab": shape.vocab,
+                    "dtype": args.dtype,
+                    "pass": name,
+                    "workspace_mb": case.workspace_mb,
+                    "versions": versions(),
+                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                    "command": command,
+                    **{key: finite_or_text(value) for key, value in measured.items()},
+                }
+                results.append({key: result[key] for key in KEYS})
+                print(
+                    f"{label}: {result['ms']:.3f} ms, x {result['ms'] / result['floor_ms']:.3f}", flush=True
+                )
+                if args.out is not None:
+                    write(args.out, results)
+            del floor
+        del inputs, reference
+        print(f"{shape}: {time.perf_counter() - started:.1f} s in all", flush=True)
+    return results[kept:]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    tables, names = ", ".join(shapes.TABLES), ", ".join(providers.PROVIDERS)
+    add("--shapes", nargs="+", help=f"{tables}, or n,d,V[,weight|hidden] (the frozen operand)")
+    add("--providers", nargs="+", default=["cute_lce"], metavar="NAME", help=f"all, or {names}")
+    add("--pass", nargs="+", dest="passes", default=["fwd"], choices=("fwd", "fwd_bwd"))
+    add("--schedule", nargs="+", default=["auto"], choices=providers.SCHEDULES, help="of cute_lce")
+    add("--reduction", nargs="+", default=["mean"], choices=("mean", "none"))
+    add(
+        "--workspace-mb",
+        nargs="+",
+        default=["default"],
+        help="of cute_lce, in MiB: numbers, default, or table (what the shape's row is measured with)",
+    )
+    add("--window", type=int, help="of cute_lce, in vocabulary entries")
+    add("--dtype", default="bf16", choices=tuple(DTYPES))
+    rows = ("untrained", "mixed", "confident")
+    add("--rows", default="untrained", choices=rows, help="how sure the tokens are (%(default)s)")
+    add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
+    add("--seconds", type=float, default=0.5, help="timed seconds of one measurement (%(default)s)")
+    add("--quick", action="store_true", help="few repetitions")
+    add("--no-errors", action="store_true", help="leave out the float64 reference")
+    add("--out", type=Path, help="JSON file for the results, written after each measurement")
+    add("--append", action="store_true", help="keep what --out already holds")
+    add("--show", nargs="+", type=Path, metavar="JSON", help="print kept results and measure nothing")
+    args = parser.parse_args(argv)
+    if args.show:
+        return args
+    if args.append and args.out is None:
+        parser.error("--append needs --out")
+    if args.shapes is None:
+        args.shapes = ["tiny" if args.device == "cpu" or not torch.cuda.is_available() else "forward"]
+    if args.providers == ["all"]:
+        args.providers = list(providers.PROVIDERS)
+    for name in args.providers:
+        if name not in providers.PROVIDERS:
+            parser.error(f"--providers must be all or among {', '.join(providers.PROVIDERS)}, got {name!r}")
+    try:
+        args.shapes = [shape for text in args.shapes for shape in shapes.parse(text)]
+        if args.workspace_mb == ["table"]:
+            args.workspace_mb = []  # Each shape brings its own.
+        args.workspace_mb = [None if text == "default" else int(text) for text in args.workspace_mb]
+    except ValueError as error:
+        parser.error(str(error))
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.show:
+        print(table([result for path in args.show for result in json.loads(path.read_text())]))
+        return 0
+    words = sys.argv[1:] if argv is None else argv
+    results = run(args, f"python3 -m bench.run {shlex.join(words)}")
+    print()
+    print(table(results))
+    return 0 if results else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The shapes that the project promises times for, and the memory that each may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem: n tokens, hidden size d, vocabulary of V.
+
+    bars: (workspace_mb, bar) pairs. The first is what the call may allocate, in MiB (None: the library's
+        default); the second is the time that must be reached with it, as a multiple of cuBLAS's GEMMs (None:
+        no bar is set).
+    frozen: the operand that needs no gradient: "", "weight" or "hidden".
+    """
+
+    n: int
+    d: int
+    vocab: int
+    bars: tuple[tuple[int | None, float | None], ...] = ((None, None),)
+    frozen: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.n},{self.d},{self.vocab}" + (f",{self.frozen}" if self.frozen else "")
+
+
+def _gib(*bars: tuple[float, float]) -> tuple[tuple[int | None, float | None], ...]:
+    return tuple((round(budget * 1024), bar) for budget, bar in bars)
+
+
+# Forward: what the kernels of a forward pass are measured on. The first rows matter most.
+FORWARD = (
+    Shape(8192, 4096, 131072, ((None, 0.93),)),
+    Shape(32768, 4096, 262144, ((None, 1.02),)),
+    Shape(4096, 4096, 32768, ((None, 1.00),)),
+    Shape(1024, 4096, 262144, ((None, 1.00),)),
+    Shape(4096, 7168, 129280, ((None, 1.00),)),
+    Shape(16384, 2048, 151936, ((None, 1.02),)),
+    Shape(8192, 1024, 50257, ((None, 1.10),)),
+    Shape(256, 4096, 128256, ((None, 1.10),)),
+)
+
+# Forward + backward, each with generous memory first, then with little.
+BACKWARD = (
+    Shape(8192, 4096, 131072, _gib((2.3, 1.03), (1.3, 1.24), (0.3, 1.40))),
+    Shape(4096, 4096, 32768, _gib((0.38, 1.04), (0.15, 1.42))),
+    Shape(1024, 4096, 262144, _gib((0.55, 1.08), (0.2, 1.40))),
+    Shape(4096, 7168, 129280, _gib((1.2, 1.00), (0.3, 1.36))),
+    Shape(32768, 4096, 262144, _gib((5.5, 1.28), (1.1, 1.40))),
+    Shape(8192, 4096, 131072, _gib((2.3, 0.72), (0.3, 1.08)), frozen="weight"),
+)
+
+# Small enough for a CPU, ragged in every dimension.
+TINY = (Shape(48, 32, 517),)
+
+TABLES = {"forward": FORWARD, "backward": BACKWARD, "tiny": TINY}
+
+
+def parse(text: str) -> tuple[Shape, ...]:
+    """A table's name, or "n,d,V" with ",weight" or ",hidden" behind it for the operand that is frozen."""
+    if text in TABLES:
+        return TABLES[text]
+    numbers, frozen = text.split(","), ""
+    if numbers[-1] in ("weight", "hidden"):
+        frozen = numbers.pop()
+    try:
+        n, d, vocab = (int(number) for number in numbers)
+    except ValueError:
+        raise ValueError(
+            f"shape must be one of {', '.join(TABLES)} or n,d,V[,weight|hidden], got {text!r}"
+        ) from None
+    if min(n, d, vocab) < 1:
+        raise ValueError(f"shape must have n, d and V of at least 1, got {text!r}")
+    return (Shape(n, d, vocab, frozen=frozen),)

@@ -1,0 +1,128 @@
+"""Time and memory of one call, beside a floor that is measured in alternation with it.
+
+On a GPU a call is timed by CUDA events, behind a pass over a buffer larger than the L2 cache, so that it
+finds none of its operands there and the host has the time of that pass to enqueue it. On a CPU it is timed by
+the wall clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # Several times the L2 cache of any current GPU (H100: 50 MB, B200: 126 MB).
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: the median over several runs of each run's median, and the runs' extremes."""
+
+    ms: float
+    ms_min: float
+    ms_max: float
+
+    @classmethod
+    def of_runs(cls, medians: Sequence[float]) -> Timing:
+        return cls(statistics.median(medians), min(medians), max(medians))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _time_in_turn(calls: Sequence[Call], reps: int, device: torch.device) -> list[list[float]]:
+    """Time each of `calls` `reps` times, one after the other in turn; milliseconds, a list for each call."""
+    if device.type != "cuda":
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(reps):
+            for call, taken in zip(calls, times, strict=True):
+                start = time.perf_counter()
+                call()
+                taken.append((time.perf_counter() - start) * 1e3)
+        return times
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    events = [[] for _ in calls]
+    for _ in range(reps):
+        for call, marks in zip(calls, events, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+            marks.append((start, end))
+    torch.cuda.synchronize(device)
+    return [[start.elapsed_time(end) for start, end in marks] for marks in events]
+
+
+def time_interleaved(
+    calls: Sequence[Call], device: torch.device, *, budget_s: float = 0.5, runs: int = 3, max_reps: int = 50
+) -> list[Timing]:
+    """Time several calls in alternation, so that a drift of clock or power limit meets all of them.
+
+    Args:
+        calls: The functions to time. Each is called twice before anything counts.
+        device: Where they run.
+        budget_s: About how long all the timed repetitions may take together, in seconds. At least one
+            repetition of each call is timed in each run.
+        runs: How many runs; `Timing.ms` is the median of their medians.
+        max_reps: The most repetitions in one run.
+    """
+    for call in calls:
+        call()
+    synchronize(device)
+    estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device))
+    reps = max(1, min(max_reps, int(budget_s * 1e3 / runs / max(estimate_ms, 1e-3))))
+    medians: list[list[float]] = [[] for _ in calls]
+    for _ in range(runs):
+        for found, times in zip(medians, _time_in_turn(calls, reps, device), strict=True):
+            found.append(statistics.median(times))
+    return [Timing.of_runs(found) for found in medians]
+
+
+def peak_extra_bytes(call: Call, device: torch.device) -> int:
+    """The most bytes that `call` holds at any moment above what was held before it.
+
+    On a GPU this is torch's own count (`max_memory_allocated`). On a CPU, where torch keeps none, the
+    profiler's record of every allocation and release is summed up.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    results = profile.profiler.kineto_results if profile.profiler is not None else None
+    if results is None:
+        raise RuntimeError("torch.profiler kept no record of the call")
+    events: list[Any] = [event for event in results.events() if event.name() == "[memory]"]
+    records = [(event.start_ns(), event.nbytes()) for event in events]
+    held = peak = 0
+    for _, nbytes in sorted(records, key=lambda record: record[0]):
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    """RMS of `got - want` over RMS of `want`, in float64. NaN where `got` has one; inf where `want` is all
+    zero."""
+    want = want.double()
+    error = (got.double() - want).pow(2).mean().sqrt().item()
+    size = want.pow(2).mean().sqrt().item()
+    return error / size if size > 0 else (0.0 if error == 0 else math.inf)

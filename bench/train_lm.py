@@ -1,0 +1,519 @@
+"""Train a small language model on Python's own sources, once with cute_lce's loss and once with torch's.
+
+The text is the standard library of the interpreter that runs this program, so every machine has it. A
+byte-pair vocabulary is built from the training files; each twentieth file is kept for validation. Both runs
+start from the same seed and see the same batches; they differ in the output layer alone:
+
+    fused       cute_lce.LinearCrossEntropy(d, V)(hidden, target)
+    canonical   F.cross_entropy(F.linear(hidden, weight), target)
+
+The program ends with status 1 when the two disagree: the first losses by more than a relative 1e-5, or the
+final validation losses by more than 0.5%. It writes curves.png, losses.csv and summary.json into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+# cuBLAS is deterministic only with a fixed workspace, and reads this when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from tqdm import tqdm
+
+import cute_lce
+from bench.timing import peak_extra_bytes, synchronize
+
+FIRST_LOSSES = 20
+FIRST_LOSSES_TOLERANCE = 1e-5
+VALIDATION_TOLERANCE = 5e-3
+
+# Not part of every installation, not Python's own, or tables rather than text.
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
+)
+END_OF_FILE = "<|endoftext|>"
+
+
+# The text.
+
+
+def source_files(root: Path) -> list[Path]:
+    """The Python sources under `root`, in an order that is the same wherever the same files are."""
+    files = (path.relative_to(root) for path in root.rglob("*.py"))
+    return sorted((f for f in files if not SKIPPED_FOLDERS & set(f.parts)), key=lambda f: f.as_posix())
+
+
+def read_texts(root: Path, files: Sequence[Path]) -> list[str]:
+    return [(root / f).read_text(encoding="utf-8", errors="replace") for f in files]
+
+
+def build_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """A byte-level byte-pair vocabulary of `vocab_size` entries, the first of them END_OF_FILE."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_FILE], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
+    """All texts as one int64 vector of token ids, END_OF_FILE (id 0) after each."""
+    ids: list[int] = []
+    for encoded in tokenizer.encode_batch(list(texts), add_special_tokens=False):
+        ids.extend(encoded.ids)
+        ids.append(0)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    train: torch.Tensor  # (tokens,) int64
+    valid: torch.Tensor  # (tokens,) int64
+    vocab_size: int
+
+    @classmethod
+    def of_standard_library(cls, vocab_size: int) -> Corpus:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = source_files(root)
+        if len(files) < 40:
+            raise SystemExit(
+                f"train_lm: only {len(files)} Python sources under {root}; at least 40 are needed"
+            )
+        valid_files = files[::20]
+        train_files = sorted(set(files) - set(valid_files), key=lambda f: f.as_posix())
+        train_texts = read_texts(root, train_files)
+        tokenizer = build_tokenizer(train_texts, vocab_size)
+        return cls(
+            train=encode(tokenizer, train_texts),
+            valid=encode(tokenizer, read_texts(root, valid_files)),
+            vocab_size=tokenizer.get_vocab_size(),
+        )
+
+
+def batches(
+    ids: torch.Tensor, batch: int, length: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of (tokens, next tokens), each (batch, length) int64, drawn at random places."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(length + 1)
+    while True:
+        starts = torch.randint(len(ids) - length, (batch,), generator=generator)
+        window = ids[starts[:, None] + offsets]
+        yield window[:, :-1], window[:, 1:]
+
+
+# The model.
+
+
+class Block(nn.Module):
+    """Causal attention with rotary positions, then a gated feed-forward layer, each behind an RMSNorm."""
+
+    def __init__(self, d: int, heads: int):
+        super().__init__()
+        hidden = 64 * math.ceil(8 * d / 3 / 64)
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(d)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.attention_out = nn.Linear(d, d, bias=False)
+        self.feed_forward_norm = nn.RMSNorm(d)
+        self.gate_up = nn.Linear(d, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, d, bias=False)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        batch, length, d = x.shape
+        # (3, batch, heads, length, d / heads)
+        qkv = (
+            self.qkv(self.attention_norm(x))
+            .view(batch, length, 3, self.heads, d // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        q, k, v = rotate(qkv[0], rotation), rotate(qkv[1], rotation), qkv[2]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, d))
+        gate, up = self.gate_up(self.feed_forward_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotations(length: int, head_dim: int) -> torch.Tensor:
+    """Cosines and sines of the rotary position embedding: (2, length, head_dim / 2) float32."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.arange(length)[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = rotation
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class CanonicalHead(nn.Linear):
+    """The same parameter and call as cute_lce.LinearCrossEntropy, by way of the logits.
+
+    Operands are rounded to `operand_dtype`, as the fused loss sees them, and the logits are float32.
+    """
+
+    def __init__(self, d: int, vocab_size: int, operand_dtype: torch.dtype):
+        super().__init__(d, vocab_size, bias=False)
+        self.operand_dtype = operand_dtype
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden, weight = input.to(self.operand_dtype).float(), self.weight.to(self.operand_dtype).float()
+        return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+class FusedHead(cute_lce.LinearCrossEntropy):
+    """cute_lce.LinearCrossEntropy, under autocast where the operands are not to be float32."""
+
+    def __init__(self, d: int, vocab_size: int, operand_dtype: torch.dtype, schedule: str):
+        super().__init__(d, vocab_size, schedule=schedule)
+        self.operand_dtype = operand_dtype
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.operand_dtype == torch.float32:
+            return super().forward(input, target)
+        with torch.autocast(input.device.type, dtype=self.operand_dtype):
+            return super().forward(input, target)
+
+
+class LanguageModel(nn.Module):
+    """A decoder whose `forward` gives the mean loss of predicting `target` from the tokens up to each
+    place."""
+
+    rotation: torch.Tensor
+
+    def __init__(self, vocab_size: int, d: int, layers: int, heads: int, length: int, head: nn.Linear):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, d)
+        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(d)
+        self.head = head
+        self.register_buffer("rotation", rotations(length, d // heads), persistent=False)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw every weight anew, on the CPU and in a fixed order, so that two models of one seed are
+        equal."""
+        generator = torch.Generator().manual_seed(seed)
+        residual = 0.02 / math.sqrt(2 * len(self.blocks))
+        for name, parameter in sorted(self.named_parameters()):
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                std = residual if name.endswith(("attention_out.weight", "down.weight")) else 0.02
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states before the output layer: (batch, length) tokens to (batch, length, d)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(tokens)
+        return self.head(hidden.flatten(0, 1), target.flatten())
+
+
+# The training.
+
+
+@dataclass
+class Run:
+    """What one training run gave. Losses in nats per token."""
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    valid: list[tuple[int, float]] = field(default_factory=list)  # (steps done, validation loss)
+    tokens_per_second: float = 0.0
+    loss_peak_mib: float = 0.0
+    seconds: float = 0.0
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """A linear rise over the first steps, then a cosine down to a tenth."""
+    warmup = max(1, min(40, steps // 5))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+@torch.no_grad()
+def validation_loss(model: LanguageModel, corpus: Corpus, args: argparse.Namespace) -> float:
+    """The mean loss over the first `args.valid_batches` batches of validation text, read in order."""
+    size = args.batch * args.length
+    count = max(1, min(args.valid_batches, (len(corpus.valid) - 1) // size))
+    total = 0.0
+    for i in range(count):
+        text = corpus.valid[i * size : (i + 1) * size + 1].to(args.device)
+        total += model(text[:-1].view(args.batch, -1), text[1:].view(args.batch, -1)).item()
+    return total / count
+
+
+def loss_peak_mib(model: LanguageModel, tokens: torch.Tensor, target: torch.Tensor) -> float:
+    """MiB that the output layer holds at most in forward and backward, beyond its inputs and the two
+    gradients."""
+    with torch.no_grad():
+        hidden = model.hidden(tokens).flatten(0, 1)
+    hidden.requires_grad_()
+    target = target.flatten()
+
+    def loss_and_gradients() -> None:
+        hidden.grad = model.head.weight.grad = None
+        model.head(hidden, target).backward()
+
+    loss_and_gradients()
+    hidden.grad = model.head.weight.grad = None
+    gradients = (hidden.numel() + model.head.weight.numel()) * 4
+    peak = peak_extra_bytes(loss_and_gradients, hidden.device)
+    model.zero_grad(set_to_none=True)
+    return max(0, peak - gradients) / 2**20
+
+
+def train(name: str, head: nn.Linear, corpus: Corpus, args: argparse.Namespace) -> Run:
+    model = LanguageModel(corpus.vocab_size, args.d, args.layers, args.heads, args.length, head)
+    model.initialise(args.seed)
+    model.to(args.device)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    source = batches(corpus.train, args.batch, args.length, args.seed)
+    run = Run(name)
+    tokens, target = (t.to(args.device) for t in next(source))
+    run.loss_peak_mib = loss_peak_mib(model, tokens, target)
+
+    started = time.perf_counter()
+    training_seconds = 0.0
+    evaluate_at = {round(args.steps * i / args.evaluations) for i in range(1, args.evaluations + 1)}
+    # A terminal sees the bar move; a log gets a line every ten seconds.
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    with tqdm(
+        total=args.steps, desc=f"{name:9}", unit="step", mininterval=interval, dynamic_ncols=True
+    ) as bar:
+        for step in range(args.steps):
+            step_started = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, args.steps, args.lr)
+            loss = model(tokens, target)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            run.losses.append(loss.item())
+            tokens, target = (t.to(args.device) for t in next(source))
+            synchronize(args.device)
+            training_seconds += time.perf_counter() - step_started
+            if step + 1 in evaluate_at:
+                run.valid.append((step + 1, validation_loss(model, corpus, args)))
+            shown = {"loss": f"{run.losses[-1]:.3f}"}
+            if run.valid:
+                shown["valid"] = f"{run.valid[-1][1]:.3f}"
+            bar.set_postfix(shown, refresh=False)
+            bar.update()
+    run.tokens_per_second = args.steps * args.batch * args.length / training_seconds
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+# The comparison.
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|a - b| relative to `b`; infinite when either is not a finite number, so that a NaN cannot agree."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / abs(b)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far the two runs are apart, and whether that is near enough."""
+
+    first_losses: float  # the largest relative difference among the first losses
+    valid: float  # the relative difference of the final validation losses
+    fell: bool  # whether the fused run learned at all
+
+    @classmethod
+    def of(cls, fused: Run, canonical: Run) -> Verdict:
+        pairs = list(zip(fused.losses, canonical.losses, strict=True))[:FIRST_LOSSES]
+        return cls(
+            first_losses=max(relative_difference(a, b) for a, b in pairs),
+            valid=relative_difference(fused.valid[-1][1], canonical.valid[-1][1]),
+            fell=fused.valid[-1][1] < fused.losses[0],
+        )
+
+    @property
+    def good(self) -> bool:
+        return (
+            self.first_losses <= FIRST_LOSSES_TOLERANCE and self.valid <= VALIDATION_TOLERANCE and self.fell
+        )
+
+
+def plot(path: Path, runs: Sequence[Run]) -> bool:
+    """Draw the loss curves; False when matplotlib is not there."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=150)
+    styles = (
+        {"color": "#d95f02", "linewidth": 3.0, "alpha": 0.55},
+        {"color": "#1b4f8a", "linewidth": 1.0},
+    )
+    for run, style in zip(runs, styles, strict=True):
+        axes.plot(range(1, len(run.losses) + 1), run.losses, label=f"{run.name}, training", **style)
+        steps, losses = zip(*run.valid, strict=True)
+        mark = {"color": style["color"], "markerfacecolor": "none", "markersize": 3 + 2 * style["linewidth"]}
+        axes.plot(steps, losses, "o", label=f"{run.name}, validation", **mark)
+    axes.set(
+        xlabel="step", ylabel="loss (nats per token)", title="The same model, with and without the logits"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
+def report(out: Path, fused: Run, canonical: Run, verdict: Verdict, args: argparse.Namespace) -> None:
+    """Write the files and print the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = ["step,fused,canonical"]
+    rows += [
+        f"{i},{a!r},{b!r}" for i, (a, b) in enumerate(zip(fused.losses, canonical.losses, strict=True), 1)
+    ]
+    (out / "losses.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    options = {
+        key: str(value) if isinstance(value, (Path, torch.device, torch.dtype)) else value
+        for key, value in vars(args).items()
+    }
+    summary = {"options": options, "runs": [asdict(fused), asdict(canonical)], "verdict": asdict(verdict)}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    drawn = plot(out / "curves.png", (canonical, fused))
+
+    print(f"\n{'':34}{'fused':>12}{'canonical':>12}")
+    for label, unit, values in (
+        ("first loss", "nats", (fused.losses[0], canonical.losses[0])),
+        ("final validation loss", "nats", (fused.valid[-1][1], canonical.valid[-1][1])),
+        ("speed", "tokens/s", (fused.tokens_per_second, canonical.tokens_per_second)),
+        ("peak memory of the loss", "MiB", (fused.loss_peak_mib, canonical.loss_peak_mib)),
+    ):
+        digits = 4 if unit == "nats" else 1
+        print(f"{f'{label} ({unit})':34}{values[0]:12.{digits}f}{values[1]:12.{digits}f}")
+    print(
+        f"\nfirst {min(FIRST_LOSSES, args.steps)} losses differ by at most {verdict.first_losses:.1e} "
+        f"(allowed {FIRST_LOSSES_TOLERANCE:.0e}), final validation losses by {verdict.valid:.1e} "
+        f"(allowed {VALIDATION_TOLERANCE:.0e})"
+    )
+    curves = (
+        f"curves: {out / 'curves.png'}"
+        if drawn
+        else f"no plot, matplotlib is missing; losses: {out / 'losses.csv'}"
+    )
+    print(f"{curves}  all numbers: {out / 'summary.json'}")
+    print("the two runs agree" if verdict.good else "THE TWO RUNS DISAGREE")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train_lm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=200, help="training steps of each run (%(default)s)")
+    add("--batch", type=int, default=8, help="sequences in a batch (%(default)s)")
+    add("--length", type=int, default=128, help="tokens in a sequence (%(default)s)")
+    add("--d", type=int, default=256, help="hidden size (%(default)s)")
+    add("--layers", type=int, default=4, help="decoder layers (%(default)s)")
+    add("--heads", type=int, default=4, help="attention heads (%(default)s)")
+    add("--vocab", type=int, default=8192, help="byte-pair vocabulary (%(default)s)")
+    add("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the weights and of the batches (%(default)s)")
+    add("--evaluations", type=int, default=5, help="how often the validation loss is taken (%(default)s)")
+    add("--valid-batches", type=int, default=8, help="batches in one validation loss (%(default)s)")
+    add("--schedule", default="auto", help="schedule of the fused loss (%(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s: a GPU if there is one)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="operands of the output layer (%(default)s: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    add("--out", type=Path, default=Path("build/demo"), help="folder for the results (%(default)s)")
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch", "length", "d", "layers", "heads", "vocab", "evaluations", "valid_batches"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.d % (2 * args.heads):
+        parser.error(f"--d must be a multiple of twice --heads, got {args.d} and {args.heads}")
+    if args.vocab < 300:
+        parser.error(f"--vocab must be at least 300 (the 256 bytes and some pairs), got {args.vocab}")
+    args.evaluations = min(args.evaluations, args.steps)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if args.device.type == "cuda" else "float32"
+    args.dtype = getattr(torch, args.dtype)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # This would fill every torch.empty, which costs time and proves nothing here.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    started = time.perf_counter()
+    corpus = Corpus.of_standard_library(args.vocab)
+    print(
+        f"{len(corpus.train):,} training and {len(corpus.valid):,} validation tokens, vocabulary "
+        f"{corpus.vocab_size:,}, in {time.perf_counter() - started:.1f} s\n"
+        f"{args.layers} layers of {args.d} on {args.device}, {args.batch * args.length:,} tokens a step, "
+        f"operands of the output layer in {args.dtype}",
+        flush=True,
+    )
+    math_attention = contextlib.nullcontext()
+    if args.device.type == "cuda":
+        # The fast attention kernels add up gradients in no fixed order.
+        math_attention = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with math_attention:
+        fused = train("fused", FusedHead(args.d, corpus.vocab_size, args.dtype, args.schedule), corpus, args)
+        canonical = train("canonical", CanonicalHead(args.d, corpus.vocab_size, args.dtype), corpus, args)
+    verdict = Verdict.of(fused, canonical)
+    report(args.out, fused, canonical, verdict, args)
+    return 0 if verdict.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
