@@ -1,0 +1,103 @@
+"""The command `cute-lce`: what is installed and what it would do. Each subcommand imports only what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
+
+
+def _print_table(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:{width}}  {value}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+# info
+
+
+def info(args: argparse.Namespace) -> int:
+    """Print versions, the devices with their capability, and the path that a call takes on each, with the reason."""
+    import torch
+
+    import cute_lce
+
+    versions = {package: _version(package) for package in PACKAGES}
+    versions["torch"] = f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}"
+    _print_table(
+        [
+            ("cute_lce", cute_lce.__version__),
+            ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+            *versions.items(),
+        ]
+    )
+    print()
+    _print_table(_paths())
+    return 0
+
+
+def _paths() -> list[tuple[str, str]]:
+    """(device and dtype, the path of a call there and why) for the CPU and for every CUDA device."""
+    import torch
+
+    from cute_lce import ops
+
+    rows = [("cpu", "streaming path: the kernels are for GPUs")]
+    if not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "no usable CUDA device"
+        return [*rows, ("cuda", f"not there: {reason}")]
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        major, minor = torch.cuda.get_device_capability(device)
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, compute capability {major}.{minor}, {properties.multi_processor_count} SMs"
+        rows.append((str(device), name))
+        for dtype in ops.DTYPES:
+            kernels = ops.implementation(device, dtype).__name__ != "cute_lce.streaming"
+            if kernels:
+                path = "kernels"
+            elif (major, minor) not in ops.KERNEL_CAPABILITIES:
+                path = f"streaming path: no kernels for compute capability {major}.{minor}"
+            else:
+                path = f"streaming path: the kernels take {' and '.join(map(_dtype, ops.KERNEL_DTYPES))}"
+            rows.append((f"{device} {_dtype(dtype)}", path))
+    return rows
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# The command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cute-lce", description="Fused linear cross entropy: what is installed and what it would do."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("info", help="versions, devices, and the path that a call takes on each")
+    command.set_defaults(run=info)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
