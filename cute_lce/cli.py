@@ -1,4 +1,4 @@
-"""The command `cute-lce`: what is installed and what it would do. Each subcommand imports only what it needs."""
+"""The command `cute-lce`: what is installed and what it would do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _version(package: str) -> str:
 
 
 def info(args: argparse.Namespace) -> int:
-    """Print versions, the devices with their capability, and the path that a call takes on each, with the reason."""
+    """Print versions, the devices, and the path that a call takes on each, with the reason."""
     import torch
 
     import cute_lce
@@ -62,8 +62,8 @@ def _paths() -> list[tuple[str, str]]:
         device = torch.device("cuda", index)
         major, minor = torch.cuda.get_device_capability(device)
         properties = torch.cuda.get_device_properties(device)
-        name = f"{properties.name}, compute capability {major}.{minor}, {properties.multi_processor_count} SMs"
-        rows.append((str(device), name))
+        name, sms = properties.name, properties.multi_processor_count
+        rows.append((str(device), f"{name}, compute capability {major}.{minor}, {sms} SMs"))
         for dtype in ops.DTYPES:
             kernels = ops.implementation(device, dtype).__name__ != "cute_lce.streaming"
             if kernels:

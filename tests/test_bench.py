@@ -1,0 +1,309 @@
+"""The bench harness and the demo on shapes that a CPU does at once."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import providers, run, shapes, timing, train_lm
+
+CPU = torch.device("cpu")
+
+
+# timing
+
+
+def test_peak_counts_what_is_held_at_once_and_not_what_was_released():
+    def call():
+        a = torch.empty(2**20, dtype=torch.uint8)
+        del a
+        b = torch.empty(3 * 2**20, dtype=torch.uint8)
+        c = torch.empty(2**20, dtype=torch.uint8)
+        return b, c
+
+    assert timing.peak_extra_bytes(call, CPU) == pytest.approx(4 * 2**20, rel=0.01)
+
+
+def test_interleaved_times_alternate_and_tell_slow_from_fast():
+    order = []
+    small, large = torch.ones(8), torch.ones(3_000_000)
+
+    def fast():
+        order.append("fast")
+        small.sum()
+
+    def slow():
+        order.append("slow")
+        large.exp()
+
+    quick, slow_time = timing.time_interleaved([fast, slow], CPU, budget_s=0.05)
+    assert quick.ms < slow_time.ms
+    assert slow_time.ms_min <= slow_time.ms <= slow_time.ms_max
+    assert order == ["fast", "slow"] * (len(order) // 2)
+    # Two unmeasured rounds, and three runs of at least one.
+    assert len(order) >= 2 * (2 + 3)
+
+
+def test_median_of_runs():
+    assert timing.Timing.of_runs([3.0, 1.0, 2.0]) == timing.Timing(2.0, 1.0, 3.0)
+
+
+def test_relative_rms_fails_for_zeros_and_for_nan():
+    want = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    assert timing.relative_rms(want.float(), want) < 1e-7
+    assert timing.relative_rms(torch.zeros(3), want) == pytest.approx(1.0)
+    assert math.isnan(timing.relative_rms(torch.tensor([1.0, math.nan, 3.0]), want))
+
+
+# shapes
+
+
+def test_shapes_are_read_by_table_and_by_number():
+    assert shapes.parse("forward") == shapes.FORWARD
+    assert shapes.parse("3,4,5") == (shapes.Shape(3, 4, 5),)
+    assert shapes.parse("3,4,5,weight")[0].frozen == "weight"
+    assert str(shapes.parse("3,4,5,hidden")[0]) == "3,4,5,hidden"
+    for text in ("big", "3,4", "3,4,0", "3,4,5,6", "3,4,x"):
+        with pytest.raises(ValueError, match=r"^shape must"):
+            shapes.parse(text)
+
+
+# run
+
+
+@pytest.mark.parametrize("rows", ["untrained", "mixed", "confident"])
+def test_reference_equals_autograd_in_float64(rows):
+    shape = shapes.Shape(37, 64, 151)
+    inputs = run.make_inputs(shape, torch.float32, rows, CPU)
+    reference = run.Reference(inputs)
+    hidden, weight = inputs.hidden.double().requires_grad_(), inputs.weight.double().requires_grad_()
+    losses = F.cross_entropy(hidden @ weight.T, inputs.target, reduction="none")
+    losses.backward(inputs.upstream.double())
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert torch.allclose(reference.loss("none"), losses, rtol=1e-12)
+    assert torch.allclose(reference.loss("mean"), losses.mean(), rtol=1e-12)
+    for got, want in (
+        (reference.dh(inputs.upstream), hidden.grad[reference.rows]),
+        (reference.dw(inputs.upstream), weight.grad[reference.columns]),
+    ):
+        assert timing.relative_rms(got, want) < 1e-10
+    confident = (losses.detach() < 0.1).float().mean().item()
+    assert confident == pytest.approx({"untrained": 0, "mixed": 0.5, "confident": 1}[rows], abs=0.1)
+
+
+def test_floor_multiplies_every_token_with_the_padded_vocabulary(monkeypatch):
+    shape = shapes.Shape(4096 + 8, 8, 70)
+    inputs = run.make_inputs(shape, torch.float32, "untrained", CPU)
+    products = []
+    mm = torch.mm
+
+    def counted(a, b, out):
+        products.append((a.shape[0], a.shape[1], b.shape[1]))
+        return mm(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    run.Floor(inputs, backward=True, frozen="")()
+    assert products == [
+        *((4096, 8, 128), (8, 8, 128)),
+        *((4096, 128, 8), (8, 128, 8)),
+        *((128, 4096, 8), (128, 8, 8)),
+    ]
+    products.clear()
+    run.Floor(inputs, backward=True, frozen="weight")()
+    assert len(products) == 4
+    products.clear()
+    run.Floor(inputs, backward=False, frozen="")()
+    assert products == [(4096, 8, 128), (8, 8, 128)]
+
+
+BENCH = ("--device", "cpu", "--seconds", "0.01", "--shapes", "tiny")
+
+
+def test_a_run_writes_every_key_and_prints_its_table_last(tmp_path, capsys):
+    out = tmp_path / "results.json"
+    argv = [*BENCH, "--pass", "fwd", "fwd_bwd", "--reduction", "mean", "none", "--out", str(out)]
+    argv += ["--providers", "cute_lce", "torch_eager_fp32ce", "--schedule", "recompute", "keep"]
+    assert run.main(argv) == 0
+    results = json.loads(out.read_text())
+    assert len(results) == 2 * 2 * (2 + 1)
+    for result in results:
+        assert tuple(result) == run.KEYS
+        assert 0 < result["ms_min"] <= result["ms"] <= result["ms_max"]
+        assert result["floor_ms"] > 0
+        assert 0 < result["err_loss"] < 1e-2
+        backward = result["pass"] == "fwd_bwd"
+        for key in ("err_dh", "err_dw"):
+            assert (0 < result[key] < 1e-2) if backward else result[key] is None
+        assert (result["schedule"] is None) == (result["provider"] != "cute_lce")
+        assert result["command"].endswith(" ".join(argv))
+    asked = itertools.product(("fwd", "fwd_bwd"), ("mean", "none"))
+    assert [(r["pass"], r["reduction"]) for r in results[::3]] == list(asked)
+    assert capsys.readouterr().out.rstrip().endswith(run.table(results))
+
+    assert run.main([*BENCH, "--append", "--out", str(out)]) == 0
+    assert len(json.loads(out.read_text())) == len(results) + 1
+    capsys.readouterr()
+    assert run.main(["--show", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(results) + 1
+
+
+def test_a_frozen_operand_has_no_gradient_and_no_product(tmp_path):
+    out = tmp_path / "results.json"
+    argv = ["--device", "cpu", "--seconds", "0.01", "--shapes", "48,32,517,weight", "--pass", "fwd_bwd"]
+    assert run.main([*argv, "--out", str(out)]) == 0
+    (result,) = json.loads(out.read_text())
+    assert result["err_dw"] is None
+    assert 0 < result["err_dh"] < 1e-2
+
+
+def test_a_provider_that_is_wrong_shows_a_large_error(tmp_path, monkeypatch):
+    def half(request):
+        loss = providers.PROVIDERS["torch_eager_fp32ce"](request)
+        return lambda x, w, y: 0.5 * loss(x, w, y)
+
+    monkeypatch.setitem(providers.PROVIDERS, "half", half)
+    out = tmp_path / "results.json"
+    assert run.main([*BENCH, "--providers", "half", "--pass", "fwd_bwd", "--out", str(out)]) == 0
+    (result,) = json.loads(out.read_text())
+    for key in ("err_loss", "err_dh", "err_dw"):
+        assert result[key] == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_provider_that_is_missing_or_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    def broken(request):
+        def loss(x, w, y):
+            raise RuntimeError("no such kernel")
+
+        return loss
+
+    def missing(request):
+        raise ImportError("no module")
+
+    def nan(request):
+        return lambda x, w, y: (x.sum() + w.sum()) * math.nan
+
+    for make in (broken, missing, nan):
+        monkeypatch.setitem(providers.PROVIDERS, make.__name__, make)
+    out = tmp_path / "results.json"
+    assert run.main([*BENCH, "--providers", "broken", "missing", "nan", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "broken: FAILED, RuntimeError: no such kernel" in printed
+    assert "missing: left out, not installed" in printed
+    (result,) = json.loads(out.read_text())
+    assert result["err_loss"] == "nan"
+
+
+def test_bars_of_the_tables_are_found():
+    for table, name in ((shapes.FORWARD, "fwd"), (shapes.BACKWARD, "fwd_bwd")):
+        for shape in table:
+            for budget, wanted in shape.bars:
+                result = {"provider": "cute_lce", "n": shape.n, "d": shape.d, "vocab": shape.vocab}
+                result |= {"pass": name, "workspace_mb": budget}
+                result["err_dw"] = None if shape.frozen or name == "fwd" else 1e-3
+                assert run.bar(result) == wanted
+
+
+def test_a_wrong_option_is_refused_by_name(capsys):
+    for argv, named in (
+        (["--shapes", "1,2"], "shape must be"),
+        (["--providers", "nobody"], "'nobody'"),
+        (["--append"], "--append needs --out"),
+        (["--workspace-mb", "much"], "much"),
+    ):
+        with pytest.raises(SystemExit):
+            run.main(["--device", "cpu", *argv])
+        assert named in capsys.readouterr().err
+
+
+# the demo
+
+
+TINY = "--steps 24 --batch 2 --length 16 --d 32 --layers 1 --heads 2 --vocab 400 --evaluations 2"
+
+
+@pytest.fixture
+def tiny_library(tmp_path, monkeypatch):
+    """A standard library of sixty small files, and one folder that must not be read."""
+    root = tmp_path / "lib"
+    for i in range(60):
+        path = root / ("pack" if i % 2 else "") / f"module_{i:02}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = "\n".join(f"def function_{k}(x):\n    return x + {k * i}\n" for k in range(12))
+        path.write_text(body, encoding="utf-8")
+    skipped = root / "site-packages" / "other.py"
+    skipped.parent.mkdir()
+    skipped.write_text("raise SystemExit\n", encoding="utf-8")
+    monkeypatch.setattr(train_lm.sysconfig, "get_path", lambda name: str(root))
+    return root
+
+
+def test_files_are_sorted_and_others_packages_are_left_out(tiny_library):
+    files = [f.as_posix() for f in train_lm.source_files(tiny_library)]
+    assert files == sorted(files)
+    assert len(files) == 60
+    assert not any("site-packages" in f for f in files)
+
+
+def test_the_vocabulary_gives_the_text_back(tiny_library):
+    texts = train_lm.read_texts(tiny_library, train_lm.source_files(tiny_library))
+    tokenizer = train_lm.build_tokenizer(texts, 400)
+    text = "def f(x):\n    return 'ü€' + x\n"
+    assert tokenizer.decode(train_lm.encode(tokenizer, [text]).tolist()[:-1]) == text
+    again = train_lm.build_tokenizer(texts, 400)
+    assert tokenizer.get_vocab() == again.get_vocab()
+
+
+def test_the_demo_agrees_with_torch_and_writes_its_files(tiny_library, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    assert train_lm.main([*TINY.split(), "--device", "cpu", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "the two runs agree" in printed
+    assert str(out / "curves.png") in printed
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "losses.csv").read_text().splitlines()) == 1 + 24
+    summary = json.loads((out / "summary.json").read_text())
+    fused, canonical = summary["runs"]
+    assert summary["verdict"]["first_losses"] <= 1e-5
+    assert [step for step, _ in fused["valid"]] == [12, 24]
+    assert fused["losses"][-1] < fused["losses"][0] - 0.5
+    assert fused["loss_peak_mib"] > 0
+    assert canonical["tokens_per_second"] > 0
+
+    again = tmp_path / "again"
+    train_lm.main([*TINY.split(), "--device", "cpu", "--out", str(again)])
+    assert (again / "losses.csv").read_text() == (out / "losses.csv").read_text()
+
+
+@pytest.mark.parametrize("fault", ["scaled gradient", "nan"])
+def test_the_demo_fails_when_the_loss_is_wrong(fault, tiny_library, tmp_path, monkeypatch, capsys):
+    right = train_lm.FusedHead.forward
+
+    def wrong(self, input, target):
+        loss = right(self, input, target)
+        if fault == "nan":
+            return loss * math.nan
+        return loss + (0.3 * loss - (0.3 * loss).detach())
+
+    monkeypatch.setattr(train_lm.FusedHead, "forward", wrong)
+    status = train_lm.main([*TINY.split(), "--device", "cpu", "--out", str(tmp_path)])
+    assert status == 1
+    assert "DISAGREE" in capsys.readouterr().out
+
+
+def test_verdict_bounds():
+    def one(losses, valid, norm=1.0):
+        return train_lm.Run("x", losses=list(losses), gradient_norms=[norm] * 30, valid=[(1, valid)])
+
+    base = one([5.0] * 30, 4.0)
+    assert train_lm.Verdict.of(base, base).good
+    assert not train_lm.Verdict.of(one([5.0] * 19 + [5.0001] + [5.0] * 10, 4.0), base).good
+    assert train_lm.Verdict.of(one([5.0] * 20 + [5.0001] + [5.0] * 9, 4.0), base).good
+    assert not train_lm.Verdict.of(one([5.0] * 30, 4.03), base).good
+    assert not train_lm.Verdict.of(one([5.0] * 30, 4.0, norm=1.02), base).good
+    assert not train_lm.Verdict.of(one([5.0] * 30, math.nan), base).good
+    assert not train_lm.Verdict.of(one([5.0] * 30, 5.5), one([5.0] * 30, 5.5)).good
