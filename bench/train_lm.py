@@ -41,7 +41,7 @@ from bench.timing import peak_extra_bytes, synchronize
 FIRST_LOSSES = 20
 FIRST_LOSSES_TOLERANCE = 1e-5
 VALIDATION_TOLERANCE = 5e-3
-# Adam and clipping undo a gradient that is wrong by a factor, so its norm is compared too. The rounding of the
+# Adam and clipping undo a gradient that is wrong by a factor, so its norm counts too. The rounding of the
 # output layer's operands and gradients leaves a mark on it, so the bound is wide.
 GRADIENT_TOLERANCE = 1e-2
 
@@ -464,7 +464,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--steps", type=int, default=200, help="training steps of each run (%(default)s)")
+    add("--steps", type=int, default=180, help="training steps of each run (%(default)s)")
     add("--batch", type=int, default=8, help="sequences in a batch (%(default)s)")
     add("--length", type=int, default=128, help="tokens in a sequence (%(default)s)")
     add("--d", type=int, default=256, help="hidden size (%(default)s)")
