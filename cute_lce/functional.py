@@ -24,56 +24,60 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of ``input @ linear_weight.T`` with class indices, without the logits in memory.
 
-    The names and their order are those of torch.nn.functional.linear_cross_entropy; `reference.linear_cross_entropy`
-    is the definition. The one departure from torch: with every target ignored, "mean" gives 0 and zero gradients
+    Names and order are those of torch.nn.functional.linear_cross_entropy; reference.linear_cross_entropy is
+    the definition. The one departure from torch: with every target ignored, "mean" gives 0 and zero gradients
     where torch gives nan.
 
     Args:
-        input: (..., d), the hidden states; bfloat16, float16, float32 or float64, any strides (an input that has
-            rows of other than consecutive elements may be copied first).
+        input: (..., d), the hidden states: bfloat16, float16, float32 or float64, any strides (where neither
+            rows nor columns are consecutive elements, a copy may be made).
         linear_weight: (V, d), input's dtype and device, any strides.
-        target: (...), class indices in [0, V) or ignore_index; int64 or int32, input's device.
-        reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored; "sum";
-            or "none", which takes any upstream gradient (expanded, strided).
+        target: (...), class indices in [0, V) or ignore_index: int64 or int32, input's device, any strides.
+        reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored;
+            "sum"; or "none", which takes any upstream gradient (expanded, strided).
         ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch.
-        schedule: where the logits of the backward come from.
+        schedule: where the backward has its logits from.
             "recompute" computes them again, window by window: the least memory, any upstream gradient.
-            "keep" keeps as many columns of them as workspace_mb holds from forward to backward and recomputes the rest.
+            "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
+            recomputes the others: any upstream gradient.
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
-            accumulators of both gradients in float32 (4 (n + V) d bytes) until the backward. With reduction "none" it
-            needs a linear_weight without gradient.
-            "auto" picks one. Where nothing needs a gradient, all are one forward that keeps nothing.
-        workspace_mb: the most that the call may allocate beyond its results (loss and gradients), forward and backward,
-            in MiB (2**20 bytes). None: 1024, which yields where the schedule's least is more (a given number does not).
-        window: columns of the vocabulary per window; None: chosen from the shapes. Results differ by rounding only.
+            them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then wants a
+            linear_weight that needs no gradient.
+            "auto" picks one of them. Where nothing needs a gradient, all are one forward that keeps nothing.
+        workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
+            and the gradients), in MiB (2**20 bytes). None means 1024, which yields where the least that the
+            schedule needs is more; a number that is given does not yield.
+        window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
+            rounding only.
 
     Returns:
         The loss in nats, float32 (float64 for float64): target's shape for "none", else a scalar.
 
-    Gradients have the dtype of what they belong to; they are accumulated in float32 (float64 for float64) and rounded
-    once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a gradient
-    again raises RuntimeError.
+    Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
+    once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
+    gradient again raises RuntimeError.
 
     Raises:
-        TypeError: a dtype (or a Python type) other than the above.
-        ValueError: a shape, a value or a device other than the above; a workspace_mb too small for the schedule, with
-            the least that fits; on a CPU, a target outside [0, V) that is not ignore_index. On a GPU, where looking
-            would synchronise, such a row's loss and input gradient, and the weight's gradient, are nan;
+        TypeError: a dtype, or a Python type, other than the above.
+        ValueError: a shape, a value or a device other than the above; a workspace_mb too small for the
+            schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
+            ignore_index. On a GPU, where looking would synchronise, such a row's loss and its input's
+            gradient, and hence the weight's gradient, are nan, and nothing outside the tensors is read;
             CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side assertion there.
     """
-    for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
-    for name, value in (("reduction", reduction), ("schedule", schedule)):
-        if not isinstance(value, str):
-            raise TypeError(f"{name}: got {type(value).__name__}, want a str")
+    if not (isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor)):
+        for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
+    if not isinstance(reduction, str):
+        raise TypeError(f"reduction: got {type(reduction).__name__}, want a str")
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule: got {type(schedule).__name__}, want a str")
     if ignore_index is not None:
         resolve_ignore_index(ignore_index)
-    if workspace_mb is not None and (
-        not isinstance(workspace_mb, (int, float)) or isinstance(workspace_mb, bool)
-    ):
+    if workspace_mb is not None and (not isinstance(workspace_mb, int | float) or workspace_mb is True):
         raise TypeError(f"workspace_mb: got {type(workspace_mb).__name__}, want a number of MiB or None")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+    if window is not None and (not isinstance(window, int | torch.SymInt) or window is True):
         raise TypeError(f"window: got {type(window).__name__}, want an int or None")
     return _fused_linear_cross_entropy(
         input,

@@ -12,9 +12,9 @@ from .options import LossOptions, check_schedule
 class LinearCrossEntropy(nn.Linear):
     """An nn.Linear whose forward is the cross entropy of its output: the logits are never in memory.
 
-    Its parameter is `weight` (num_classes, in_features), initialised, named and saved as nn.Linear's, so that it can be
-    tied to an embedding or loaded from an lm_head. `forward(input, target)` is `linear_cross_entropy` with the options
-    given here; see there for shapes, dtypes, errors and memory.
+    Its parameter is `weight` (num_classes, in_features), initialised, named and saved as nn.Linear's, so that
+    it can be tied to an embedding or loaded from an lm_head. `forward(input, target)` is linear_cross_entropy
+    with the options given here; see there for shapes, dtypes, errors and memory.
 
     Args:
         in_features: d.

@@ -1,6 +1,6 @@
 """The definition: linear cross entropy in plain torch, for every dtype, with the logits in full.
 
-Tests and documents point here. It is differentiable by autograd and makes no attempt to save memory or time.
+Tests and documents point here. It is differentiable by autograd and saves neither memory nor time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of ``input @ linear_weight.T`` against class indices.
 
-    With z = input @ linear_weight.T, a row's loss is log(sum_v exp(z_v)) - z_target, in nats, and 0 where target is
-    ignore_index. "mean" divides the sum of the rows' losses by the number of rows not ignored; with none left the
-    loss and its gradients are 0 (torch gives nan).
+    With z = input @ linear_weight.T, a row's loss is log(sum_v exp(z_v)) - z_target, in nats, and 0 where
+    target is ignore_index. "mean" divides the sum of the rows' losses by the number of rows not ignored; with
+    none left the loss and its gradients are 0 (torch gives nan).
 
     input (..., d), linear_weight (V, d), one floating dtype; target (...), int64 or int32.
     Returns the loss in that dtype: target's shape for "none", else a scalar.
-    Raises ValueError where a target is outside [0, V) and not ignore_index. Holds several tensors of (..., V).
+    Raises ValueError where a target is outside [0, V) and not ignore_index. Holds several (..., V) tensors.
     """
     options = LossOptions(reduction, ignore_index)
     num_classes = linear_weight.shape[0]

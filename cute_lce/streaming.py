@@ -1,38 +1,44 @@
 """The portable implementation: plain torch, window by window over the vocabulary, never the logits.
 
-It is what a CPU, a GPU without kernels, fp32 and float64 run, and it is the seam: another implementation (launch.py)
-has functions of the same names and signatures, and the two may be mixed, because all that passes from a forward to a
-backward are the row statistics.
+It is what a CPU, a GPU without kernels, fp32 and float64 run, and it is the seam: another implementation
+(launch.py) has functions of the same names and signatures. The two may be mixed, because all that passes from
+a forward to a backward are the row statistics (and what is kept, which is private to one implementation).
 
     plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace)
-        -> (schedule, kept_columns)
+        -> (schedule, kept_columns)      "recompute", "keep" or "grad_in_forward"; ints may be symbolic
     forward(input, linear_weight, target, ignore_index, reduction, window, workspace)
         -> (loss, row_max, row_sum, num_valid)
     empty_kept(input, kept_columns)
-        -> (kept, kept_reference)                         uninitialised, private to the implementation
+        -> (kept, kept_reference)        uninitialised; what forward_keep returns has these shapes
     forward_keep(input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns)
         -> (loss, row_max, row_sum, num_valid, kept, kept_reference)
     backward(dloss, input, linear_weight, target, row_max, row_sum, num_valid, kept, kept_reference,
              ignore_index, reduction, window, workspace, need_dinput, need_dweight)
-        -> (dinput or None, dweight or None)              kept and kept_reference: None when nothing was kept
+        -> (dinput or None, dweight or None)       kept and kept_reference are None when nothing was kept
     grad_in_forward(input, linear_weight, target, ignore_index, reduction, window, workspace,
                     need_dinput, need_dweight)
         -> (loss, num_valid, dinput_accumulator or None, dweight_accumulator or None)
-    scale_gradients(dloss, num_valid, dinput_accumulator or None, dweight_accumulator or None, reduction, dtype)
+    scale_gradients(dloss, num_valid, dinput_accumulator or None, dweight_accumulator or None,
+                    reduction, dtype)
         -> (dinput or None, dweight or None)
 
 Shapes, with "acc" for float32 (float64 for float64):
     input (n, d), linear_weight (V, d): one dtype, any strides. target (n,): int64 or int32, any stride.
-    loss acc: () for "mean" and "sum", (n,) for "none". dloss: loss's shape and dtype, any strides.
-    row_max, row_sum (n,) acc: sum_v exp(z_v) = row_sum exp(row_max). row_sum is nan where the target is out of range,
-        from which every gradient of that row becomes nan. Rows that are ignored have ordinary statistics.
-    num_valid () int64: the targets that are not ignored.
-    loss of a row = log(row_sum) + (row_max - target_logit), which has no cancellation under a common offset.
-    The accumulators are acc (n, d) and (V, d); they hold the gradients of the sum of the rows' losses.
-    window: columns of the vocabulary at once, 0: the implementation's choice.
-    workspace: bytes that may be allocated beyond the results, 0: the default, which yields where the least needs more.
+    loss: acc, () for "mean" and "sum", (n,) for "none". dloss: loss's shape and dtype, any strides.
+    row_max, row_sum: acc (n,), sum_v exp(z_v) = row_sum exp(row_max). row_sum is nan where the target is
+        out of range, from which every gradient of that row becomes nan. An ignored row has its ordinary
+        statistics.
+    num_valid: int64 (), the targets that are not ignored.
+    A row's loss is log(row_sum) + (row_max - target_logit), which has no cancellation under a common offset
+    of its logits.
+    The accumulators: acc (n, d) and (V, d), the gradients of the sum of the rows' losses.
+    dinput (n, d), dweight (V, d): input's dtype, contiguous.
+    window: columns of the vocabulary at once; 0: the implementation's choice.
+    workspace: bytes that may be allocated beyond the results; 0: the default, which yields where the least
+        needs more.
 
-Nothing here synchronises with a device, except that on a CPU the targets are checked. No argument is written to.
+Nothing here synchronises with a device, except that on a CPU the targets are checked. No argument is
+written to.
 """
 
 from __future__ import annotations
@@ -74,7 +80,7 @@ def _without_autocast(function):
     return wrapper
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The plan: pure integers, which may be symbolic
 
 
@@ -103,7 +109,7 @@ def _costs(n, d, V, dtype, device_type, need_dinput, need_dweight):
 
 
 def _chunk_costs(n, d, V, dtype, device_type, need_dinput, need_dweight):
-    """Bytes of grad_in_forward beyond its loss: (fixed, for each column of a window, for each token of a chunk)."""
+    """Bytes of grad_in_forward beyond its loss: (fixed, each column of a window, each token of a chunk)."""
     acc = accumulate_dtype(dtype).itemsize
     narrow = dtype.itemsize < acc
     rounded = narrow and device_type == "cuda"
@@ -118,8 +124,9 @@ def _least_window(V, window):
 
 def _refuse_workspace(schedule, workspace, least) -> ValueError:
     mib = 1 << 20
+    least_mb = -(-int(least) * 1000 // mib) / 1000
     return ValueError(
-        f"workspace_mb: got {int(workspace) / mib:.3f}, want at least {-(-int(least) * 1000 // mib) / 1000:.3f} "
+        f"workspace_mb: got {int(workspace) / mib:.3f}, want at least {least_mb:.3f} "
         f"for schedule={schedule!r} with these shapes, dtype and window"
     )
 
@@ -127,17 +134,17 @@ def _refuse_workspace(schedule, workspace, least) -> ValueError:
 def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace):
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
 
-    "auto" is "recompute", which needs the least memory; "keep" keeps what the workspace holds beside its windows.
-    Raises ValueError naming the least workspace_mb where the one given is too small, and naming schedule where
-    "grad_in_forward" is asked for a per-token upstream gradient and a gradient of the weight.
+    "auto" is "recompute", which needs the least memory; "keep" keeps what the workspace holds beside its
+    windows. Raises ValueError naming the least workspace_mb where the one given is too small, and naming
+    schedule where "grad_in_forward" meets a per-token upstream gradient and a weight that needs a gradient.
     """
     wants_gradient = need_dinput or need_dweight
     if schedule == "grad_in_forward" and wants_gradient:
         if reduction == "none" and need_dweight:
             raise ValueError(
-                "schedule: got 'grad_in_forward' with reduction='none' and a linear_weight that needs a gradient; "
-                "it forms the weight's gradient before the upstream gradients are known, so it wants reduction "
-                "'mean' or 'sum', or a frozen linear_weight"
+                "schedule: got 'grad_in_forward' with reduction='none' and a linear_weight that needs a "
+                "gradient, which it would form before the upstream gradients are known; want reduction "
+                "'mean' or 'sum', a frozen linear_weight, or another schedule"
             )
         if workspace:
             fixed, column, token = _chunk_costs(n, d, V, dtype, device_type, need_dinput, need_dweight)
@@ -200,7 +207,7 @@ def _chunks(input, linear_weight, window, workspace, need_dinput, need_dweight):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Pieces
 
 
@@ -247,7 +254,7 @@ class _Buffer:
 
 
 def _check_targets(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(valid, a class that exists for every row, rows whose target is out of range); the last is None on a CPU."""
+    """(valid, a class that exists for each row, rows with a target out of range), the last None on a CPU."""
     valid = target != ignore_index
     out_of_range = valid & ((target < 0) | (target >= V))
     if target.device.type != "cpu":
@@ -255,13 +262,14 @@ def _check_targets(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, T
     if out_of_range.any():
         row = int(out_of_range.nonzero()[0])
         raise ValueError(
-            f"target: got {int(target[row])} at token {row}, want a class in [0, {V}) or ignore_index={ignore_index}"
+            f"target: got {int(target[row])} at token {row}, want a class in [0, {V}) "
+            f"or ignore_index={ignore_index}"
         )
     return valid, target.long().clamp(0, V - 1), None
 
 
 def _in_window(classes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Whether each row's class is in the window, and its column there as (n, 1); column 0 stands for outside."""
+    """Whether each row's class is in the window, and its column there as (n, 1); 0 stands for outside."""
     inside = (classes >= low) & (classes < high)
     return inside, torch.where(inside, classes - low, 0).unsqueeze(1)
 
@@ -292,7 +300,7 @@ def _upstream(dloss: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
     return dloss / num_valid.clamp(min=1) if reduction == "mean" else dloss
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The implementation
 
 
@@ -310,7 +318,7 @@ def _forward(input, linear_weight, target, ignore_index, reduction, window, work
     target_logit = torch.zeros_like(row_max)
     for low, high in ranges:
         exponentials = buffer.window(high - low)
-        logits = kept[:, low:high] if high <= kept_columns else exponentials
+        logits = exponentials if kept is None or low >= kept_columns else kept[:, low:high]
         _mm(operands.hidden, operands.weight(low, high).mT, logits)
         inside, column = _in_window(classes, low, high)
         target_logit = torch.where(inside, logits.gather(1, column).squeeze(1), target_logit)
@@ -329,7 +337,7 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
 
 
 def empty_kept(input, kept_columns):
-    """Uninitialised (kept, kept_reference): the logits (n, kept_columns) in acc; the reference has no use here."""
+    """Uninitialised (kept, kept_reference): logits (n, kept_columns) in acc; the reference is unused."""
     acc = accumulate_dtype(input.dtype)
     return input.new_empty((input.shape[0], kept_columns), dtype=acc), input.new_empty((0,), dtype=acc)
 
@@ -364,10 +372,10 @@ def backward(
 ):
     """The paper's Algorithm 2: window by window, the logits again (or as kept), dlogits, and what they add.
 
-    dlogits of a row are factor * (exp(z - row_max) - row_sum * onehot), factor = upstream / row_sum. The factor
-    enters outside the matrix products (dinput's rows at the end, a scaled copy of the hidden rows for dlinear_weight),
-    except where narrow operands are multiplied: there dlogits are rounded once, factor included for bf16; float16,
-    whose range is too small for upstream / n, is rounded as softmax - onehot.
+    A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum. The
+    factor enters outside the matrix products (dinput's rows at the end, a scaled copy of the hidden rows for
+    dweight), except where narrow operands are multiplied: there dlogits are rounded once, with the factor in
+    bf16, and as softmax - onehot in float16, whose range is too small for upstream / n.
     """
     (n, d), V = input.shape, linear_weight.shape[0]
     operands = _Operands(input, linear_weight)
@@ -393,7 +401,7 @@ def backward(
         dweight = linear_weight.new_empty((V, d))
         scaled_hidden = operands.hidden
         if outer is not None and operands.rounded:
-            # The largest factor leaves the rounded copy and comes back in float32; nan must survive both ways.
+            # The largest factor stays out of the rounded copy and comes back in float32.
             weight_scale = outer.abs().amax().clamp(min=torch.finfo(acc).tiny) if n else outer.new_ones(())
             scaled_hidden = (operands.hidden * (outer / weight_scale).unsqueeze(1)).to(dtype)
         elif outer is not None:
@@ -401,11 +409,11 @@ def backward(
 
     for low, high in ranges:
         dlogits = buffer.window(high - low)
-        weight = operands.weight(low, high) if need_dinput or high > kept_columns else None
-        if high <= kept_columns:
-            torch.sub(kept[:, low:high], row_max.unsqueeze(1), out=dlogits)
-        else:
+        weight = operands.weight(low, high)
+        if kept is None or low >= kept_columns:
             _mm(operands.hidden, weight.mT, dlogits).sub_(row_max.unsqueeze(1))
+        else:
+            torch.sub(kept[:, low:high], row_max.unsqueeze(1), out=dlogits)
         _subtract_target(dlogits.exp_(), classes, row_sum, low, high)
         if inner is not None:
             dlogits.mul_(inner.unsqueeze(1))
@@ -418,8 +426,7 @@ def backward(
             if dtype is dlogits.dtype and weight_scale is None:
                 torch.mm(dlogits.mT, scaled_hidden, out=stripe)
             else:
-                product = input.new_empty(stripe.shape, dtype=acc)
-                _mm(dlogits.mT, scaled_hidden, product)
+                product = _mm(dlogits.mT, scaled_hidden, input.new_empty(stripe.shape, dtype=acc))
                 stripe.copy_(product if weight_scale is None else product.mul_(weight_scale))
     if dinput is not None:
         dinput = (dinput if outer is None else dinput.mul_(outer.unsqueeze(1))).to(dtype)
@@ -430,9 +437,9 @@ def backward(
 def grad_in_forward(
     input, linear_weight, target, ignore_index, reduction, window, workspace, need_dinput, need_dweight
 ):
-    """The paper's Algorithm 3: chunk by chunk over tokens, the logits once, loss and gradients for an upstream of 1.
+    """The paper's Algorithm 3: chunk by chunk over tokens, the logits once, and loss and gradients from them.
 
-    The accumulators do not contain "mean"'s division: scale_gradients has it, in the pass that rounds.
+    The division of "mean" is not in the accumulators: scale_gradients has it, in the pass that rounds.
     """
     (n, d), V = input.shape, linear_weight.shape[0]
     valid, classes, out_of_range = _check_targets(target, ignore_index, V)
@@ -474,7 +481,7 @@ def grad_in_forward(
 
 @_without_autocast
 def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, reduction, dtype):
-    """The paper's Algorithm 4: round(upstream * accumulator), out of place, in one pass that is the only cast."""
+    """The paper's Algorithm 4: round(upstream * accumulator), out of place, in one pass and the only cast."""
     upstream = _upstream(dloss, num_valid, reduction)
     dinput = dweight = None
     if dinput_accumulator is not None:
@@ -486,7 +493,7 @@ def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, r
 
 
 def _scaled(accumulator: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """round(factor * accumulator), some rows at a time, because a CPU makes a float32 copy of what it casts."""
+    """round(factor * accumulator), some rows at a time: a CPU makes a copy in acc of what it casts."""
     out = accumulator.new_empty(accumulator.shape, dtype=dtype)
     rows = accumulator.shape[0]
     step = rows if out.device.type != "cpu" else max(_CPU_LOGITS_BYTES // max(accumulator.shape[1] * 8, 1), 1)
