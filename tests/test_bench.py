@@ -3,12 +3,13 @@
 import itertools
 import json
 import math
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import providers, run, shapes, timing, train_lm
+from bench import host_time, providers, run, shapes, timing, train_lm
 
 CPU = torch.device("cpu")
 
@@ -307,3 +308,19 @@ def test_verdict_bounds():
     assert not train_lm.Verdict.of(one([5.0] * 30, 4.0, norm=1.02), base).good
     assert not train_lm.Verdict.of(one([5.0] * 30, math.nan), base).good
     assert not train_lm.Verdict.of(one([5.0] * 30, 5.5), one([5.0] * 30, 5.5)).good
+
+
+# host_time
+
+
+def test_host_time_prints_a_line_for_each_schedule(capsys):
+    argv = "--device cpu --shape 8,16,64 --groups 2 --schedule auto recompute --providers cute_lce cce"
+    assert host_time.main(argv.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["cute_lce", "auto"], ["cute_lce", "recompute"]]
+    assert all(float(text) > 0 for line in lines[2:4] for text in line.split()[2:])
+    assert "left out, not installed" in lines[4]
+
+
+def test_host_time_is_that_of_one_call():
+    assert 800 < host_time.host_microseconds(lambda: time.sleep(1e-3), CPU, groups=2) < 20_000
