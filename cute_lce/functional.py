@@ -55,7 +55,7 @@ def linear_cross_entropy(
 
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
-    gradient again raises RuntimeError.
+    gradient again raises RuntimeError ("grad_in_forward" raises at once under create_graph=True).
 
     Raises:
         TypeError: a dtype, or a Python type, other than the above.

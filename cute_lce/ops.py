@@ -374,6 +374,10 @@ for _name, _fake in (
 # The inner ops: autograd
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_NO_DOUBLE_BACKWARD = (
+    "cute_lce.linear_cross_entropy: its gradient was asked to be differentiated, and it supports no double "
+    "backward (cute_lce.reference.linear_cross_entropy does)"
+)
 
 
 class _ForwardFunction(torch.autograd.Function):
@@ -419,6 +423,9 @@ class _GradInForwardFunction(torch.autograd.Function):
         others = (None for _ in ctx.needs_input_grad[2:])
         if dresults[0] is None:
             return None, None, *others
+        if torch.is_grad_enabled():
+            # The gradients are constants by now: without this a second derivative would silently miss them.
+            raise RuntimeError(_NO_DOUBLE_BACKWARD)
         need_dinput, need_dweight = ctx.needed
         dinput, dweight = _scale_gradients(
             dresults[0], *ctx.saved_tensors, ctx.reduction, ctx.dtype, need_dinput, need_dweight
@@ -436,10 +443,7 @@ class _GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            "cute_lce.linear_cross_entropy: its gradient was differentiated, and it supports no double "
-            "backward (cute_lce.reference.linear_cross_entropy does)"
-        )
+        raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
 def _register_autograd(name: str, op, apply) -> None:

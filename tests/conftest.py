@@ -1,0 +1,33 @@
+"""Markers and fixtures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect, and so count in the closing line, what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu:
+        config.hook.pytest_deselected(items=needs_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_report_header() -> str:
+    if torch.cuda.is_available():
+        return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
+    return f"torch {torch.__version__}, no CUDA device: tests marked gpu are deselected"
+
+
+@pytest.fixture
+def poisoned_empty():
+    """torch.empty and its relatives give nan, so that what is not written is seen."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

@@ -1,0 +1,270 @@
+"""The inputs of the numerical tests, and the one comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cute_lce import reference
+
+# ----------------------------------------------------------------------------------------------------------
+# The one comparison
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the error over RMS of what is expected, in float64; nan where actual has one."""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+# The RMS of one rounding for the types that are rounded to last, some more for those that sums are taken in:
+# a scalar's baseline may happen to have no error, and float64's has none by definition.
+FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-20, torch.float64: 2.0**-40}
+
+
+def assert_close(name: str, actual: Tensor, expected: Tensor, baseline: Tensor) -> None:
+    """Assert that actual is as near to expected as twice the error of baseline, and a floor.
+
+    expected: float64. baseline: the same by plain torch with float32 logits, rounded to actual's dtype.
+    Where nothing but zeros is expected, nothing but zeros will do.
+    """
+    assert expected.dtype is torch.float64
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {tuple(actual.shape)}, want {tuple(expected.shape)}"
+    )
+    assert bool(actual.isfinite().all()), f"{name}: not finite"
+    if not expected.any():
+        assert not actual.any(), f"{name}: want zeros, largest is {actual.abs().max():.3g}"
+        return
+    bound = 2 * relative_error(baseline, expected) + FLOORS[actual.dtype]
+    # Zeros have an error of 1.
+    assert bound < 0.5, f"{name}: this comparison could not fail, its bound is {bound:.3g}"
+    error = relative_error(actual, expected)
+    assert error <= bound, f"{name}: relative error {error:.3g}, bound {bound:.3g}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The inputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: input (..., d), linear_weight (V, d), target (...)."""
+
+    input: Tensor
+    linear_weight: Tensor
+    target: Tensor
+    ignore_index: int = -100
+
+    def expected(self, dloss: Tensor | float = 1.0, reduction: str = "mean"):
+        """(loss, dinput, dlinear_weight) in float64."""
+        return reference.gradients(
+            self.input.double(),
+            self.linear_weight.double(),
+            self.target,
+            dloss,
+            reduction=reduction,
+            ignore_index=self.ignore_index,
+        )
+
+    def baseline(self, dloss: Tensor | float = 1.0, reduction: str = "mean"):
+        """The same by autograd with logits in float32 (float64 for float64), gradients rounded last."""
+        dtype = self.input.dtype
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        loss, dinput, dweight = reference.gradients(
+            self.input.to(wide),
+            self.linear_weight.to(wide),
+            self.target,
+            dloss,
+            reduction=reduction,
+            ignore_index=self.ignore_index,
+        )
+        return loss, dinput.to(dtype), dweight.to(dtype)
+
+    def upstream(self, reduction: str) -> Tensor:
+        """An upstream gradient other than 1; for "none" with zeros, negatives and a wide range."""
+        device = self.input.device
+        if reduction != "none":
+            return torch.tensor(-2.5, dtype=torch.float64, device=device)
+        generator = torch.Generator().manual_seed(11)
+        dloss = torch.randn(self.target.shape, generator=generator, dtype=torch.float64) * 3
+        flat = dloss.view(-1)
+        flat[1::5] = 0
+        flat[2::7] *= 100
+        # float32 holds it exactly, so that the upstream itself has no error.
+        return dloss.float().double().to(device)
+
+    def check(
+        self,
+        call: Callable[..., Tensor],
+        *,
+        reduction: str = "mean",
+        need_dinput: bool = True,
+        need_dweight: bool = True,
+        dloss: Tensor | None = None,
+        **options,
+    ) -> None:
+        """Run call(input, linear_weight, target, ...) forward and backward and compare all that it gives."""
+        hidden = self.input.detach().requires_grad_(need_dinput)
+        weight = self.linear_weight.detach().requires_grad_(need_dweight)
+        upstream = self.upstream(reduction) if dloss is None else dloss
+        loss = call(
+            hidden, weight, self.target, reduction=reduction, ignore_index=self.ignore_index, **options
+        )
+        wide = torch.float64 if self.input.dtype is torch.float64 else torch.float32
+        assert loss.dtype is wide
+        loss.backward(upstream.to(wide))
+        expected = self.expected(upstream, reduction)
+        baseline = self.baseline(upstream, reduction)
+        assert_close("loss", loss.detach(), expected[0], baseline[0])
+        for name, tensor, needed, want, plain in (
+            ("dinput", hidden, need_dinput, expected[1], baseline[1]),
+            ("dlinear_weight", weight, need_dweight, expected[2], baseline[2]),
+        ):
+            if not needed:
+                assert tensor.grad is None
+                continue
+            assert tensor.grad is not None
+            assert tensor.grad.dtype is self.input.dtype
+            assert_close(name, tensor.grad, want, plain)
+
+
+def random_case(n: int, d: int, V: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Case:
+    """Logits of standard deviation `scale`, targets anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    return Case(
+        torch.randn(n, d, generator=generator).to(dtype),
+        (torch.randn(V, d, generator=generator) * (scale / d**0.5)).to(dtype),
+        torch.randint(0, V, (n,), generator=generator),
+    )
+
+
+def _grid_case(n: int, d: int, V: int, dtype: torch.dtype, offset: tuple[float, float]) -> Case:
+    """Logits that float32 holds exactly, all moved by offset[0] * offset[1]: what errs is the loss, not a GEMM."""
+    case = random_case(n, d, V, dtype)
+    hidden = (case.input * 4).round().clamp(-8, 8) / 4
+    weight = (case.linear_weight * 16).round().clamp(-16, 16) / 16
+    hidden[:, 0], weight[:, 0] = offset
+    return replace(case, input=hidden, linear_weight=weight)
+
+
+def _ignored(dtype):
+    case = random_case(41, 64, 513, dtype)
+    case.target[::3] = -100
+    case.target[-1] = -100
+    return case
+
+
+def _all_ignored(dtype):
+    case = random_case(9, 32, 130, dtype)
+    return replace(case, target=torch.full_like(case.target, 3), ignore_index=3)
+
+
+def _one_valid(dtype):
+    case = random_case(33, 48, 257, dtype)
+    case.target[:] = -100
+    case.target[17] = 256
+    return case
+
+
+def _confident(dtype):
+    """Half of the rows are sure of their target, by up to 20 nats."""
+    case = random_case(40, 96, 700, dtype)
+    weight = case.linear_weight.float()
+    hidden = case.input.float()
+    directions = weight[case.target] / weight[case.target].norm(dim=1, keepdim=True)
+    strength = torch.linspace(0, 20, 40).unsqueeze(1) * (torch.arange(40) % 2).unsqueeze(1)
+    return replace(case, input=(hidden * 0.3 + directions * strength).to(dtype))
+
+
+def _sixty(dtype):
+    """Logits of -60 and 60 only, the target among either."""
+    case = random_case(24, 60, 300, dtype)
+    signs = torch.where(torch.arange(300) % 7 == 0, 1.0, -1.0)
+    weight = signs.unsqueeze(1).expand(300, 60).to(dtype)
+    hidden = torch.ones(24, 60, dtype=dtype)
+    hidden[1::2] = -1
+    return replace(case, input=hidden, linear_weight=weight.contiguous())
+
+
+def _jumps(dtype):
+    """The maximum rises by 50, 100 and 300 along the vocabulary; the target is anywhere."""
+    case = random_case(30, 40, 900, dtype)
+    hidden, weight = case.input, case.linear_weight
+    hidden[:, 0] = 1
+    for column, height in ((200, 50.0), (500, 100.0), (800, 300.0)):
+        weight[column, 0] = height
+    case.target[:3] = torch.tensor([200, 500, 800])
+    return case
+
+
+def _last_column(dtype):
+    case = random_case(19, 72, 1000, dtype)
+    return replace(case, target=torch.full_like(case.target, 999))
+
+
+def _first_column(dtype):
+    case = random_case(19, 72, 1000, dtype)
+    return replace(case, target=torch.zeros_like(case.target))
+
+
+def _leading(dtype):
+    case = random_case(30, 24, 77, dtype)
+    target = case.target.view(2, 3, 5).clone()
+    target[1, 2, 3] = -100
+    return replace(case, input=case.input.view(2, 3, 5, 24), target=target)
+
+
+def _strided(dtype):
+    """Every operand strided: input by columns, the weight transposed, the targets every other."""
+    case = random_case(22, 36, 150, dtype)
+    hidden = torch.stack((case.input, case.input), dim=2)[:, :, 0]
+    return Case(
+        hidden,
+        case.linear_weight.t().contiguous().t(),
+        torch.stack((case.target, case.target), dim=1)[:, 0],
+    )
+
+
+def _int32(dtype):
+    case = _ignored(dtype)
+    return replace(case, target=case.target.int())
+
+
+CASES: dict[str, Callable[[torch.dtype], Case]] = {
+    "ragged": lambda dtype: random_case(37, 100, 1023, dtype),
+    "aligned": lambda dtype: random_case(64, 64, 512, dtype),
+    "sharp": lambda dtype: random_case(50, 33, 1001, dtype, scale=4.0),
+    "gpt2": lambda dtype: random_case(37, 100, 50257, dtype),
+    "few_classes": lambda dtype: random_case(37, 100, 7, dtype),
+    "one_class": lambda dtype: random_case(5, 16, 1, dtype),
+    "one_token": lambda dtype: random_case(1, 100, 700, dtype),
+    "one_feature": lambda dtype: random_case(12, 1, 65, dtype),
+    "offset_300": lambda dtype: _grid_case(29, 50, 640, dtype, (20.0, 15.0)),
+    "offset_10000": lambda dtype: _grid_case(29, 50, 640, dtype, (100.0, 100.0)),
+    "ignored": _ignored,
+    "all_ignored": _all_ignored,
+    "one_valid": _one_valid,
+    "confident": _confident,
+    "sixty": _sixty,
+    "jumps": _jumps,
+    "last_column": _last_column,
+    "first_column": _first_column,
+    "leading": _leading,
+    "strided": _strided,
+    "int32": _int32,
+}
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def make(name: str, dtype: torch.dtype, device: str = "cpu") -> Case:
+    case = CASES[name](dtype)
+    return replace(
+        case,
+        input=case.input.to(device),
+        linear_weight=case.linear_weight.to(device),
+        target=case.target.to(device),
+    )
