@@ -71,6 +71,8 @@ def _torch_eager_bf16(request: Request) -> LossFn:
 
 
 def _torch_compile(request: Request) -> LossFn:
+    # Without this, shapes measured before would make the next ones compile with dynamic sizes, or not at all.
+    torch._dynamo.reset()
     return torch.compile(_torch_eager_fp32(request))
 
 

@@ -103,7 +103,9 @@ class Reference:
         self.rows = draw(n)
         self.columns = torch.cat((target[draw(n)], draw(vocab)))
         lse = torch.full((n,), -math.inf, dtype=torch.float64, device=hidden.device)
-        for block in weight.split(max(1, 2**27 // n)):
+        # A gigabyte of float64 at most, of the block and of its logits.
+        blocks = weight.split(max(1, 2**27 // max(n, hidden.shape[1])))
+        for block in blocks:
             lse = torch.logaddexp(lse, torch.logsumexp(hidden @ block.double().T, dim=1))
         target_logit = torch.cat(
             [
@@ -114,7 +116,7 @@ class Reference:
         self.losses = lse - target_logit
 
         self._dh = -weight[target[self.rows]].double()
-        for block in weight.split(65536):
+        for block in blocks:
             w = block.double()
             self._dh += (hidden[self.rows] @ w.T - lse[self.rows, None]).exp() @ w
         self._dlogits = (hidden @ weight[self.columns].double().T - lse[:, None]).exp()

@@ -502,13 +502,35 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """The same bits run after run, as far as torch can; torch's settings are put back at the end."""
+    settings = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        getattr(settings, "fill_uninitialized_memory"),  # noqa: B009
+        torch.backends.cuda.matmul.allow_tf32,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling every torch.empty costs time and proves nothing here.
+    setattr(settings, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cuda.matmul.allow_tf32 = False
+    attention = contextlib.nullcontext()
+    if device.type == "cuda":
+        # The fast attention kernels add up gradients in no fixed order.
+        attention = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    try:
+        with attention:
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        setattr(settings, "fill_uninitialized_memory", before[2])  # noqa: B010
+        torch.backends.cuda.matmul.allow_tf32 = before[3]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # This would fill every torch.empty, which costs time and proves nothing here.
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-    torch.backends.cuda.matmul.allow_tf32 = False
-
     started = time.perf_counter()
     corpus = Corpus.of_standard_library(args.vocab)
     print(
@@ -518,11 +540,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"operands of the output layer in {args.dtype}",
         flush=True,
     )
-    math_attention = contextlib.nullcontext()
-    if args.device.type == "cuda":
-        # The fast attention kernels add up gradients in no fixed order.
-        math_attention = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    with math_attention:
+    with deterministic(args.device):
         fused = train("fused", FusedHead(args.d, corpus.vocab_size, args.dtype, args.schedule), corpus, args)
         canonical = train("canonical", CanonicalHead(args.d, corpus.vocab_size, args.dtype), corpus, args)
     verdict = Verdict.of(fused, canonical)

@@ -52,7 +52,7 @@ def _paths() -> list[tuple[str, str]]:
     """(device and dtype, the path of a call there and why) for the CPU and for every CUDA device."""
     import torch
 
-    from cute_lce import ops
+    from cute_lce import ops, streaming
 
     rows = [("cpu", "streaming path: the kernels are for GPUs")]
     if not torch.cuda.is_available():
@@ -64,14 +64,14 @@ def _paths() -> list[tuple[str, str]]:
         properties = torch.cuda.get_device_properties(device)
         name, sms = properties.name, properties.multi_processor_count
         rows.append((str(device), f"{name}, compute capability {major}.{minor}, {sms} SMs"))
+        served = [dtype for dtype in ops.DTYPES if ops.implementation(device, dtype) is not streaming]
         for dtype in ops.DTYPES:
-            kernels = ops.implementation(device, dtype).__name__ != "cute_lce.streaming"
-            if kernels:
+            if dtype in served:
                 path = "kernels"
-            elif (major, minor) not in ops.KERNEL_CAPABILITIES:
-                path = f"streaming path: no kernels for compute capability {major}.{minor}"
+            elif served:
+                path = f"streaming path: the kernels take {' and '.join(map(_dtype, served))}"
             else:
-                path = f"streaming path: the kernels take {' and '.join(map(_dtype, ops.KERNEL_DTYPES))}"
+                path = f"streaming path: no kernels for compute capability {major}.{minor}"
             rows.append((f"{device} {_dtype(dtype)}", path))
     return rows
 

@@ -275,6 +275,9 @@ def test_the_demo_agrees_with_torch_and_writes_its_files(tiny_library, tmp_path,
     assert fused["loss_peak_mib"] > 0
     assert canonical["tokens_per_second"] > 0
 
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+
     again = tmp_path / "again"
     train_lm.main([*TINY.split(), "--device", "cpu", "--out", str(again)])
     assert (again / "losses.csv").read_text() == (out / "losses.csv").read_text()
