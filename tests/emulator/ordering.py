@@ -1,0 +1,94 @@
+"""Happens-before: which accesses each warp may rely on, kept as vector clocks.
+
+Agents are the warps of a cluster and everything asynchronous that acts for them: per warp its wgmma, its bulk copies' reads of
+shared memory, its tcgen05.ld and tcgen05.st; per CTA the tensor pipe that tcgen05.mma runs on; and each mbarrier, on whose
+behalf TMA loads write. Each agent counts epochs. Memory remembers the (agent, epoch) of the last write of each word and of the
+last reads; an access is ordered after them when the accessing warp's clock has reached that epoch. Clocks travel with release
+and acquire: mbarrier arrivals and waits, named and cluster barriers. A missing wait is then found whenever the two accesses
+happen, in whatever order the schedule ran them.
+
+A clock has two rows: row 0 says what happened before; row 1 says which of the warps' generic writes have also passed a
+fence.proxy.async on the way, which is what a read through the async proxy needs (PTX ISA 8.6 "Memory Consistency Model:
+Causality order", 9.7.13.4 "membar/fence": proxy fences).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NEVER = np.int32(2**31 - 1)  # the epoch of memory that nobody wrote: no clock reaches it
+MBARRIERS = 96  # agents set aside per CTA for mbarriers
+
+# Asynchronous agents of one warp, in this order after the warps themselves.
+WARP_AGENTS = ("wgmma", "bulk copy", "tcgen05.ld", "tcgen05.st")
+
+
+class Ordering:
+    """Agent numbers and names of one cluster."""
+
+    def __init__(self, ctas: int, warps_per_cta: int):
+        self.warps = ctas * warps_per_cta
+        self.warps_per_cta, self.ctas = warps_per_cta, ctas
+        self._pipes = self.warps * (1 + len(WARP_AGENTS))
+        self._next = self._pipes + ctas
+        self.capacity = self._next + ctas * MBARRIERS
+        self._names: dict[int, str] = {}
+        self.epochs = np.zeros(
+            self.capacity, np.int32
+        )  # of the asynchronous agents; warps count in their own clocks
+
+    def new_clock(self, warp: int) -> np.ndarray:
+        clock = np.zeros((2, self.capacity), np.int32)
+        clock[0, warp] = 1
+        return clock
+
+    def warp_agent(self, warp: int, name: str) -> int:
+        return self.warps * (1 + WARP_AGENTS.index(name)) + warp
+
+    def pipe(self, rank: int) -> int:
+        return self._pipes + rank
+
+    def new_agent(self, name: str) -> int:
+        agent = self._next
+        self._next += 1
+        if agent >= self.capacity:
+            raise RuntimeError("more mbarriers than ordering.MBARRIERS")
+        self._names[agent] = name
+        return agent
+
+    def advance(self, agent: int) -> int:
+        """The next epoch of an asynchronous agent."""
+        self.epochs[agent] += 1
+        return int(self.epochs[agent])
+
+    def name(self, agent: int) -> str:
+        if agent in self._names:
+            return self._names[agent]
+        if agent >= self._pipes:
+            return f"tcgen05 of CTA rank {agent - self._pipes}"
+        kind, warp = divmod(agent, self.warps)
+        who = f"warp {warp % self.warps_per_cta} of CTA rank {warp // self.warps_per_cta}"
+        return who if kind == 0 else f"{WARP_AGENTS[kind - 1]} of {who}"
+
+
+def release(clock: np.ndarray, warp: int, into: np.ndarray) -> None:
+    """A warp publishes what happened before: `into` learns the clock, and the warp begins a new epoch."""
+    np.maximum(into, clock, out=into)
+    clock[0, warp] += 1
+
+
+def acquire(clock: np.ndarray, source: np.ndarray) -> None:
+    np.maximum(clock, source, out=clock)
+
+
+def proxy_fence(clock: np.ndarray, warp: int) -> None:
+    """fence.proxy.async: everything this warp knows of becomes visible to the async proxy; a new epoch begins."""
+    np.maximum(clock[1], clock[0], out=clock[1])
+    clock[0, warp] += 1
+
+
+def async_view(clock: np.ndarray, warps: int) -> np.ndarray:
+    """What the async proxy may rely on when this clock's owner starts it: fenced generic writes, and asynchronous ones."""
+    view = clock[0].copy()
+    view[:warps] = clock[1, :warps]
+    return view

@@ -1,0 +1,273 @@
+"""A warp: registers with validity, control flow with divergence, and the loop that executes decoded instructions.
+
+Divergent groups of lanes run lowest program counter first and join when they meet. A group that reaches an instruction that
+needs other live lanes (`.sync`, `.aligned`) is parked until they arrive; when all groups are parked at different places, that
+is a fault. (PTX ISA 9.6 "Divergence of threads in control constructs".)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .faults import EmulatorError, Fault
+from .program import BRANCH, COLLECTIVE, EXIT, NORMAL, NUMPY, VIEWS, Program
+
+if TYPE_CHECKING:
+    from .machine import CTA
+
+FULL = 0xFFFFFFFF
+LANES = np.arange(32)
+_ALL_TRUE, _ALL_FALSE = b"\1" * 32, b"\0" * 32
+
+
+class Blocked:
+    """Returned by an instruction that cannot complete yet; it is executed again when the scheduler resumes the warp."""
+
+    __slots__ = ("ready", "timeout", "why")
+
+    def __init__(self, why, ready, timeout=None):
+        self.why = why  # a function that says what the warp waits for
+        self.ready = ready  # a function that says whether a retry can succeed
+        self.timeout = timeout  # mbarrier.try_wait may give up: a function that makes the retry return False
+
+
+def bits_of(lanes: np.ndarray) -> int:
+    """A bool array of 32 as an int, lane 0 in bit 0."""
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
+
+
+def lanes_of(bits: int):
+    """The inverse of bits_of; True for all lanes."""
+    if bits == FULL:
+        return True
+    return np.unpackbits(np.frombuffer(bits.to_bytes(4, "little"), np.uint8), bitorder="little").view(
+        np.bool_
+    )
+
+
+class Warp:
+    def __init__(self, cta: CTA, index: int):
+        program: Program = cta.program
+        self.cta, self.index, self.program = cta, index, program
+        self.id = cta.rank * cta.warp_count + index  # agent number in the cluster's clocks
+        threads = cta.threads
+        self.thread = index * 32 + LANES
+        self.live = bits_of(self.thread < threads)
+        self.full_warp = self.live == FULL
+        self.files = {f: a.copy() for f, a in program.template.items()}
+        self.views: dict[str, list] = {}
+        for file, names in VIEWS.items():
+            numbers = [n for n, f in enumerate(program.files) if f == file]
+            for name in names:
+                rows: list = [None] * program.rows
+                view = self.files[file].view(NUMPY[name])
+                for number, row in zip(numbers, view):
+                    rows[number] = row
+                self.views[name] = rows
+        self.valid = program.initially_valid.copy()
+        for number, name in program.dynamic:
+            cta.fill_constant(self, self.views[program.view_of_width[number]][number], name)
+        self.pc, self.mask = 0, self.live
+        self.parked: dict[int, int] = {}  # other groups: program counter -> lanes
+        self.counts = [0] * len(program.ops)
+        self.owned: dict[
+            int, tuple[str, str]
+        ] = {}  # registers that an asynchronous instruction owns: (code, what)
+        self.clock = cta.cluster.ordering.new_clock(self.id)
+        self.blocked: Blocked | None = None
+        self.gave_up = False  # the next try_wait returns False instead of blocking
+        self.done = False
+        self.state: dict = {}  # what instructions keep from one execution to the next, by name
+
+    # ---- values
+
+    def uniform(self, view: str, number: int, active: int, what: str) -> int:
+        """The value that all active lanes must share."""
+        row = self.views[view][number]
+        first = (active & -active).bit_length() - 1
+        value = row[first]
+        if active & (active - 1) and (row[lanes_array(active)] != value).any():
+            raise Fault("mismatch", f"{what} differs between the lanes of the warp")
+        return int(value)
+
+    def set_valid(self, number: int, lanes) -> None:
+        self.valid[number] |= FULL if lanes is True else bits_of(lanes)
+
+    # ---- ownership by asynchronous instructions
+
+    def own(self, numbers, code: str, what: str) -> None:
+        for n in numbers:
+            self.owned[n] = (code, what)
+
+    def disown(self, numbers) -> None:
+        for n in numbers:
+            self.owned.pop(n, None)
+
+    # ---- execution
+
+    def run(self, budget: int) -> int:
+        """Execute up to `budget` instructions; returns how many. Stops early when blocked or done."""
+        ops, valid, counts = self.program.ops, self.valid, self.counts
+        predicates = self.views["pred"]
+        pc, mask = self.pc, self.mask
+        lanes = lanes_of(mask)
+        executed = 0
+        try:
+            while executed < budget:
+                op = ops[pc]
+                if self.parked and op.kind == COLLECTIVE:
+                    pc, mask = self._gather(pc, mask)
+                    lanes = lanes_of(mask)
+                    op = ops[pc]
+                active, where = mask, lanes
+                guard = op.guard
+                if guard >= 0:
+                    if valid[guard] & mask != mask:
+                        self.undefined(guard, mask)
+                    if self.owned and guard in self.owned:
+                        self._owned(guard)
+                    raw = predicates[guard].tobytes()
+                    if raw == _ALL_TRUE:
+                        active = 0 if op.negated else mask
+                    elif raw == _ALL_FALSE:
+                        active = mask if op.negated else 0
+                    else:
+                        bits = bits_of(predicates[guard])
+                        active = mask & (~bits if op.negated else bits)
+                    where = lanes if active == mask else lanes_of(active)
+                executed += 1
+                counts[pc] += 1
+                if active:
+                    for r in op.reads:
+                        if valid[r] & active != active:
+                            self.undefined(r, active)
+                    if self.owned and op.touches:
+                        for r in op.touches:
+                            if r in self.owned:
+                                self._owned(r)
+                    kind = op.kind
+                    if kind == NORMAL or kind == COLLECTIVE:
+                        if kind == COLLECTIVE and active != mask and op.collective_mask < 0:
+                            raise Fault(
+                                "divergence", f"only lanes {active:#010x} of {mask:#010x} execute this"
+                            )
+                        self.active = active
+                        stop = op.run(self, where)
+                        if stop is not None:
+                            executed -= 1
+                            counts[pc] -= 1
+                            self.blocked = stop
+                            break
+                        for r in op.writes:
+                            valid[r] |= active
+                        pc += 1
+                    elif kind == BRANCH:
+                        if active == mask:
+                            pc = op.target
+                        else:
+                            self._park(op.target, active)
+                            mask &= ~active
+                            pc += 1
+                            pc, mask = self._next(pc, mask)
+                            lanes = lanes_of(mask)
+                            continue
+                    elif kind == EXIT:
+                        self.live &= ~active
+                        mask &= ~active
+                        if mask:
+                            pc += 1
+                        elif self.parked:
+                            pc = min(self.parked)
+                            mask = self.parked.pop(pc)
+                        else:
+                            self.done = True
+                            break
+                        lanes = lanes_of(mask)
+                else:
+                    pc += 1
+                if self.parked:
+                    pc, mask = self._next(pc, mask)
+                    lanes = lanes_of(mask)
+        except Fault as fault:
+            self.pc, self.mask = pc, mask
+            fault.where = fault.where or self.place(pc)
+            raise
+        except (EmulatorError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise EmulatorError(
+                f"internal error: {type(error).__name__}: {error}\n  {self.place(pc)}"
+            ) from error
+        self.pc, self.mask = pc, mask
+        return executed
+
+    def _park(self, pc: int, mask: int) -> None:
+        self.parked[pc] = self.parked.get(pc, 0) | mask
+
+    def _next(self, pc: int, mask: int) -> tuple[int, int]:
+        """Join a group waiting at `pc`, and go on with the group of the lowest program counter."""
+        self._park(pc, mask)
+        pc = min(self.parked)
+        return pc, self.parked.pop(pc)
+
+    def _gather(self, pc: int, mask: int) -> tuple[int, int]:
+        """The current group needs lanes that are elsewhere: park it and run another group that can go on."""
+        self._park(pc, mask)
+        for candidate in sorted(self.parked):
+            group = self.parked[candidate]
+            op = self.program.ops[candidate]
+            if op.kind == COLLECTIVE:
+                needed = self.live
+                if op.collective_mask >= 0:
+                    first = (group & -group).bit_length() - 1
+                    needed &= int(self.views["u32"][op.collective_mask][first])
+                if needed & ~group:
+                    continue
+            del self.parked[candidate]
+            return candidate, group
+        where = "; ".join(
+            f"lanes {m:#010x} at: {self.program.ops[p].ins.text[:80]}" for p, m in sorted(self.parked.items())
+        )
+        raise Fault(
+            "divergence", f"the lanes of the warp wait for each other at different instructions: {where}"
+        )
+
+    def undefined(self, number: int, active: int):
+        missing = active & ~self.valid[number]
+        lanes = [i for i in range(32) if missing >> i & 1]
+        raise Fault(
+            "uninit-register", f"register {self.register_name(number)} was never written in lanes {lanes}"
+        )
+
+    def _owned(self, number: int):
+        code, what = self.owned[number]
+        raise_or_ignore(self, code, f"register {self.register_name(number)} is touched while {what}")
+
+    def register_name(self, number: int) -> str:
+        return next((n for n, k in self.program.numbers.items() if k == number), f"row {number}")
+
+    def place(self, pc: int | None = None) -> str:
+        pc = self.pc if pc is None else pc
+        text = "after its last instruction"
+        if pc < len(self.program.ops):
+            ins = self.program.ops[pc].ins
+            text = f"line {ins.line}: {ins.text[:160]}"
+        return f"kernel {self.program.name[:100]}, CTA {self.cta.ctaid}, warp {self.index}, lanes {self.mask:#010x}, {text}"
+
+
+def lanes_array(bits: int) -> np.ndarray:
+    """lanes_of, always as an array."""
+    lanes = lanes_of(bits)
+    return np.ones(32, bool) if lanes is True else lanes
+
+
+def raise_or_ignore(warp: Warp, code: str, message: str) -> None:
+    """Raise a fault, or note it as a warning when the caller of `run` chose to ignore its code."""
+    device = warp.cta.cluster.device
+    fault = Fault(code, message)
+    fault.where = warp.place()
+    if code not in device.ignore:
+        raise fault
+    device.warn(fault)
