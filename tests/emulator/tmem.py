@@ -114,3 +114,18 @@ class TensorMemory:
             )
         self.writer[quarters, columns] = agent
         self.epoch[quarters, columns] = epoch
+
+    def read(self, lanes: slice, columns: slice) -> np.ndarray:
+        """The cells (lanes, columns), which must all have been written."""
+        if not self.valid[lanes, columns].all():
+            lane, column = (int(x[0]) for x in (~self.valid[lanes, columns]).nonzero())
+            raise Fault(
+                "uninit-tmem",
+                f"TMEM lane {lanes.start + lane}, column {columns.start + column} of CTA rank {self.rank} is read,"
+                " and nobody wrote it",
+            )
+        return np.ascontiguousarray(self.cells[lanes, columns])
+
+    def write(self, lanes: slice, columns: slice, values: np.ndarray) -> None:
+        self.cells[lanes, columns] = values
+        self.valid[lanes, columns] = True

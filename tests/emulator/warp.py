@@ -97,9 +97,10 @@ class Warp:
 
     # ---- ownership by asynchronous instructions
 
-    def own(self, numbers, code: str, what: str) -> None:
+    def own(self, numbers, code: str, what: str, settle=None) -> None:
+        """`settle` makes the result of the owner available at once, for callers who ignore the fault."""
         for n in numbers:
-            self.owned[n] = (code, what)
+            self.owned[n] = (code, what, settle)
 
     def disown(self, numbers) -> None:
         for n in numbers:
@@ -140,13 +141,14 @@ class Warp:
                 executed += 1
                 counts[pc] += 1
                 if active:
-                    for r in op.reads:
-                        if valid[r] & active != active:
-                            self.undefined(r, active)
                     if self.owned and op.touches:
                         for r in op.touches:
                             if r in self.owned:
+                                self.pc, self.mask = pc, mask
                                 self._owned(r)
+                    for r in op.reads:
+                        if valid[r] & active != active:
+                            self.undefined(r, active)
                     kind = op.kind
                     if kind == NORMAL or kind == COLLECTIVE:
                         if kind == COLLECTIVE and active != mask and op.collective_mask < 0:
@@ -241,9 +243,13 @@ class Warp:
             "uninit-register", f"register {self.register_name(number)} was never written in lanes {lanes}"
         )
 
-    def _owned(self, number: int):
-        code, what = self.owned[number]
-        raise_or_ignore(self, code, f"register {self.register_name(number)} is touched while {what}")
+    def _owned(self, number: int) -> None:
+        code, what, settle = self.owned[number]
+        message = f"register {self.register_name(number)} is touched while {what}"
+        if settle is None:
+            raise Fault(code, message)
+        raise_or_ignore(self, code, message)
+        settle(self)
 
     def register_name(self, number: int) -> str:
         return next((n for n, k in self.program.numbers.items() if k == number), f"row {number}")
