@@ -66,6 +66,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def _multiplies_narrow(device_type: str) -> bool:
+    """CUDA multiplies bf16 and float16 operands into float32; elsewhere they are widened first."""
+    return device_type == "cuda"
+
+
 def _without_autocast(function):
     """Run the body with autocast off: under it a float32 matmul would come out in bf16."""
 
@@ -88,8 +93,7 @@ def _costs(n, d, V, dtype, device_type, need_dinput, need_dweight):
     """Bytes beyond the results of a sweep over windows: (fixed, for each column of a window)."""
     acc = accumulate_dtype(dtype).itemsize
     narrow = dtype.itemsize < acc
-    # CUDA multiplies narrow operands into float32; elsewhere they are widened first.
-    rounded = narrow and device_type == "cuda"
+    rounded = narrow and _multiplies_narrow(device_type)
     widened = narrow and not rounded
     fixed, column = _ROW_BYTES * n, n * acc
     if widened:
@@ -112,7 +116,7 @@ def _chunk_costs(n, d, V, dtype, device_type, need_dinput, need_dweight):
     """Bytes of grad_in_forward beyond its loss: (fixed, each column of a window, each token of a chunk)."""
     acc = accumulate_dtype(dtype).itemsize
     narrow = dtype.itemsize < acc
-    rounded = narrow and device_type == "cuda"
+    rounded = narrow and _multiplies_narrow(device_type)
     fixed = _ROW_BYTES * n + (n * d * acc if need_dinput else 0) + (V * d * acc if need_dweight else 0)
     token = V * acc + (V * dtype.itemsize if rounded else 0) + 2 * d * acc + _ROW_BYTES
     return fixed, d * acc if narrow and not rounded else 0, token
@@ -217,7 +221,7 @@ class _Operands:
     def __init__(self, input: Tensor, linear_weight: Tensor):
         self.acc = accumulate_dtype(input.dtype)
         narrow = input.dtype is not self.acc
-        self.rounded = narrow and input.device.type == "cuda"
+        self.rounded = narrow and _multiplies_narrow(input.device.type)
         self._widened = narrow and not self.rounded
         self._linear_weight = linear_weight
         self.hidden = input.to(self.acc) if self._widened else input
@@ -253,19 +257,22 @@ class _Buffer:
         return self._storage[: self._rows * columns].view(self._rows, columns)
 
 
-def _check_targets(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(valid, a class that exists for each row, rows with a target out of range), the last None on a CPU."""
+def _classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(valid, a class that exists for each row, rows with a target out of range); a CPU refuses the last."""
     valid = target != ignore_index
     out_of_range = valid & ((target < 0) | (target >= V))
-    if target.device.type != "cpu":
-        return valid, target.long().clamp(0, V - 1), out_of_range
+    if target.device.type == "cpu":
+        _refuse_targets(target, out_of_range, ignore_index, V)
+    return valid, target.long().clamp(0, V - 1), out_of_range
+
+
+def _refuse_targets(target: Tensor, out_of_range: Tensor, ignore_index: int, V: int) -> None:
     if out_of_range.any():
         row = int(out_of_range.nonzero()[0])
         raise ValueError(
             f"target: got {int(target[row])} at token {row}, want a class in [0, {V}) "
             f"or ignore_index={ignore_index}"
         )
-    return valid, target.long().clamp(0, V - 1), None
 
 
 def _in_window(classes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -284,8 +291,7 @@ def _subtract_target(exponentials: Tensor, classes: Tensor, row_sum: Tensor, low
 
 def _reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
     """(loss, row_sum, num_valid); row_sum becomes nan where the target is out of range."""
-    if out_of_range is not None:
-        row_sum = row_sum.masked_fill(out_of_range, torch.nan)
+    row_sum = row_sum.masked_fill(out_of_range, torch.nan)
     loss = torch.where(valid, row_sum.log() + (row_max - target_logit), 0)
     num_valid = valid.sum()
     if reduction != "none":
@@ -307,7 +313,7 @@ def _upstream(dloss: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
 def _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, kept, needs_gradient):
     n, V = input.shape[0], linear_weight.shape[0]
     operands = _Operands(input, linear_weight)
-    valid, classes, out_of_range = _check_targets(target, ignore_index, V)
+    valid, classes, out_of_range = _classify(target, ignore_index, V)
     kept_columns = kept.shape[1] if kept is not None else 0
     # The backward's windows are the larger ones, so that a plan that fits one sweep fits the other.
     ranges = _windows(input, linear_weight, window, workspace, needs_gradient, needs_gradient, kept_columns)
@@ -428,6 +434,9 @@ def backward(
             else:
                 product = _mm(dlogits.mT, scaled_hidden, input.new_empty(stripe.shape, dtype=acc))
                 stripe.copy_(product if weight_scale is None else product.mul_(weight_scale))
+                del product
+        # The next window's are made before these names are bound to them.
+        del dlogits, weight
     if dinput is not None:
         dinput = (dinput if outer is None else dinput.mul_(outer.unsqueeze(1))).to(dtype)
     return dinput, dweight
@@ -442,7 +451,7 @@ def grad_in_forward(
     The division of "mean" is not in the accumulators: scale_gradients has it, in the pass that rounds.
     """
     (n, d), V = input.shape, linear_weight.shape[0]
-    valid, classes, out_of_range = _check_targets(target, ignore_index, V)
+    valid, classes, out_of_range = _classify(target, ignore_index, V)
     acc = accumulate_dtype(input.dtype)
     chunks, ranges = _chunks(input, linear_weight, window, workspace, need_dinput, need_dweight)
     row_max, row_sum, target_logit = (input.new_empty((n,), dtype=acc) for _ in range(3))
@@ -459,8 +468,7 @@ def grad_in_forward(
         maximum = logits.amax(1).clamp_(min=torch.finfo(acc).min)
         total = logits.sub_(maximum.unsqueeze(1)).exp_().sum(1)
         row_max[start:stop], row_sum[start:stop] = maximum, total
-        if out_of_range is not None:
-            total = total.masked_fill(out_of_range[start:stop], torch.nan)
+        total = total.masked_fill(out_of_range[start:stop], torch.nan)
         logits.scatter_(1, column, logits.gather(1, column) - total.unsqueeze(1))
         factor = torch.where(valid[start:stop], 1 / total, 0).unsqueeze(1)
         if operands.rounded:

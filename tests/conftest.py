@@ -28,6 +28,7 @@ def poisoned_empty():
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    # With this mode comes torch.utils.deterministic.fill_uninitialized_memory, which is on by default.
+    assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

@@ -180,7 +180,7 @@ def test_autocast_as_torch_casts():
     with torch.autocast("cpu", torch.bfloat16):
         assert linear_cross_entropy(case.input, case.linear_weight, case.target).dtype is torch.float64
         loss = linear_cross_entropy(case.input.float(), case.linear_weight.half(), case.target)
-        with pytest.raises(TypeError, match="linear_weight: got torch.bfloat16"):
+        with pytest.raises(TypeError, match=r"linear_weight: got torch\.bfloat16"):
             linear_cross_entropy(case.input, case.linear_weight.float(), case.target)
     rounded = numerics.Case(
         case.input.float().bfloat16(), case.linear_weight.half().bfloat16(), case.target

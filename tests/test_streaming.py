@@ -1,0 +1,197 @@
+"""The portable implementation by itself: its statistics, its plan, and what only a GPU does with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from cute_lce import linear_cross_entropy, streaming
+from tests import numerics
+from tests.numerics import CASES, random_case
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+def statistics(case, window=0, reduction="mean"):
+    with torch.no_grad():
+        hidden = case.input.reshape(-1, case.input.shape[-1])
+        return streaming.forward(
+            hidden, case.linear_weight, case.target.reshape(-1), case.ignore_index, reduction, window, 0
+        )
+
+
+@pytest.mark.parametrize("window", [0, 1, 50, 64, 4096])
+@pytest.mark.parametrize("name", ["ragged", "jumps", "ignored", "sharp"])
+def test_statistics(name, window):
+    case = numerics.make(name, torch.float64)
+    _, row_max, row_sum, num_valid = statistics(case, window)
+    logits = case.input @ case.linear_weight.mT
+    torch.testing.assert_close(row_max, logits.amax(1))
+    torch.testing.assert_close(row_sum, (logits - logits.amax(1, keepdim=True)).exp().sum(1))
+    assert num_valid.dtype is torch.int64
+    assert int(num_valid) == int((case.target != case.ignore_index).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_statistics_are_float32(dtype):
+    loss, row_max, row_sum, _ = statistics(numerics.make("ragged", dtype), reduction="none")
+    assert loss.dtype is row_max.dtype is row_sum.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("n", "V", "window", "kept"),
+    [
+        (1, 1, 0, 0),
+        (5, 1000, 0, 0),
+        (5, 1000, 7, 0),
+        (2048, 50257, 0, 0),
+        (9, 1000, 64, 320),
+        (3, 100, 64, 100),
+    ],
+)
+def test_windows_cover_the_vocabulary_once(n, V, window, kept):
+    hidden, weight = torch.empty(n, 4), torch.empty(V, 4)
+    ranges = streaming._windows(hidden, weight, window, 0, True, True, kept)
+    assert [column for low, high in ranges for column in range(low, high)] == list(range(V))
+    assert not any(low < kept < high for low, high in ranges)
+    assert all(high - low <= window for low, high in ranges) or not window
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "V", "window"), [(1, 1, 0), (100, 1000, 0), (100, 1000, 33), (5000, 50257, 0)])
+def test_chunks_cover_the_tokens_once(n, V, window, dtype):
+    hidden, weight = torch.empty(n, 4, dtype=dtype), torch.empty(V, 4, dtype=dtype)
+    chunks, ranges = streaming._chunks(hidden, weight, window, 0, True, True)
+    assert [token for start, stop in chunks for token in range(start, stop)] == list(range(n))
+    assert [column for low, high in ranges for column in range(low, high)] == list(range(V))
+
+
+def plan(schedule="auto", reduction="mean", needed=(True, True), workspace=0, n=128):
+    dinput, dweight = needed
+    return streaming.plan(
+        n, 64, 5000, torch.float32, "cpu", schedule, reduction, dinput, dweight, 0, workspace
+    )
+
+
+def test_plan():
+    assert plan() == ("recompute", 0)
+    assert plan("recompute", "none") == ("recompute", 0)
+    assert plan("keep") == ("keep", 5000)
+    assert plan("keep", n=0) == ("recompute", 0)
+    assert plan("grad_in_forward") == ("grad_in_forward", 0)
+    for schedule in ("auto", "recompute", "keep", "grad_in_forward"):
+        assert plan(schedule, needed=(False, False)) == ("recompute", 0)
+        assert plan(schedule, "none", needed=(True, False))[0] != "auto"
+
+
+def test_plan_keeps_in_proportion_to_the_workspace():
+    kept = [plan("keep", workspace=workspace)[1] for workspace in range(200_000, 3_000_000, 100_000)]
+    assert kept == sorted(kept)
+    assert kept[0] < 200
+    assert kept[-1] == 5000
+    steps = [b - a for a, b in itertools.pairwise(kept) if b < 5000]
+    assert max(steps) <= 100_000 // (128 * 4) + 64
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a GPU does: narrow operands are multiplied as they are, and a bad target is not refused
+
+
+@pytest.fixture
+def narrow_products(monkeypatch):
+    """The path of CUDA's bf16 and float16 on a CPU: operands are rounded, products summed in float32."""
+
+    def mm(a, b, out):
+        return out.copy_(a.to(torch.float32) @ b.to(torch.float32))
+
+    def add_mm(accumulator, a, b):
+        accumulator += a.to(torch.float32) @ b.to(torch.float32)
+
+    original = torch.mm
+
+    def rounding_mm(a, b, out):
+        assert a.dtype is b.dtype is out.dtype
+        if a.dtype is torch.float32:
+            return original(a, b, out=out)
+        return out.copy_(a.to(torch.float32) @ b.to(torch.float32))
+
+    monkeypatch.setattr(streaming, "_multiplies_narrow", lambda device_type: True)
+    monkeypatch.setattr(streaming, "_mm", mm)
+    monkeypatch.setattr(streaming, "_add_mm", add_mm)
+    monkeypatch.setattr(torch, "mm", rounding_mm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "gpt2"])
+def test_narrow_products(narrow_products, name, dtype):
+    case = numerics.make(name, dtype)
+    for schedule in ("recompute", "keep", "grad_in_forward"):
+        case.check(linear_cross_entropy, schedule=schedule, window=100, rounded_dlogits=True)
+    case.check(linear_cross_entropy, reduction="none", window=100, rounded_dlogits=True)
+
+
+def test_narrow_float16_mean_of_many_tokens(narrow_products):
+    """upstream / n is under float16's range: nothing may be flushed to zero."""
+    case = random_case(65536, 8, 24, torch.float16)
+    case.check(linear_cross_entropy, dloss=torch.tensor(1.0, dtype=torch.float64), rounded_dlogits=True)
+    hidden = case.input.requires_grad_()
+    linear_cross_entropy(hidden, case.linear_weight, case.target).backward()
+    assert hidden.grad is not None
+    assert bool(hidden.grad.any(1).all())
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+@pytest.mark.parametrize("bad", [-1, 130, 2**31 - 1, -(2**31)])
+def test_bad_target_gives_nan(monkeypatch, request, bad, schedule, dtype, narrow):
+    if narrow:
+        request.getfixturevalue("narrow_products")
+    monkeypatch.setattr(streaming, "_refuse_targets", lambda *_: None)
+    case = random_case(9, 16, 130, dtype)
+    case.target[4] = bad
+    case.target[6] = -100
+    expected = torch.zeros(9, dtype=torch.bool)
+    expected[4] = True
+    for reduction in ("mean", "none"):
+        hidden = case.input.detach().requires_grad_()
+        weight = case.linear_weight.detach()
+        weight.requires_grad_(schedule != "grad_in_forward" or reduction != "none")
+        loss = linear_cross_entropy(
+            hidden, weight, case.target, reduction=reduction, schedule=schedule, window=64
+        )
+        loss.backward(torch.ones_like(loss))
+        assert torch.equal(loss.isnan(), expected if reduction == "none" else torch.tensor(True))
+        assert hidden.grad is not None
+        assert torch.equal(hidden.grad.isnan().all(1), expected)
+        assert torch.equal(hidden.grad.isnan().any(1), expected)
+        if weight.requires_grad:
+            assert weight.grad is not None
+            assert weight.grad.isnan().all()
+
+
+def test_accumulators_are_not_rounded():
+    """grad_in_forward rounds once, after the upstream's factor."""
+    case = random_case(20, 16, 200, torch.bfloat16)
+    with torch.no_grad():
+        _, num_valid, dinput, dweight = streaming.grad_in_forward(
+            case.input, case.linear_weight, case.target, -100, "mean", 0, 0, True, True
+        )
+        upstream = torch.tensor(math.pi)
+        got = streaming.scale_gradients(upstream, num_valid, dinput, dweight, "mean", torch.bfloat16)
+    for rounded, accumulator in zip(got, (dinput, dweight), strict=True):
+        assert accumulator is not None
+        assert rounded is not None
+        assert accumulator.dtype is torch.float32
+        assert torch.equal(rounded, (accumulator * (upstream / 20)).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradient_is_rounded_once(dtype):
+    """torch 2.13's chunked loss rounds dW to bf16 per chunk of tokens, Liger's per 1024."""
+    case = random_case(6000, 16, 40, dtype)
+    case.check(linear_cross_entropy, reduction="sum")
+    case.check(linear_cross_entropy, reduction="sum", schedule="grad_in_forward", workspace_mb=1.5)
