@@ -222,13 +222,14 @@ class Device:
         self.random.shuffle(clusters)
         room = max(1, self.resident // int(np.prod(shape)))
         live: list[Cluster] = []
-        while clusters or live:
-            while clusters and len(live) < room:
-                number, origin = clusters.pop()
-                live.append(Cluster(self, program, launch, number, origin))
-            live = self._run(live, bool(clusters))
-        while self.pending:  # stores whose sources were read may still write after the last CTA has ended
-            self._complete_one()
+        with np.errstate(all="ignore"):  # overflow, NaN and division by zero are the kernel's business
+            while clusters or live:
+                while clusters and len(live) < room:
+                    number, origin = clusters.pop()
+                    live.append(Cluster(self, program, launch, number, origin))
+                live = self._run(live, bool(clusters))
+            while self.pending:  # stores whose sources were read may still write after the last CTA has ended
+                self._complete_one()
 
     def _load_globals(self, program: Program) -> None:
         for v in program.module.variables.values():
@@ -266,6 +267,7 @@ class Device:
                 patient = [w for w in blocked if w.blocked.timeout is not None]
                 timeouts += 1
                 if not patient or timeouts > 3:
+                    self._check_bytes(live)
                     raise Deadlock(self._stuck(live))
                 for w in patient:  # mbarrier.try_wait may give up after its time limit
                     w.gave_up = True
@@ -326,6 +328,17 @@ class Device:
         except Fault as fault:
             fault.where = fault.where or f"asynchronous: {op.what}"
             raise
+
+    def _check_bytes(self, live: list[Cluster]) -> None:
+        """A deadlock at an mbarrier that has all its arrivals, but not the bytes it expects, is a wrong byte count."""
+        for b in (b for c in live for cta in c.ctas for b in cta.mbarriers.values()):
+            if b.tx and b.waiting and not b.pending:
+                wrong = (
+                    f"{b.tx} bytes more are expected than"
+                    if b.tx > 0
+                    else f"{-b.tx} bytes fewer are expected than"
+                )
+                raise Fault("mbarrier-tx", f"{wrong} copies bring at {b.describe()}\n{self._stuck(live)}")
 
     def _stuck(self, live: list[Cluster]) -> str:
         lines = []

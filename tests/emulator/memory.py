@@ -136,10 +136,9 @@ class SharedMemory:
         self.check_all(offsets, size, size)
         granules = offsets >> 4
         epoch = int(warp.clock[0, warp.id])
-        # Reads are kept per granule: a narrower store may share its granule with words that others read, so only whole
-        # granules are checked against earlier reads.
-        if size == 16:
-            self._check_not_read(warp.clock[0], granules, "a generic store")
+        # Reads are kept per granule. A narrower store may share its granule with words that other warps read, so only a
+        # store of whole granules is checked against warps' reads; asynchronous engines read whole granules anyway.
+        self._check_not_read(warp.clock[0], granules, "a generic store", every_agent=size == 16)
         if size >= 4:
             words = (offsets[:, None] + np.arange(0, size, 4)).reshape(-1) >> 2
             writer = self.word_writer[words]
@@ -236,20 +235,20 @@ class SharedMemory:
                 self.read_epoch = grown
         self.read_epoch[row][granules] = epoch
 
-    def _check_not_read(self, clock: np.ndarray, granules, what: str) -> None:
+    def _check_not_read(self, clock: np.ndarray, granules, what: str, every_agent: bool = True) -> None:
         n = len(self.readers)
         if not n:
             return
-        last = self.read_epoch[:n, granules].max(axis=1)
-        late = last > clock[self.readers]
+        agents = np.array(self.readers)
+        late = self.read_epoch[:n, granules].max(axis=1) > clock[agents]
+        if not every_agent:
+            late &= agents >= self.ordering.warps
         if late.any():
             agent = self.readers[int(late.nonzero()[0][0])]
-            rows = self.read_epoch[self._reader_row[agent]]
-            start = granules.start if isinstance(granules, slice) else 0
-            hit = (rows[granules] > clock[agent]).nonzero()[0][0]
-            granule = start + int(hit) if isinstance(granules, slice) else int(granules[hit])
+            hit = int((self.read_epoch[self._reader_row[agent], granules] > clock[agent]).nonzero()[0][0])
+            granule = granules.start + hit if isinstance(granules, slice) else int(granules[hit])
             raise Fault(
                 "async-overlap",
-                f"{what} writes shared bytes {granule * 16:#x}.. of CTA rank {self.rank}, and nothing orders it after the read by"
-                f" {self.ordering.name(agent)}",
+                f"{what} writes shared bytes {granule * 16:#x}.. of CTA rank {self.rank}, and nothing orders it after the"
+                f" read by {self.ordering.name(agent)}",
             )

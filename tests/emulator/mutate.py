@@ -1,0 +1,139 @@
+"""Mutations of a kernel's synchronisation, and whether the emulator finds each.
+
+A mutation removes or alters one synchronisation instruction in the PTX. The host code stays the same. A mutation counts as
+found when some seed gives a fault or a wrong result.
+
+    python3 -m tests.emulator.mutate        writes docs/emulator-mutations.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .faults import EmulatorError, Fault
+from .host import Emulated
+
+
+@dataclass(frozen=True)
+class Mutation:
+    line: int  # counted from 1
+    what: str  # what was done, in words
+    before: str  # the statement as it was
+    after: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    mutation: Mutation
+    found: str  # fault code, "wrong result", or "" when every seed passed
+    seed: int  # the first seed that found it, -1 for none
+    message: str
+
+
+TRUE = "setp.eq.u32 {0}, 0, 0"
+# (statement, what is done, replacement). {n} are the statement's groups; None removes the statement.
+RULES: list[tuple[str, str, str | None]] = [
+    (r"bar(?:rier)?(?:\.cta)?\.(?:sync|red)\S* .*", "barrier removed", None),
+    (r"bar(?:rier)?(?:\.cta)?\.arrive\S* .*", "barrier arrival removed", None),
+    (r"barrier\.cluster\.arrive\S*", "cluster arrival removed", None),
+    (r"barrier\.cluster\.wait\S*", "cluster wait removed", None),
+    (r"fence\.\S*", "fence removed", None),
+    (r"membar\.\S*", "fence removed", None),
+    (r"(mbarrier\.init\S*\s+\[[^\]]*\]), (.*)", "count + 1", "{0}, COUNT_PLUS_1({1})"),
+    (r"(mbarrier\.arrive\.expect_tx\S*\s+[^\[]*\[[^\]]*\]), (.*)", "16 bytes more", "{0}, PLUS_16({1})"),
+    (r"(mbarrier\.arrive\.expect_tx\S*\s+[^\[]*\[[^\]]*\]), (.*)", "16 bytes fewer", "{0}, MINUS_16({1})"),
+    (r"mbarrier\.arrive(?!\.expect_tx)\S* .*", "arrival removed", None),
+    (r"mbarrier\.(?:try|test)_wait\S*\s+([^,]+), .*", "wait always succeeds", TRUE),
+    (r"wgmma\.fence\S*", "wgmma.fence removed", None),
+    (r"wgmma\.commit_group\S*", "commit removed", None),
+    (r"wgmma\.wait_group\S* \d+", "wait removed", None),
+    (r"(wgmma\.wait_group\S*) (\d+)", "one group fewer waited for", "{0} PLUS_1({1})"),
+    (r"cp\.async\.bulk\.commit_group", "commit removed", None),
+    (r"cp\.async\.bulk\.wait_group\S* \d+", "wait removed", None),
+    (r"(cp\.async\.bulk\.wait_group\S*) (\d+)", "one group fewer waited for", "{0} PLUS_1({1})"),
+    (r"tcgen05\.(?:wait|fence)::\S*", "removed", None),
+    (r"tcgen05\.commit\S* .*", "commit removed", None),
+    (r"tcgen05\.dealloc\S* .*", "dealloc removed", None),
+    (r"tcgen05\.relinquish\S*", "relinquish removed", None),
+    (r"setmaxnreg\.dec\S* \d+", "setmaxnreg.dec removed", None),
+    (r"griddepcontrol\.\S*", "removed", None),
+]
+_STATEMENT = re.compile(
+    r"(?m)^(?P<lead>\s*(?:\{\s*)?(?:@!?[%\w$]+\s+)?)(?P<body>[a-z][\w.:]*(?:\s[^;{}]*(?:\{[^;}]*\}[^;{}]*)*)?);"
+)
+
+
+def mutations(ptx: str) -> list[Mutation]:
+    """Every mutation of a module's synchronisation, in the order of the text."""
+    found = []
+    for m in _STATEMENT.finditer(ptx):
+        body = " ".join(m["body"].split())
+        line = ptx.count("\n", 0, m.start("body")) + 1
+        for pattern, what, replacement in RULES:
+            hit = re.fullmatch(pattern, body)
+            if hit:
+                after = "" if replacement is None else replacement.format(*hit.groups())
+                found.append(Mutation(line, what, body, after))
+    return found
+
+
+def apply(ptx: str, mutation: Mutation) -> str:
+    """The module's text with one mutation."""
+    lines = ptx.split("\n")
+    text = lines[mutation.line - 1]
+    m = _STATEMENT.match(text)
+    assert m and " ".join(m["body"].split()) == mutation.before, (text, mutation)
+    after = mutation.after
+    arithmetic = re.search(r"(COUNT_PLUS_1|PLUS_16|MINUS_16|PLUS_1)\((.*)\)$", after)
+    extra = ""
+    if arithmetic:
+        amount = {"COUNT_PLUS_1": 1, "PLUS_16": 16, "MINUS_16": -16, "PLUS_1": 1}[arithmetic[1]]
+        operand = arithmetic[2].strip()
+        if re.fullmatch(r"-?\d+", operand):
+            value = str(int(operand) + amount)
+        else:  # a register: a scoped temporary holds the altered value
+            value = "mutated"
+            extra = f".reg .b32 mutated; add.s32 mutated, {operand}, {amount}; "
+        after = after[: arithmetic.start()] + value
+    after = after + ";" if after else ""
+    replacement = f"{{ {extra}{_guarded(m['lead'], after)} }}" if extra else m["lead"] + after
+    if not after:
+        replacement = re.sub(r"@!?[%\w$]+\s+$", "", m["lead"])
+    lines[mutation.line - 1] = replacement + text[m.end() :]
+    return "\n".join(lines)
+
+
+def _guarded(lead: str, statement: str) -> str:
+    guard = re.search(r"@!?[%\w$]+\s+$", lead)
+    return (guard[0] if guard else "") + statement
+
+
+def survey(
+    emulated: Emulated,
+    check: Callable[[Emulated, int], bool],
+    seeds: Iterable[int],
+    only: Callable[[Mutation], bool] = lambda m: True,
+) -> list[Verdict]:
+    """Try every mutation of a function. `check(emulated, seed)` runs it and says whether the result is right."""
+    original = emulated.ptx
+    verdicts = []
+    try:
+        for mutation in filter(only, mutations(original)):
+            emulated.replace_ptx(apply(original, mutation))
+            verdict = Verdict(mutation, "", -1, "")
+            for seed in seeds:
+                try:
+                    if not check(emulated, seed):
+                        verdict = Verdict(mutation, "wrong result", seed, "")
+                except Fault as fault:
+                    verdict = Verdict(mutation, fault.code, seed, fault.message.split("\n")[0])
+                except EmulatorError as error:
+                    verdict = Verdict(mutation, "error", seed, str(error).split("\n")[0])
+                if verdict.found:
+                    break
+            verdicts.append(verdict)
+    finally:
+        emulated.replace_ptx(original)
+    return verdicts
