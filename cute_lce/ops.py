@@ -28,7 +28,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import streaming
+from . import launch, streaming
 from .options import check_reduction, check_schedule, resolve_ignore_index
 
 _logger = logging.getLogger("cute_lce")
@@ -56,7 +56,10 @@ def _pick_implementation(device: torch.device, dtype: torch.dtype) -> ModuleType
     module = streaming
     # A fake CUDA tensor may exist where there is no CUDA device.
     if device.type == "cuda" and torch.cuda.is_available():
-        _log_streaming(device)
+        if launch.serves(device, dtype):
+            module = launch
+        elif not any(launch.serves(device, other) for other in launch.DTYPES):
+            _log_streaming(device)
     _implementations[device, dtype] = module
     return module
 

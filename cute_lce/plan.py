@@ -2,30 +2,174 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+
+KIB = 1024
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What a GEMM kernel is compiled for. Everything that a compile depends on is here or in the call to `compiled`.
+    """What a GEMM kernel is compiled for. Everything that a compile depends on is here or an argument of `compiled`.
 
-    tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA (Blackwell: a pair) takes at once, in elements.
-    warpgroups: consumer warpgroups of 128 threads, side by side along tile_m (Hopper).
+    arch: "sm_90a", "sm_100a" or "sm_103a".
+    tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA (Blackwell: a pair of CTAs) takes at once.
+    warpgroups: consumer warpgroups of 128 threads (Hopper).
+    pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind the MMAs of
+        the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory.
-    pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind the MMAs of
-        the other; otherwise the warpgroups share each tile (Hopper).
+    pace: k tiles between two steps of a cluster's progress, by which clusters stay together; 0: they do not.
     """
 
     arch: str
     tile_m: int = 128
-    tile_n: int = 256
+    tile_n: int = 192
     tile_k: int = 64
     warpgroups: int = 2
+    pingpong: bool = True
     cluster_m: int = 2
     cluster_n: int = 1
-    stages: int = 4
-    pingpong: bool = False
-    hints: str = 'lf'
-    pace: int = 16
-    slack: int = 1
+    stages: int = 5
+    pace: int = 8
+
+    @property
+    def turns(self) -> int:
+        """Warpgroups (or groups of them) that take turns at a CTA's tiles."""
+        return self.warpgroups if self.pingpong else 1
+
+    @property
+    def cluster_rows(self) -> int:
+        """Rows of A that a cluster takes at once."""
+        return self.tile_m * self.cluster_m
+
+    @property
+    def cluster_columns(self) -> int:
+        """Columns of the vocabulary that a cluster takes at once."""
+        return self.tile_n * self.cluster_n
+
+    @property
+    def partials_per_window(self) -> int:
+        """Partials of one row and window: one for each warpgroup and CTA that sees columns of its own."""
+        return self.cluster_n * self.turns
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
+        return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 + 16) + KIB
+
+
+@dataclass(frozen=True)
+class Device:
+    """Budgets of an architecture. clusters of 2 come in pairs of neighbouring SMs, so all SMs serve."""
+
+    sms: int
+    shared_memory: int
+    l2: int
+    dense_flops_per_clock: int
+
+
+DEVICES = {
+    "sm_90a": Device(sms=132, shared_memory=227 * KIB, l2=50 << 20, dense_flops_per_clock=4096),
+}
+
+# Rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves each half of its SMs, and
+# the windows in flight want the rest of it.
+PANEL_BYTES = 16 << 20
+MAX_TILES_PER_WINDOW = 16
+# Partials that a plan allows itself; more make no plan better by much.
+PARTIAL_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One forward call.
+
+    tiles_per_window: tiles of cluster_columns that a window has; windows: windows of the vocabulary.
+    group_m: rows of clusters whose rows of H share L2. clusters: clusters launched.
+    rounds: tiles that the busiest cluster computes, one after another; ideal_rounds: their number were it divisible.
+    """
+
+    config: KernelConfig
+    n: int
+    d: int
+    vocab: int
+    tiles_per_window: int
+    windows: int
+    group_m: int
+    clusters: int
+    rounds: int
+    ideal_rounds: float
+
+    @property
+    def window(self) -> int:
+        """Columns of a window."""
+        return self.tiles_per_window * self.config.cluster_columns
+
+    @property
+    def workspace_floats(self) -> int:
+        """fp32 numbers of workspace: partials, target logits, and two a block of the combine kernel."""
+        return self.n * (2 * self.windows * self.config.partials_per_window + 1) + 2 * ceil_div(self.n, 32)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def configs(arch: str) -> tuple[KernelConfig, ...]:
+    """The configurations among which `forward` chooses, the ones that `cute-lce compile` compiles."""
+    return (
+        KernelConfig(arch),
+        KernelConfig(arch, tile_m=256, pingpong=False, stages=4),
+        KernelConfig(arch, cluster_m=1),
+    )
+
+
+def _rounds(config: KernelConfig, n: int, vocab: int, clusters: int, tiles_per_window: int) -> tuple[int, int]:
+    """(windows, tiles that the busiest cluster computes)."""
+    windows = ceil_div(ceil_div(vocab, config.cluster_columns), tiles_per_window)
+    return windows, ceil_div(ceil_div(n, config.cluster_rows) * windows, clusters) * tiles_per_window
+
+
+@functools.lru_cache(maxsize=4096)
+def forward(arch: str, n: int, d: int, vocab: int, sms: int, window: int = 0, config: KernelConfig | None = None) -> Plan:
+    """Plan a forward of (n, d) x (vocab, d) on `sms` SMs.
+
+    window: columns of a window, rounded up to whole tiles; 0: chosen so that the clusters finish together.
+    config: the kernel's configuration; None: chosen.
+    """
+    if config is None:
+        config = _choose_config(arch, n, d, vocab, sms)
+    clusters = sms // (config.cluster_m * config.cluster_n)
+    tiles = ceil_div(vocab, config.cluster_columns)
+    rows = ceil_div(n, config.cluster_rows)
+    if window:
+        tiles_per_window = min(ceil_div(window, config.cluster_columns), tiles)
+    else:
+        # The fewest rounds; among about as good ones the longest windows, which write the fewest partials.
+        shortest = ceil_div(8 * n * config.partials_per_window * tiles, PARTIAL_BYTES)
+        candidates = range(max(1, min(shortest, tiles)), min(max(MAX_TILES_PER_WINDOW, shortest), tiles) + 1)
+        rounds = {t: _rounds(config, n, vocab, clusters, t)[1] for t in candidates}
+        best = min(rounds.values())
+        tiles_per_window = max(t for t, r in rounds.items() if r <= best * 1.002)
+    windows, rounds = _rounds(config, n, vocab, clusters, tiles_per_window)
+    group_m = max(1, min(rows, PANEL_BYTES // (2 * d * config.cluster_rows)))
+    return Plan(
+        config=config,
+        n=n,
+        d=d,
+        vocab=vocab,
+        tiles_per_window=tiles_per_window,
+        windows=windows,
+        group_m=group_m,
+        clusters=max(1, min(clusters, rows * windows)),
+        rounds=rounds,
+        ideal_rounds=rows * tiles / clusters,
+    )
+
+
+def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelConfig:
+    pingpong, wide, single = configs(arch)
+    if n <= single.cluster_rows:
+        return single
+    return wide if n >= 4 * wide.cluster_rows and d >= 2048 else pingpong

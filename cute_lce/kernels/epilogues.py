@@ -23,15 +23,16 @@ NO_COLUMN = -(2**30)  # a target column that no tile contains
 
 
 class ForwardTensors(NamedTuple):
-    """Global memory of the forward's epilogue.
+    """Global memory of the forward's epilogue, and its sizes.
 
     target (n,) int32 or int64. partials (windows, n, 2) fp32: maximum and sum of every window. target_logit (n,) fp32:
-    written for rows whose target lies in [0, vocab).
+    written for rows whose target lies in [0, vocab). vocab: V; columns at and beyond it are masked with -inf.
     """
 
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
+    vocab: Int32
 
 
 class ForwardState(NamedTuple):
@@ -46,13 +47,11 @@ class ForwardEpilogue:
     """Row statistics of the logits, and the target's logit.
 
     Args:
-        vocab: V; columns at and beyond it are masked with -inf.
         tile_n: columns of a tile.
         threads_per_row: 4 for WGMMA's accumulators, 1 for TMEM.
     """
 
-    def __init__(self, vocab: int, tile_n: int, threads_per_row: int):
-        self.vocab = vocab
+    def __init__(self, tile_n: int, threads_per_row: int):
         self.tile_n = tile_n
         self.threads_per_row = threads_per_row
 
@@ -68,7 +67,7 @@ class ForwardEpilogue:
             target[r] = Int32(NO_COLUMN)
             if rows[r] < cute.size(tensors.target):
                 index = tensors.target[rows[r]]
-                if index >= 0 and index < self.vocab:
+                if index >= 0 and index < tensors.vocab:
                     target[r] = Int32(index)
         return ForwardState(row_max, row_sum, target)
 
@@ -83,9 +82,9 @@ class ForwardEpilogue:
         tile: Int32,
     ):
         first = tile * self.tile_n
-        if first + self.tile_n > self.vocab:
+        if first + self.tile_n > tensors.vocab:
             for c in cutlass.range_constexpr(cute.size(cols)):
-                if first + cols[c] >= self.vocab:
+                if first + cols[c] >= tensors.vocab:
                     for r in cutlass.range_constexpr(cute.size(rows)):
                         frag[r, c] = -Float32.inf
         for r in cutlass.range_constexpr(cute.size(rows)):

@@ -15,18 +15,21 @@ from cute_lce.plan import KernelConfig
 WARPGROUP = 128
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 TURN_BARRIER = 1
-PATIENCE = 256
-HINT = {"l": cutlass.Int64(0x14F0000000000000), "f": cutlass.Int64(0x12F0000000000000), "n": None}
+PATIENCE = 256  # looks at the others' progress before a cluster gives up waiting
+SLACK = 4  # clusters in SLACK may be one step behind
+EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads: what streams past leaves first
 
 
 class GemmSm90:
+    threads_per_row = 4
+
     def __init__(self, config: KernelConfig, epilogue):
         self.config = config
         self.epilogue = epilogue
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
         self.threads = WARPGROUP * (config.warpgroups + 1)
-        self.turns = config.warpgroups if config.pingpong else 1
+        self.turns = config.turns
         self.load_registers = {1: 56, 2: 24, 3: 32}[config.warpgroups]
         self.mma_registers = {1: 256, 2: 240, 3: 160}[config.warpgroups]
 
@@ -37,8 +40,8 @@ class GemmSm90:
         b: cute.Tensor,  # (n, k)
         tensors,
         progress: cute.Tensor,  # (1,) int32, zero before the launch
-        windows: cutlass.Constexpr[int],
-        tiles_per_window: cutlass.Constexpr[int],
+        windows: Int32,
+        tiles_per_window: Int32,
         group_m: Int32,
         clusters: Int32,
         stream: cuda.CUstream,
@@ -131,10 +134,10 @@ class GemmSm90:
                 self._load(tma_a, gA, sA, tma_b, gB, sB, ring, coord, progress, runs, k_tiles)
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
-            self._mma(tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs, k_tiles)
+            self._mma(tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs, cute.size(gB, mode=[2]), k_tiles)
 
     @cute.jit
-    def _load(self, tma_a, gA, sA, tma_b, gB, sB, ring, coord, progress, runs, k_tiles: cutlass.Constexpr[int]):
+    def _load(self, tma_a, gA, sA, tma_b, gB, sB, ring, coord, progress, runs, k_tiles: Int32):
         """Load warp: for every tile of every run, its k tiles of A and B into the ring."""
         config = self.config
         # ((tile bytes), stages) and ((tile bytes), tiles, k tiles)
@@ -165,20 +168,20 @@ class GemmSm90:
                         if k % config.pace == 0:
                             steps += 1
                             if counts:
-                                patience = _keep_pace(progress, (steps - config.slack) * step, patience)
+                                patience = _keep_pace(progress, steps * step - step // SLACK, patience)
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
-                    cute.copy(tma_a, tAgA[None, m_tile, k], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_mask, cache_policy=HINT[config.hints[0]])
-                    cute.copy(tma_b, tBgB[None, n_tile, k], tBsB[None, slot.index], tma_bar_ptr=full, mcast_mask=b_mask, cache_policy=HINT[config.hints[1]])
+                    cute.copy(tma_a, tAgA[None, m_tile, k], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_mask)
+                    cute.copy(tma_b, tBgB[None, n_tile, k], tBsB[None, slot.index], tma_bar_ptr=full, mcast_mask=b_mask, cache_policy=cutlass.Int64(EVICT_FIRST))
                     slot.advance()
             run += step
         if counts:
-            most = cute.ceil_div(rows * windows, step) * (tiles_per_window * -(-k_tiles // max(config.pace, 1)))
+            most = cute.ceil_div(rows * windows, step) * (tiles_per_window * cute.ceil_div(k_tiles, max(config.pace, 1)))
             cute.arch.red(progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu")
         ring.producer_tail(slot)
 
     @cute.jit
-    def _mma(self, tiled_mma, sA, sB, ring, tensors, group, coord, runs, k_tiles: cutlass.Constexpr[int]):
+    def _mma(self, tiled_mma, sA, sB, ring, tensors, group, coord, runs, n_tiles: Int32, k_tiles: Int32):
         """Consumer warpgroups: a tile's WGMMAs, then the epilogue on the accumulators."""
         config = self.config
         turns = self.turns
@@ -204,7 +207,7 @@ class GemmSm90:
             if turn > 0:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
                 slot.advance(k_tiles)
-        tiles = cute.ceil_div(self.epilogue.vocab, config.tile_n * config.cluster_n)
+        tiles = cute.ceil_div(n_tiles, config.cluster_n)
         run = cute.arch.block_idx()[0] // config.cluster_m
         step = cute.arch.grid_dim()[0] // config.cluster_m
         before = Int32(0)  # tiles of this CTA in the runs before this one
@@ -222,7 +225,7 @@ class GemmSm90:
             run += step
 
     @cute.jit
-    def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles: cutlass.Constexpr[int]):
+    def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles: Int32):
         """One tile of A B^T into acc, with one k tile's WGMMAs in flight; returns the ring's next slot."""
         config = self.config
         done = slot.clone()

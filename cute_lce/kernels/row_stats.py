@@ -25,8 +25,20 @@ def reference(row_max: Float32) -> Float32:
 
 @cute.jit
 def rescale(row_max: Float32, ref: Float32) -> Float32:
-    """What turns a sum relative to `row_max` into one relative to `ref`; 0 when nothing was seen before."""
-    return cute.math.exp2(cute.math.fma(row_max, Float32(LOG2_E), -ref), fastmath=True)
+    """What turns a sum relative to reference(row_max) into one relative to `ref`, the reference of no smaller maximum.
+
+    At most 1: where nothing was seen before, the sum is 0 and its reference of 0 may lie far above `ref`.
+    """
+    return cute.math.exp2(cute.arch.fmin(reference(row_max) - ref, Float32(0.0)), fastmath=True)
+
+
+@cute.jit
+def absorb(row_max: Float32, row_sum: Float32, other_max: Float32, other_sum: Float32):
+    """(row_max, row_sum) joined with a partial: other_sum is relative to exp(other_max) itself."""
+    both = cute.arch.fmax(row_max, other_max)
+    ref = reference(both)
+    other = cute.math.exp2(cute.math.fma(other_max, Float32(LOG2_E), -ref), fastmath=True)
+    return both, row_sum * rescale(row_max, ref) + other_sum * other
 
 
 @cute.jit

@@ -1,0 +1,141 @@
+"""The only place that compiles: its arguments are the key of a cache in memory and on disk.
+
+A kernel is looked up in memory, then on disk, then compiled and put into both. What the disk holds is a shared
+library made by the host's C compiler from the object that the DSL exports; loading one needs apache-tvm-ffi and the
+DSL's runtime library but not the DSL itself, so a second process's first call does not import cutlass.
+
+A file's name is a hash of everything that it depends on: the arguments, the versions of the DSL and of tvm-ffi, the
+sources of cute_lce's kernels and the host's architecture. A file begins its life under a temporary name and is renamed
+when it is whole; a file that cannot be loaded is a miss and is written again. Any number of processes may share a
+folder: two that compile the same kernel write the same file.
+
+CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, Callable
+
+from .plan import KernelConfig
+
+_logger = logging.getLogger("cute_lce")
+_functions: dict[tuple, Callable[..., None]] = {}
+_lock = threading.Lock()
+
+
+def forward(config: KernelConfig, dtype: str, target_dtype: str) -> Callable[..., None]:
+    """The compiled kernels.forward.Forward, for any n, d and V.
+
+    dtype: "bfloat16" or "float16". target_dtype: "int32" or "int64".
+    """
+    key = ("forward", config, dtype, target_dtype)
+    return _functions.get(key) or _get(key)
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels."""
+    explicit = os.environ.get("CUTE_LCE_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce"
+
+
+def _get(key: tuple) -> Callable[..., None]:
+    with _lock:
+        function = _functions.get(key)
+        if function is None:
+            path = cache_dir() / f"{_digest(key)}.so"
+            function = _load(path)
+            if function is None:
+                _logger.info("compiling %s", key)
+                _build(key, path)
+                function = _load(path)
+                if function is None:
+                    raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
+            _functions[key] = function
+        return function
+
+
+@functools.cache
+def _environment() -> str:
+    """Everything but the key that a compiled file depends on."""
+    versions = [f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
+    sources = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted([*folder.glob("kernels/*.py"), folder / "plan.py", folder / "compiled.py"]):
+        sources.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return repr((versions, sources.hexdigest(), platform.system(), platform.machine()))
+
+
+def _digest(key: tuple) -> str:
+    return hashlib.sha256((repr(key) + _environment()).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _runtime() -> Any:
+    """tvm_ffi, with the DSL's runtime library loaded for the compiled files to link against."""
+    import tvm_ffi
+
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    for folder in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        for flavour in ("cu13", "cu12", "."):
+            library = Path(folder, flavour, "lib", "libcute_dsl_runtime.so")
+            if library.exists():
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+                return tvm_ffi
+    raise ImportError("nvidia-cutlass-dsl: libcute_dsl_runtime.so is not installed; pip install 'nvidia-cutlass-dsl[cu13]'")
+
+
+def _load(path: Path) -> Callable[..., None] | None:
+    """The function in a compiled file, or None when there is none that can be used."""
+    if not path.exists():
+        return None
+    try:
+        return _runtime().load_module(str(path))["kernel"]
+    except Exception as error:  # a truncated or foreign file: compile again
+        _logger.warning("%s: cannot be loaded (%s), compiling it again", path, error)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def compile_options(arch: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def trace(key: tuple, extra_options: str = "") -> Any:
+    """Compile a key with the DSL, without any cache; the result holds PTX and cubin if the options ask for them."""
+    kind, config, *arguments = key
+    if kind != "forward":
+        raise ValueError(f"kind: got {kind!r}, want 'forward'")
+    from .kernels.forward import compile_forward
+
+    return compile_forward(config, *arguments, options=f"{compile_options(config.arch)} {extra_options}".strip())
+
+
+def _build(key: tuple, path: Path) -> None:
+    """Compile into `path`, which appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as folder:
+        compiled = Path(folder, "kernel.o")
+        trace(key).export_to_c(str(compiled), function_name="kernel", export_only_tvm_ffi_symbols=True)
+        linked = Path(folder, "kernel.so")
+        compiler = os.environ.get("CC", "cc")
+        try:
+            subprocess.run([compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise RuntimeError(f"{compiler}: not found; a C compiler links the compiled kernels (set CC)") from None
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"{compiler}: could not link {compiled}: {error.stderr}") from error
+        os.replace(linked, path)

@@ -1,0 +1,143 @@
+"""The forward's second kernel: partials over windows -> row statistics and the loss. One for both architectures."""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Float64, Int32, Int64
+
+from cute_lce.kernels import row_stats
+
+ROWS = 32  # rows of a block: the lanes of a warp, so that a warp reads 256 consecutive bytes of a window's partials
+NONE, SUM, MEAN = 0, 1, 2
+WARPS = 16  # windows that a block reads at once
+
+
+class CombineTensors(NamedTuple):
+    """Global memory of the combine kernel, and the numbers it needs.
+
+    vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan.
+    reduction: NONE, SUM or MEAN, which divides by max(num_valid, 1).
+    Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
+    Written: row_max and row_sum (n,) fp32, row_sum nan where the target is out of range; loss fp32, (n,) or (1,);
+    num_valid (1,) int64, the targets that are not ignored.
+    Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32, zero before the
+    launch, counts the blocks that are done.
+    """
+
+    vocab: Int32
+    ignore_index: Int64
+    reduction: Int32
+    target: cute.Tensor
+    partials: cute.Tensor
+    target_logit: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    loss: cute.Tensor
+    num_valid: cute.Tensor
+    blocks: cute.Tensor
+    arrived: cute.Tensor
+
+
+class Combine:
+    """One block of 16 warps for 32 rows: lane = row, warp = every 16th window.
+
+    Timeline of a block: each warp absorbs its windows' partials in registers -> shared memory -> warp 0 joins the 16,
+    writes the rows' statistics and losses and, by shuffles, the block's loss and count -> the block that arrives last
+    adds up all blocks in a fixed order, in float64, so that the result does not depend on which block that was.
+    Shared memory: 4 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once.
+    """
+
+    @cute.jit
+    def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
+        @cute.struct
+        class SharedStorage:
+            maxima: cute.struct.MemRange[Float32, WARPS * ROWS]
+            sums: cute.struct.MemRange[Float32, WARPS * ROWS]
+            totals: cute.struct.MemRange[Float64, WARPS * 2]
+            last: cute.struct.MemRange[Int32, 1]
+
+        self.storage = SharedStorage
+        blocks = cute.ceil_div(cute.size(tensors.target), ROWS)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(ROWS * WARPS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: CombineTensors):
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        block = cute.arch.block_idx()[0]
+        blocks = cute.arch.grid_dim()[0]
+        n = cute.size(tensors.target)
+        row = block * ROWS + lane
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        maxima = storage.maxima.get_tensor(cute.make_layout((WARPS, ROWS), stride=(ROWS, 1)))
+        sums = storage.sums.get_tensor(cute.make_layout((WARPS, ROWS), stride=(ROWS, 1)))
+        last = storage.last.get_tensor(cute.make_layout(1))
+
+        row_max, row_sum = -Float32.inf, Float32(0.0)
+        if row < n:
+            for window in cutlass.range(warp, cute.size(tensors.partials, mode=[0]), WARPS, unroll=4):
+                row_max, row_sum = row_stats.absorb(
+                    row_max, row_sum, tensors.partials[window, row, 0], tensors.partials[window, row, 1]
+                )
+        maxima[warp, lane] = row_max
+        sums[warp, lane] = row_sum
+        cute.arch.sync_threads()
+        if warp == 0:
+            for other in cutlass.range_constexpr(1, WARPS):
+                other_max, other_sum = maxima[other, lane], sums[other, lane]
+                both = cute.arch.fmax(row_max, other_max)
+                ref = row_stats.reference(both)
+                row_sum = row_sum * row_stats.rescale(row_max, ref) + other_sum * row_stats.rescale(other_max, ref)
+                row_max = both
+            loss, valid = Float32(0.0), Float32(0.0)
+            if row < n:
+                row_sum = row_stats.relative_to_max(row_max, row_sum)
+                target = Int64(tensors.target[row])
+                if target != tensors.ignore_index:
+                    valid = Float32(1.0)
+                    if target >= 0 and target < tensors.vocab:
+                        loss = cute.math.log(row_sum) + (row_max - tensors.target_logit[row])
+                    else:
+                        row_sum = Float32.nan
+                        loss = Float32.nan
+                tensors.row_max[row] = row_max
+                tensors.row_sum[row] = row_sum
+                if tensors.reduction == NONE:
+                    tensors.loss[row] = loss
+            loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
+            valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
+            if lane == 0:
+                tensors.blocks[block, 0] = loss
+                tensors.blocks[block, 1] = valid
+                before = cute.arch.atomic_add(tensors.arrived.iterator, Int32(1), sem="acq_rel", scope="gpu")
+                last[0] = Int32(before == blocks - 1)
+        cute.arch.sync_threads()
+        if last[0] == 1:
+            self._total(tensors, storage, blocks)
+
+    @cute.jit
+    def _total(self, tensors: CombineTensors, storage, blocks: Int32):
+        """The last block: every block's loss and count, thread by thread, lane by lane, warp by warp."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        totals = storage.totals.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
+        cute.arch.fence_acq_rel_gpu()
+        loss, valid = Float64(0.0), Float64(0.0)
+        for block in cutlass.range(warp * ROWS + lane, blocks, ROWS * WARPS, unroll=1):
+            loss += Float64(tensors.blocks[block, 0])
+            valid += Float64(tensors.blocks[block, 1])
+        loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
+        valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
+        if lane == 0:
+            totals[warp, 0] = loss
+            totals[warp, 1] = valid
+        cute.arch.sync_threads()
+        if warp == 0 and lane == 0:
+            for other in cutlass.range_constexpr(1, WARPS):
+                loss += totals[other, 0]
+                valid += totals[other, 1]
+            tensors.num_valid[0] = Int64(valid)
+            if tensors.reduction == SUM:
+                tensors.loss[0] = Float32(loss)
+            if tensors.reduction == MEAN:
+                tensors.loss[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))
