@@ -43,7 +43,8 @@ def linear_cross_entropy(
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
             them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then wants a
             linear_weight that needs no gradient.
-            "auto" picks one of them. Where nothing needs a gradient, all are one forward that keeps nothing.
+            "auto" picks one that can serve the call; the streaming path takes "recompute", or "keep" where
+            workspace_mb is given. Where nothing needs a gradient, all are one forward that keeps nothing.
         workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
             and the gradients), in MiB (2**20 bytes). None means 1024, which yields where the least that the
             schedule needs is more; a number that is given does not yield.

@@ -102,7 +102,7 @@ def _costs(n, d, V, dtype, device_type, need_dinput, need_dweight):
     if rounded and (need_dinput or need_dweight):
         column += n * dtype.itemsize
     if narrow and need_dinput:
-        fixed += n * d * acc
+        fixed += n * d * acc * (2 if rounded else 1)
     if need_dweight and not rounded:
         fixed += n * d * acc
         column += d * acc if widened else 0
@@ -119,7 +119,7 @@ def _chunk_costs(n, d, V, dtype, device_type, need_dinput, need_dweight):
     rounded = narrow and _multiplies_narrow(device_type)
     fixed = _ROW_BYTES * n + (n * d * acc if need_dinput else 0) + (V * d * acc if need_dweight else 0)
     token = V * acc + (V * dtype.itemsize if rounded else 0) + 2 * d * acc + _ROW_BYTES
-    return fixed, d * acc if narrow and not rounded else 0, token
+    return fixed, d * acc if narrow else 0, token
 
 
 def _least_window(V, window):
@@ -138,11 +138,14 @@ def _refuse_workspace(schedule, workspace, least) -> ValueError:
 def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace):
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
 
-    "auto" is "recompute", which needs the least memory; "keep" keeps what the workspace holds beside its
-    windows. Raises ValueError naming the least workspace_mb where the one given is too small, and naming
-    schedule where "grad_in_forward" meets a per-token upstream gradient and a weight that needs a gradient.
+    "keep" keeps what the workspace holds beside its windows. "auto" is "keep" where the caller gives a
+    workspace, else "recompute", which needs the least. Raises ValueError naming the least workspace_mb where
+    the one given is too small, and naming schedule where "grad_in_forward" meets a per-token upstream
+    gradient and a weight that needs a gradient.
     """
     wants_gradient = need_dinput or need_dweight
+    if schedule == "auto" and workspace:
+        schedule = "keep"
     if schedule == "grad_in_forward" and wants_gradient:
         if reduction == "none" and need_dweight:
             raise ValueError(
@@ -195,8 +198,9 @@ def _chunks(input, linear_weight, window, workspace, need_dinput, need_dweight):
     on_cpu = input.device.type == "cpu"
     fixed, column, token = _chunk_costs(n, d, V, input.dtype, input.device.type, need_dinput, need_dweight)
     if not window:
-        # A window only bounds the widened weight, so it is a fraction of what a chunk takes.
-        window = V if not column else max((_CPU_LOGITS_BYTES // column), _WINDOW_MULTIPLE)
+        # A window only bounds what narrow operands cost: the widened weight, or a product to accumulate.
+        logits_bytes = _CPU_LOGITS_BYTES if on_cpu else _GPU_LOGITS_BYTES
+        window = V if not column else max(logits_bytes // column, _WINDOW_MULTIPLE)
         if workspace:
             spare = workspace - fixed - token * min(_LEAST_CHUNK, n)
             window = min(window, max(spare // max(column, 1), _WINDOW_MULTIPLE))
@@ -241,7 +245,8 @@ def _add_mm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype is accumulator.dtype:
         accumulator.addmm_(a, b)
     else:
-        torch.addmm(accumulator, a, b, out_dtype=accumulator.dtype, out=accumulator)
+        # torch.addmm with out_dtype wants an accumulator of the operands' dtype in torch 2.9.
+        accumulator += torch.mm(a, b, out_dtype=accumulator.dtype)
 
 
 class _Buffer:

@@ -28,7 +28,8 @@ def serves(schedule: str, case: Case, reduction: str = "mean", need_dweight: boo
     try:
         ops.implementation(case.input.device, case.input.dtype).plan(case.target.numel(), *arguments)
     except ValueError as refusal:
-        assert str(refusal).startswith("schedule:")
+        if not str(refusal).startswith("schedule:"):
+            raise
         return False
     return True
 

@@ -124,6 +124,23 @@ def test_compile_fullgraph_with_dynamic_n(schedule, reduction):
     assert len(graphs) == 1
 
 
+def test_compile_with_a_workspace_and_a_window():
+    """What is kept has a size that depends on n; a change of n may not compile anew each time."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend, dynamic=True)
+    for n in (500, 501, 640, 777, 900):
+        case = random_case(n, 24, 300, torch.float32, seed=n)
+        case.check(compiled, schedule="keep", workspace_mb=0.9, window=64)
+    # All is kept, some is kept, nothing is kept.
+    assert len(graphs) <= 3
+
+
 def test_compile_inductor():
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True)
@@ -212,7 +229,9 @@ def test_another_implementation_is_picked_and_mixed(monkeypatch):
 
     module.__dict__["forward"] = forward
     monkeypatch.setitem(ops._implementations, (torch.device("cpu"), torch.float32), module)
-    numerics.make("ignored", torch.float32).check(linear_cross_entropy, window=100, workspace_mb=5)
+    numerics.make("ignored", torch.float32).check(
+        linear_cross_entropy, schedule="recompute", window=100, workspace_mb=5
+    )
     assert calls == [(41, 100, 5 << 20)]
 
 

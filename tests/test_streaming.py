@@ -80,6 +80,9 @@ def test_plan():
     assert plan() == ("recompute", 0)
     assert plan("recompute", "none") == ("recompute", 0)
     assert plan("keep") == ("keep", 5000)
+    assert plan("auto", workspace=10_000_000) == ("keep", 5000)
+    assert plan("auto", workspace=200_000)[1] < 5000
+    assert plan("recompute", workspace=10_000_000) == ("recompute", 0)
     assert plan("keep", n=0) == ("recompute", 0)
     assert plan("grad_in_forward") == ("grad_in_forward", 0)
     for schedule in ("auto", "recompute", "keep", "grad_in_forward"):
