@@ -161,30 +161,30 @@ class GemmSm100:
         # (MMA, MMA_M, MMA_K, m tiles, k tiles) and (MMA, MMA_N, MMA_K, n tiles, k tiles)
         gA = tiled.partition_A(cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None)))
         gB = tiled.partition_B(cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None)))
-        k_tiles = cute.size(gA, mode=[4])
+        n_tiles, k_tiles = cute.size(gB, mode=[3]), cute.size(gA, mode=[4])
         # (MMA, MMA_M, MMA_N, accumulators)
         acc_shape = cute.append(tiled_mma.partition_shape_C(self.tile[:2]), self.acc_stages)
         acc_layout = tiled_mma.make_fragment_C(acc_shape).layout
         pipeline_init_wait(cluster_shape_mn=cluster_vmnk)
 
         if warp == LOAD_WARP:
-            self._load(tma_a, gA, sA, tma_b, gB, sB, ring, cluster_vmnk, coord, runs, k_tiles)
+            self._load(tma_a, gA, sA, tma_b, gB, sB, ring, cluster_vmnk, coord, runs, n_tiles, k_tiles)
         if warp == MMA_WARP:
             tmem.wait_for_alloc()
             acc = cute.make_tensor(tmem.retrieve_ptr(Float32), acc_layout)
             if coord[0] == 0:
-                self._mma(tiled_mma, sA, sB, acc, ring, accumulators, runs, k_tiles)
+                self._mma(tiled_mma, sA, sB, acc, ring, accumulators, runs, n_tiles, k_tiles)
         if warp < EPILOGUE_WARPS:
             tmem.allocate(self.tmem_columns)
             tmem.wait_for_alloc()
             base = tmem.retrieve_ptr(Float32)
-            self._epilogue(tiled, cute.make_tensor(base, acc_layout), accumulators, tensors, coord, runs)
+            self._epilogue(tiled, cute.make_tensor(base, acc_layout), accumulators, tensors, coord, runs, n_tiles)
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=DONE_BARRIER, number_of_threads=WARP * EPILOGUE_WARPS)
             tmem.free(base)
 
     @cute.jit
-    def _load(self, tma_a, gA, sA, tma_b, gB, sB, ring, cluster_vmnk, coord, runs, k_tiles: cutlass.Constexpr[int]):
+    def _load(self, tma_a, gA, sA, tma_b, gB, sB, ring, cluster_vmnk, coord, runs, n_tiles: Int32, k_tiles: Int32):
         """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring."""
         config = self.config
         # ((tile bytes), stages) and ((tile bytes), tiles, k tiles)
@@ -200,7 +200,7 @@ class GemmSm100:
             b_mask = cpasync.create_tma_multicast_mask(cluster_vmnk, coord, mcast_mode=1)
         rows, windows, tiles_per_window, group_m = runs
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
-        tiles = cute.ceil_div(self.epilogue.vocab, config.tile_n * config.cluster_n)
+        tiles = cute.ceil_div(n_tiles, config.cluster_n)
         run = cute.arch.block_idx()[0] // config.cluster_m
         step = cute.arch.grid_dim()[0] // config.cluster_m
         while run < rows * windows:
@@ -219,7 +219,7 @@ class GemmSm100:
         ring.producer_tail(slot)
 
     @cute.jit
-    def _mma(self, tiled_mma, sA, sB, acc, ring, accumulators, runs, k_tiles: cutlass.Constexpr[int]):
+    def _mma(self, tiled_mma, sA, sB, acc, ring, accumulators, runs, n_tiles: Int32, k_tiles: Int32):
         """MMA warp of the CTA that leads: every tile of every run into the next free accumulator."""
         config = self.config
         tCrA = tiled_mma.make_fragment_A(sA)  # (MMA, MMA_M, MMA_K, stages)
@@ -227,7 +227,7 @@ class GemmSm100:
         rows, windows, tiles_per_window, group_m = runs
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
         free = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.acc_stages)
-        tiles = cute.ceil_div(self.epilogue.vocab, config.tile_n * config.cluster_n)
+        tiles = cute.ceil_div(n_tiles, config.cluster_n)
         run = cute.arch.block_idx()[0] // config.cluster_m
         step = cute.arch.grid_dim()[0] // config.cluster_m
         while run < rows * windows:
@@ -251,7 +251,7 @@ class GemmSm100:
         accumulators.producer_tail(free)
 
     @cute.jit
-    def _epilogue(self, tiled, acc, accumulators, tensors, coord, runs):
+    def _epilogue(self, tiled, acc, accumulators, tensors, coord, runs, n_tiles: Int32):
         """Epilogue warps: a thread takes one row of this CTA's 128, slab by slab."""
         config = self.config
         thread = cute.arch.thread_idx()[0]
@@ -264,14 +264,13 @@ class GemmSm100:
         copy = tcgen05.make_tmem_copy(load, slabbed[None, None, 0, 0, 0]).get_slice(thread)
         tTR_acc = copy.partition_S(slabbed)[None, None, None, 0, None, None]  # (T2R, 1, 1, slabs, accumulators)
         tTR_where = copy.partition_D(where)[None, None, None, 0, None]  # (T2R, 1, 1, slabs)
-        loaded = cute.make_rmem_tensor(tTR_where[None, None, None, 0].shape, Float32)
-        frag = cute.make_tensor(loaded.iterator, cute.make_layout((1, SLAB)))  # (rows, cols)
+        frag = cute.make_rmem_tensor((1, SLAB), Float32)  # (rows, cols)
         cols = cute.make_rmem_tensor(SLAB, Int32)
         row_index = cute.make_rmem_tensor(1, Int32)
 
         rows, windows, tiles_per_window, group_m = runs
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.acc_stages)
-        tiles = cute.ceil_div(self.epilogue.vocab, config.tile_n * config.cluster_n)
+        tiles = cute.ceil_div(n_tiles, config.cluster_n)
         run = cute.arch.block_idx()[0] // config.cluster_m
         step = cute.arch.grid_dim()[0] // config.cluster_m
         while run < rows * windows:
@@ -284,8 +283,7 @@ class GemmSm100:
                 accumulators.consumer_wait(full)
                 _fence("after_thread_sync")
                 for slab in cutlass.range(slabs, unroll=1):
-                    cute.copy(load, tTR_acc[None, None, None, slab, full.index], loaded)
-                    _wait_loads(frag)
+                    _load_slab(tTR_acc[None, None, None, slab, full.index], frag)
                     if slab + 1 == slabs:
                         _fence("before_thread_sync")
                         with cute.arch.elect_one():
@@ -303,19 +301,20 @@ def _fence(kind: str):
     cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
 
 
-def _wait_loads(loaded: cute.Tensor):
-    """Wait for this warp's loads from tensor memory.
+def _load_slab(source: cute.Tensor, frag: cute.Tensor):
+    """Read a slab of tensor memory, a warp's 32 lanes, into frag (1, SLAB), and wait until it is there.
 
-    The values pass through the instruction, as results tied to its operands: a plain tcgen05.wait::ld would leave the
-    compiler free to move uses of them, which have no side effects, ahead of it.
+    One instruction for the compiler: it may move what uses the results of a tcgen05.ld, having no side effects, ahead of
+    a tcgen05.wait::ld that stands by itself, and does.
     """
-    count = cute.size(loaded)
+    count = cute.size(frag)
+    results = ", ".join(f"${i}" for i in range(count))
     values = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(" + ", ".join(["f32"] * count) + ")>"),
-        [loaded[i].ir_value() for i in range(count)],
-        "tcgen05.wait::ld.sync.aligned;",
-        ",".join(["=f"] * count + [str(i) for i in range(count)]),
+        [source.iterator.toint().ir_value()],
+        f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];\ntcgen05.wait::ld.sync.aligned;",
+        ",".join(["=f"] * count + ["r"]),
         has_side_effects=True,
     )
     for i in range(count):
-        loaded[i] = Float32(llvm.extractvalue(Float32.mlir_type, values, [i]))
+        frag[i] = Float32(llvm.extractvalue(Float32.mlir_type, values, [i]))
