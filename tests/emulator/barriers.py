@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .faults import Fault
-from .ordering import Ordering, acquire, release
+from .ordering import CONTROL, ROWS, Ordering, acquire, relaxed_release, release
 
 MAX_COUNT = (1 << 20) - 1  # PTX ISA 9.7.13.15.2: range of the expected and pending counts; tx-count likewise
 
@@ -26,8 +26,10 @@ class MBarrier:
         self.initialiser = initialiser  # (warp id, its epoch)
         self.published = False  # visible to other CTAs and the async proxy, see fence.mbarrier_init
         self.agent = ordering.new_agent(f"the mbarrier at {offset:#x} of CTA rank {rank}")
-        self.arriving = np.zeros((2, ordering.capacity), np.int32)  # clocks of this phase's arrivals
-        self.observed = np.zeros((2, ordering.capacity), np.int32)  # clocks that a successful wait acquires
+        self.arriving = np.zeros((ROWS, ordering.capacity), np.int32)  # clocks of this phase's arrivals
+        self.observed = np.zeros(
+            (ROWS, ordering.capacity), np.int32
+        )  # clocks that a successful wait acquires
         self.waiting: dict[int, int] = {}  # warp id -> phase it waits for
         self.used = False
 
@@ -37,13 +39,13 @@ class MBarrier:
     def describe(self) -> str:
         return f"{self.name()} (phase {self.phase}, {self.pending} of {self.count} arrivals pending, tx-count {self.tx})"
 
-    def arrive(self, count: int, clock: np.ndarray | None) -> None:
+    def arrive(self, count: int, clock: np.ndarray) -> None:
+        """`clock` is what the arrival publishes."""
         self.used = True
         if count < 1 or count > self.pending:
             raise Fault("mbarrier-count", f"{count} arrivals at {self.describe()}")
         self.pending -= count
-        if clock is not None:
-            np.maximum(self.arriving, clock, out=self.arriving)
+        np.maximum(self.arriving, clock, out=self.arriving)
         self._complete()
 
     def expect_tx(self, size: int) -> None:
@@ -52,8 +54,9 @@ class MBarrier:
         if abs(self.tx) > MAX_COUNT:
             raise Fault("mbarrier-tx", f"tx-count out of range at {self.describe()}")
 
-    def complete_tx(self, size: int, issued_in: int) -> None:
-        """`size` bytes of a copy arrived that was issued while the barrier was in phase `issued_in`."""
+    def complete_tx(self, size: int, issued_in: int, issuer: np.ndarray) -> None:
+        """`size` bytes of a copy arrived, issued while the barrier was in phase `issued_in` by a warp with clock `issuer`."""
+        np.maximum(self.arriving[CONTROL], issuer[CONTROL], out=self.arriving[CONTROL])
         if self.phase != issued_in:
             raise Fault(
                 "mbarrier-tx",
@@ -94,8 +97,8 @@ class NamedBarriers:
         self.generation = [0] * 16
         self.who: list[list[int]] = [[] for _ in range(16)]
         capacity = cta.cluster.ordering.capacity
-        self.arriving = [np.zeros((2, capacity), np.int32) for _ in range(16)]
-        self.observed = [np.zeros((2, capacity), np.int32) for _ in range(16)]
+        self.arriving = [np.zeros((ROWS, capacity), np.int32) for _ in range(16)]
+        self.observed = [np.zeros((ROWS, capacity), np.int32) for _ in range(16)]
         self.reduction: list[list] = [[] for _ in range(16)]
         self.result: list[list] = [[] for _ in range(16)]
 
@@ -152,8 +155,8 @@ class ClusterBarrier:
         self.arrived: dict[int, bool] = {}  # warp id -> release
         self.generation = 0
         capacity = cluster.ordering.capacity
-        self.arriving = np.zeros((2, capacity), np.int32)
-        self.observed = np.zeros((2, capacity), np.int32)
+        self.arriving = np.zeros((ROWS, capacity), np.int32)
+        self.observed = np.zeros((ROWS, capacity), np.int32)
 
     def arrive(self, warp, ordered: bool) -> int:
         if warp.id in self.arrived:

@@ -16,7 +16,7 @@ import numpy as np
 from .barriers import ClusterBarrier, MBarrier, NamedBarriers
 from .faults import Deadlock, EmulatorError, Fault
 from .memory import SHARED_LIMIT, GlobalMemory, SharedMemory
-from .ordering import Ordering
+from .ordering import CONTROL, Ordering
 from .program import PARAM_WINDOW, Program
 from .tmem import TensorMemory
 from .warp import LANES, Warp
@@ -133,7 +133,7 @@ class CTA:
                 "mbarrier-init",
                 f"{b.name()} is used by the async proxy or another CTA without fence.mbarrier_init after its init",
             )
-        if warp is not None and warp.clock[0, b.initialiser[0]] < b.initialiser[1]:
+        if warp is not None and warp.clock[CONTROL, b.initialiser[0]] < b.initialiser[1]:
             raise Fault(
                 "mbarrier-init", f"{b.name()} is used, and nothing orders the use after its mbarrier.init"
             )

@@ -7,9 +7,12 @@ last reads; an access is ordered after them when the accessing warp's clock has 
 and acquire: mbarrier arrivals and waits, named and cluster barriers. A missing wait is then found whenever the two accesses
 happen, in whatever order the schedule ran them.
 
-A clock has two rows: row 0 says what happened before; row 1 says which of the warps' generic writes have also passed a
-fence.proxy.async on the way, which is what a read through the async proxy needs (PTX ISA 8.6 "Memory Consistency Model:
-Causality order", 9.7.13.4 "membar/fence": proxy fences).
+A clock has three rows (PTX ISA 8 "Memory Consistency Model", 9.7.13.4 "membar/fence" for the proxy fences):
+- ORDER: what happened before, as release and acquire carry it;
+- PROXY: which of the warps' generic writes have also passed a fence.proxy.async on the way, which is what a read through the
+  async proxy needs;
+- CONTROL: what must have been executed before in time, carried by relaxed arrivals and by asynchronous completions too. It
+  decides whether an mbarrier was initialised before its use, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from __future__ import annotations
 import numpy as np
 
 NEVER = np.int32(2**31 - 1)  # the epoch of memory that nobody wrote: no clock reaches it
+ORDER, PROXY, CONTROL = range(3)
+ROWS = 3
 MBARRIERS = 96  # agents set aside per CTA for mbarriers
 
 # Asynchronous agents of one warp, in this order after the warps themselves.
@@ -38,8 +43,8 @@ class Ordering:
         )  # of the asynchronous agents; warps count in their own clocks
 
     def new_clock(self, warp: int) -> np.ndarray:
-        clock = np.zeros((2, self.capacity), np.int32)
-        clock[0, warp] = 1
+        clock = np.zeros((ROWS, self.capacity), np.int32)
+        clock[ORDER, warp] = clock[CONTROL, warp] = 1
         return clock
 
     def warp_agent(self, warp: int, name: str) -> int:
@@ -71,10 +76,23 @@ class Ordering:
         return who if kind == 0 else f"{WARP_AGENTS[kind - 1]} of {who}"
 
 
+def new_epoch(clock: np.ndarray, warp: int) -> None:
+    """What the warp does from now on is not covered by what it has published."""
+    clock[ORDER, warp] += 1
+    clock[CONTROL, warp] = clock[ORDER, warp]
+
+
 def release(clock: np.ndarray, warp: int, into: np.ndarray) -> None:
     """A warp publishes what happened before: `into` learns the clock, and the warp begins a new epoch."""
     np.maximum(into, clock, out=into)
-    clock[0, warp] += 1
+    new_epoch(clock, warp)
+
+
+def relaxed_release(clock: np.ndarray, fenced: np.ndarray | None, into: np.ndarray) -> None:
+    """A relaxed arrival carries time, and what came before the last fence (`fenced`, a clock) if there was one."""
+    np.maximum(into[CONTROL], clock[CONTROL], out=into[CONTROL])
+    if fenced is not None:
+        np.maximum(into, fenced, out=into)
 
 
 def acquire(clock: np.ndarray, source: np.ndarray) -> None:
@@ -83,12 +101,12 @@ def acquire(clock: np.ndarray, source: np.ndarray) -> None:
 
 def proxy_fence(clock: np.ndarray, warp: int) -> None:
     """fence.proxy.async: everything this warp knows of becomes visible to the async proxy; a new epoch begins."""
-    np.maximum(clock[1], clock[0], out=clock[1])
-    clock[0, warp] += 1
+    np.maximum(clock[PROXY], clock[ORDER], out=clock[PROXY])
+    new_epoch(clock, warp)
 
 
 def async_view(clock: np.ndarray, warps: int) -> np.ndarray:
     """What the async proxy may rely on when this clock's owner starts it: fenced generic writes, and asynchronous ones."""
-    view = clock[0].copy()
-    view[:warps] = clock[1, :warps]
+    view = clock[ORDER].copy()
+    view[:warps] = clock[PROXY, :warps]
     return view

@@ -238,6 +238,7 @@ def _load(d, operands, rank):
                 raise Fault("value", f"multicast mask {mask:#x} in a cluster of {len(cluster.ctas)}")
             targets = [c for c in cluster.ctas if mask >> c.rank & 1]
         granules = linear_granules(offset, size, mode)
+        clock = warp.clock.copy()
         for cta in targets:
             if not multicast:
                 owner = signal
@@ -251,7 +252,7 @@ def _load(d, operands, rank):
             cta.shared.check(offset, size)
             b = owner.mbarrier(signal_offset)
             cta.shared.async_write(warp.clock, b.agent, b.phase + 1, offset, size, what)
-            device.later(what, _finish_load(device, cta, granules, read, b, b.phase, size))
+            device.later(what, _finish_load(cta, granules, read, b, b.phase, size, clock))
         device.counters["bytes loaded by bulk copies"] += size
         device.counters["bytes written to shared memory by bulk copies"] += size * len(targets)
         device.progress += 1
@@ -259,10 +260,10 @@ def _load(d, operands, rank):
     return d.done(run)
 
 
-def _finish_load(device, cta, granules, read, barrier, phase: int, size: int):
+def _finish_load(cta, granules, read, barrier, phase: int, size: int, issuer: np.ndarray):
     def finish():
         cta.shared.granules[granules] = read()
-        barrier.complete_tx(size, phase)
+        barrier.complete_tx(size, phase, issuer)
 
     return finish
 

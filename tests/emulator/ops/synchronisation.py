@@ -6,7 +6,7 @@ import numpy as np
 
 from ..barriers import MBarrier
 from ..faults import Fault, UnsupportedInstruction
-from ..ordering import acquire, proxy_fence
+from ..ordering import acquire, new_epoch, proxy_fence, relaxed_release, release
 from ..program import COLLECTIVE, instruction
 from ..warp import Blocked, lanes_array
 from .memory import SCOPES
@@ -103,9 +103,11 @@ def _arrive(d, form):
     def run(warp, lanes):
         where = address(warp)
         amounts = warp.views["u32"][amount] if amount >= 0 else None
-        clock = warp.clock.copy() if ordered else warp.state.get("fenced clock")
+        clock = np.zeros_like(warp.clock)
         if ordered:
-            warp.clock[0, warp.id] += 1
+            release(warp.clock, warp.id, clock)
+        else:
+            relaxed_release(warp.clock, warp.state.get("fenced clock"), clock)
         warp.cta.cluster.device.progress += 1
         for lane in each_lane(warp, lanes):
             cta, offset = warp.cta.peer(int(where[lane]))
@@ -344,7 +346,7 @@ def _thread_fence(warp, lanes):
     if "unfenced" in warp.state:
         acquire(warp.clock, warp.state.pop("unfenced"))
     warp.state["fenced clock"] = warp.clock.copy()
-    warp.clock[0, warp.id] += 1
+    new_epoch(warp.clock, warp.id)
 
 
 # ---- registers

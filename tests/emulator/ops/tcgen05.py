@@ -18,6 +18,7 @@ from ..descriptors import (
     to_float32,
 )
 from ..faults import Fault, UnsupportedInstruction
+from ..ordering import CONTROL
 from ..program import COLLECTIVE, instruction
 from ..tmem import TensorMemory
 from ..warp import FULL, Blocked
@@ -73,9 +74,8 @@ def _alloc(d):
         columns = warp.uniform("u32", count, FULL, "number of columns")
         TensorMemory.check_size(columns)
         ctas = _pair(warp.cta, group)
-        for cta in ctas:
-            if tmem_of(cta).relinquished:
-                raise Fault("tmem-alloc", f"alloc after relinquish_alloc_permit in CTA rank {cta.rank}")
+        if tmem_of(warp.cta).relinquished:
+            raise Fault("tmem-alloc", f"alloc after relinquish_alloc_permit in CTA rank {warp.cta.rank}")
         requests = warp.cta.cluster.__dict__.setdefault("tmem_requests", {})
         key = (ctas[0].rank, group)
         request = requests.setdefault(key, {"columns": columns, "ranks": set(), "first": None})
@@ -148,7 +148,11 @@ def _relinquish(d):
 
 
 def _mma(d):
-    """D (+)= A B for M 128 in one CTA, or M 256 over a pair, whose halves of A, B (along N) and D lie in each CTA."""
+    """D (+)= A B for M 128 in one CTA, or M 128 or 256 over a pair, with half of A's rows, of B's and of D's in each CTA.
+
+    A CTA with 128 rows keeps row i in lane i. With 64 rows (M 128 over a pair) lanes 0..63 hold the first half of the
+    columns and lanes 64..127 the second (9.7.16.10.5, data-path layouts).
+    """
     if d.mods.take("sp", "ws"):
         raise UnsupportedInstruction("sparse or weight-stationary mma")
     group = _group(d)
@@ -177,7 +181,12 @@ def _mma(d):
         shape = decode_instruction_descriptor(int(views["u32"][idesc][lane]))
         cluster, device, rank = warp.cta.cluster, warp.cta.cluster.device, warp.cta.rank
         step = 16 if group == 1 else 32
-        if shape.m != 128 * group or shape.n % step or not 16 <= shape.n <= 256 or shape.accumulator != "f32":
+        if (
+            shape.m not in (128, 128 * group)
+            or shape.n % step
+            or not 16 <= shape.n <= 256
+            or shape.accumulator != "f32"
+        ):
             raise Fault("value", f"tcgen05.mma.cta_group::{group} with {shape} is not modelled")
         if rank & (group - 1):
             raise Fault(
@@ -185,6 +194,9 @@ def _mma(d):
             )
         ctas = _pair(warp.cta, group)
         accumulate = bool(views["pred"][enable][lane])
+        rows = shape.m // group
+        if from_tmem and rows != 128:
+            raise Fault("value", "operand A in TMEM with M 128 over a pair is not modelled")
         destination = d_address(warp, lane)
         if destination >> 16:
             raise Fault("value", f"D at TMEM address {destination:#x}: the lane must be 0 for M {shape.m}")
@@ -203,9 +215,10 @@ def _mma(d):
         else:
             a_column = -1
             a = tile_granules(
-                decode_matrix_descriptor(int(views["u64"][a_operand][lane]), True), 128, 16, shape.a_k_major
+                decode_matrix_descriptor(int(views["u64"][a_operand][lane]), True), rows, 16, shape.a_k_major
             )
-        columns = slice(destination, destination + shape.n)
+        width = shape.n if rows == 128 else shape.n // 2
+        columns = slice(destination, destination + width)
         for cta in ctas:
             shared, tmem = cta.shared, tmem_of(cta)
             for name, granules in (("A", a), ("B", b)):
@@ -218,7 +231,7 @@ def _mma(d):
                 tmem.note_read(
                     warp.clock, agent, epoch, ALL, slice(a_column, a_column + 8), f"{what}, operand A,"
                 )
-            tmem.check(destination, shape.n)
+            tmem.check(destination, width)
             tmem.note_write(warp.clock, agent, epoch, ALL, columns, what)
 
         def execute():
@@ -235,6 +248,8 @@ def _mma(d):
                         tmem.read(slice(0, 128), slice(a_column, a_column + 8)).view(np.uint16), shape.a
                     )
                 product = (-left if shape.negate_a else left) @ right.T
+                if rows == 64:
+                    product = np.concatenate([product[:, :width], product[:, width:]])
                 if accumulate:
                     product += tmem.read(slice(0, 128), columns).view(np.float32)
                 tmem.write(slice(0, 128), columns, product.view(np.uint32))
@@ -287,6 +302,7 @@ def _commit(d):
             targets = [c for c in cluster.ctas if mask >> c.rank & 1]
         agent = cluster.ordering.pipe(warp.cta.rank)
         clock = np.zeros_like(warp.clock)
+        clock[CONTROL] = warp.clock[CONTROL]
         clock[:, agent] = cluster.ordering.epochs[agent]
         for target in targets:
             target.mbarrier(offset)
