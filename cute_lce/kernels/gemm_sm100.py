@@ -1,4 +1,4 @@
-"""Blackwell's mainloop: TMA into a ring of shared memory, tcgen05 into tensor memory, an epilogue on slabs of it."""
+"""Blackwell's mainloop: TMA into a ring of shared memory, tcgen05 into TMEM, an epilogue on slabs of it."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -21,21 +21,72 @@ LOAD_WARP = 5
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have read the last of it
-SLAB = 64  # columns of a tile that an epilogue thread holds at once
+SLAB = 64  # columns of a tile that an epilogue thread holds at once, in as many registers
 
 
 class GemmSm100:
+    """A (m, k) times B (n, k) transposed, persistent, its fp32 tiles given to an epilogue and never stored.
+
+    Two forms, by config.tile_m. 256: a tile for a pair of CTAs on neighbouring SMs that share one MMA
+    (cta_group::2); each loads and keeps 128 rows of A and of the accumulator, and half of the rows of B. 128:
+    a tile for each CTA.
+
+    Warps of a CTA (192 threads, one CTA to an SM):
+        0-3  epilogue: a thread has one row, all columns; warp w reads lanes 32 w to 32 w + 31 of TMEM
+        4    MMA: issues for the pair in its first CTA, idle in its second
+        5    load: TMA of this CTA's parts of A and B
+
+    Pipelines (producer -> consumer, slots):
+        ring          load -> MMA, config.stages. full, in the pair's first CTA: 1 arrival and the bytes of
+                      both CTAs' A and B. empty: a multicast tcgen05.commit of every MMA in the cluster that
+                      reads the slot.
+        accumulators  MMA -> epilogue, 2. full: a tcgen05.commit, multicast to the pair. empty, in the pair's
+                      first CTA: 4 warps of each CTA, after their last tcgen05.wait::ld.
+
+    Timeline: load runs up to `stages` k tiles ahead of MMA, across tiles and runs. MMA fills one accumulator
+    while the epilogue reads the other, so that an epilogue costs nothing as long as it is shorter than a
+    tile's MMAs, as it is from d of about 512 upwards (docs/kernels.md has the cycles); the last one of a CTA
+    is exposed.
+
+    Budgets: registers about 120 a thread, without spills; 192 threads could have 255, so setmaxnreg would
+    serve nothing. Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256
+    x 256 x 64 and makes 7 stages of 227 KiB, 48 KiB for 128 x 256 x 64 and 4 stages. TMEM: two accumulators
+    of tile_n columns, all 512 columns at 256.
+
+    Four epilogue warps, one for each of the SM's schedulers: exponentials bind, 16 a clock and SM, and four
+    warps keep enough of them in flight. Eight would make two of each row, to be merged or to write twice the
+    partials.
+
+    The schedule is static, schedule.py's as on Hopper: runs are equally long and their order serves L2.
+    Cluster launch control would even out clusters of unequal speed, but hands out work in the order of the
+    grid to whoever asks, and wants a warp and a pipeline to distribute it; what it gains nobody here could
+    measure.
+
+    Multicast: cluster_m above the pair's shares B between pairs, cluster_n shares A. A lone pair of 256 x 256
+    asks L2 for 64 bytes a clock and SM at the full rate, 4 x 1 CTAs for 48. But clusters of 4 leave SMs idle
+    where a GPC has no multiple of 4 of them, so that the pair alone is the default until someone measures
+    both.
+    """
+
     threads_per_row = 1
 
     def __init__(self, config: KernelConfig, epilogue):
+        if config.tile_m not in (128, 256) or config.tile_n % SLAB or not 0 < config.tile_n <= 256:
+            raise ValueError(
+                f"config: got a tile of {config.tile_m} x {config.tile_n}, want 128 or 256 rows and"
+                f" up to 256 columns, a multiple of {SLAB}"
+            )
         self.config = config
         self.epilogue = epilogue
         self.pair = config.tile_m // 128  # CTAs that share an MMA
+        if config.cluster_m % self.pair:
+            raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
-        self.cluster_tiles = config.cluster_m // self.pair  # rows of tiles of a cluster
+        self.cluster_tiles = config.cluster_m // self.pair  # tiles of a cluster along m
         self.acc_stages = 2
-        self.tmem_columns = 1 << (self.acc_stages * config.tile_n - 1).bit_length()  # tcgen05.alloc takes powers of two
+        # tcgen05.alloc takes powers of two.
+        self.tmem_columns = 1 << (self.acc_stages * config.tile_n - 1).bit_length()
         self.threads = WARP * (EPILOGUE_WARPS + 2)
 
     @cute.jit
@@ -44,7 +95,7 @@ class GemmSm100:
         a: cute.Tensor,  # (m, k)
         b: cute.Tensor,  # (n, k)
         tensors,
-        progress: cute.Tensor,  # (1,) int32: Hopper's pacing; not read here
+        progress: cute.Tensor,  # (1,) int32, zero: the other mainloop's; not used here
         windows: Int32,
         tiles_per_window: Int32,
         group_m: Int32,
@@ -96,7 +147,16 @@ class GemmSm100:
         self.storage = SharedStorage
         rows = cute.ceil_div(cute.size(a, mode=[0]), config.tile_m * self.cluster_tiles)
         self.kernel(
-            tma_a, mA, tma_b, mB, tensors, tiled_mma, a_smem, b_smem, cluster_vmnk, (rows, windows, tiles_per_window, group_m)
+            tma_a,
+            mA,
+            tma_b,
+            mB,
+            tensors,
+            tiled_mma,
+            a_smem,
+            b_smem,
+            cluster_vmnk,
+            (rows, windows, tiles_per_window, group_m),
         ).launch(
             grid=(clusters * config.cluster_m, config.cluster_n, 1),
             block=(self.threads, 1, 1),
@@ -178,21 +238,33 @@ class GemmSm100:
             tmem.allocate(self.tmem_columns)
             tmem.wait_for_alloc()
             base = tmem.retrieve_ptr(Float32)
-            self._epilogue(tiled, cute.make_tensor(base, acc_layout), accumulators, tensors, coord, runs, n_tiles)
+            self._epilogue(
+                tiled, cute.make_tensor(base, acc_layout), accumulators, tensors, coord, runs, n_tiles
+            )
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=DONE_BARRIER, number_of_threads=WARP * EPILOGUE_WARPS)
             tmem.free(base)
 
     @cute.jit
-    def _load(self, tma_a, gA, sA, tma_b, gB, sB, ring, cluster_vmnk, coord, runs, n_tiles: Int32, k_tiles: Int32):
+    def _load(
+        self, tma_a, gA, sA, tma_b, gB, sB, ring, cluster_vmnk, coord, runs, n_tiles: Int32, k_tiles: Int32
+    ):
         """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring."""
         config = self.config
         # ((tile bytes), stages) and ((tile bytes), tiles, k tiles)
         tAsA, tAgA = cpasync.tma_partition(
-            tma_a, coord[2], cute.make_layout(config.cluster_n), cute.group_modes(sA, 0, 3), cute.group_modes(gA, 0, 3)
+            tma_a,
+            coord[2],
+            cute.make_layout(config.cluster_n),
+            cute.group_modes(sA, 0, 3),
+            cute.group_modes(gA, 0, 3),
         )
         tBsB, tBgB = cpasync.tma_partition(
-            tma_b, coord[1], cute.make_layout(self.cluster_tiles), cute.group_modes(sB, 0, 3), cute.group_modes(gB, 0, 3)
+            tma_b,
+            coord[1],
+            cute.make_layout(self.cluster_tiles),
+            cute.group_modes(sB, 0, 3),
+            cute.group_modes(gB, 0, 3),
         )
         a_mask, b_mask = None, None
         if cutlass.const_expr(config.cluster_m * config.cluster_n > 1):
@@ -212,8 +284,20 @@ class GemmSm100:
                 for k in cutlass.range(k_tiles, unroll=1):
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
-                    cute.copy(tma_a, tAgA[None, m_tile, k], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_mask)
-                    cute.copy(tma_b, tBgB[None, n_tile, k], tBsB[None, slot.index], tma_bar_ptr=full, mcast_mask=b_mask)
+                    cute.copy(
+                        tma_a,
+                        tAgA[None, m_tile, k],
+                        tAsA[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=a_mask,
+                    )
+                    cute.copy(
+                        tma_b,
+                        tBgB[None, n_tile, k],
+                        tBsB[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=b_mask,
+                    )
                     slot.advance()
             run += step
         ring.producer_tail(slot)
@@ -252,7 +336,7 @@ class GemmSm100:
 
     @cute.jit
     def _epilogue(self, tiled, acc, accumulators, tensors, coord, runs, n_tiles: Int32):
-        """Epilogue warps: a thread takes one row of this CTA's 128, slab by slab."""
+        """Epilogue warps: every tile's 128 rows of this CTA, a row to a thread, slab by slab."""
         config = self.config
         thread = cute.arch.thread_idx()[0]
         slabs = config.tile_n // SLAB
@@ -262,7 +346,7 @@ class GemmSm100:
         where = tiled.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
         where = cute.flat_divide(where[(None, None), 0, 0], (128, SLAB))
         copy = tcgen05.make_tmem_copy(load, slabbed[None, None, 0, 0, 0]).get_slice(thread)
-        tTR_acc = copy.partition_S(slabbed)[None, None, None, 0, None, None]  # (T2R, 1, 1, slabs, accumulators)
+        tTR_acc = copy.partition_S(slabbed)[None, None, None, 0, None, None]  # (T2R, 1, 1, slabs, acc.)
         tTR_where = copy.partition_D(where)[None, None, None, 0, None]  # (T2R, 1, 1, slabs)
         frag = cute.make_rmem_tensor((1, SLAB), Float32)  # (rows, cols)
         cols = cute.make_rmem_tensor(SLAB, Int32)
@@ -297,22 +381,23 @@ class GemmSm100:
 
 
 def _fence(kind: str):
-    """Order this thread's tcgen05 operations with what it learns from, or tells, other threads through a barrier."""
+    """Order this thread's tcgen05 operations with what it learns from or tells others through a barrier."""
     cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
 
 
 def _load_slab(source: cute.Tensor, frag: cute.Tensor):
     """Read a slab of tensor memory, a warp's 32 lanes, into frag (1, SLAB), and wait until it is there.
 
-    One instruction for the compiler: it may move what uses the results of a tcgen05.ld, having no side effects, ahead of
-    a tcgen05.wait::ld that stands by itself, and does.
+    One instruction to the compiler: what uses the results of a tcgen05.ld has no side effects, so that the
+    compiler may move it ahead of a tcgen05.wait::ld that stands by itself, and does.
     """
     count = cute.size(frag)
     results = ", ".join(f"${i}" for i in range(count))
     values = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(" + ", ".join(["f32"] * count) + ")>"),
         [source.iterator.toint().ir_value()],
-        f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];\ntcgen05.wait::ld.sync.aligned;",
+        f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];\n"
+        "tcgen05.wait::ld.sync.aligned;",
         ",".join(["=f"] * count + ["r"]),
         has_side_effects=True,
     )
