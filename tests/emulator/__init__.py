@@ -6,7 +6,7 @@ See README.md for what is modelled, what is not, and how to read a fault.
 """
 
 from .faults import FAULTS, Deadlock, EmulatorError, Fault, UnsupportedInstruction
-from .host import Emulated, Launch, Result, build, run
+from .host import Emulated, Launch, Result, build, run, run_ptx
 
 __all__ = [
     "FAULTS",
@@ -19,4 +19,5 @@ __all__ = [
     "UnsupportedInstruction",
     "build",
     "run",
+    "run_ptx",
 ]

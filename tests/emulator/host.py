@@ -139,14 +139,7 @@ class Emulated:
             device.launch(self.programs[what.kernel], what)
 
         self._call(args, launch)
-        by_warp_opcode: dict[int, Counter] = {}
-        for (warp, name), n in device.instructions.items():
-            by_warp_opcode.setdefault(warp, Counter())[name] += n
-        instructions: Counter = Counter()
-        for counts in by_warp_opcode.values():
-            instructions.update(counts)
-        by_warp = Counter({w: sum(c.values()) for w, c in by_warp_opcode.items()})
-        return Result(launches, instructions, by_warp, device.counters, device.warnings, by_warp_opcode)
+        return _result(device, launches)
 
     def _call(self, args, on_launch: Callable[[Launch], None]) -> None:
         failure: list[BaseException] = []
@@ -214,6 +207,46 @@ def run(compiled, *args, seed: int = 0, ignore=(), resident: int = 16, extra_ten
     """
     bound = compiled if isinstance(compiled, Emulated) else build(compiled)
     return bound.run(*args, seed=seed, ignore=ignore, resident=resident, extra_tensors=extra_tensors)
+
+
+def run_ptx(
+    ptx: str,
+    *args,
+    grid=(1, 1, 1),
+    block=(32, 1, 1),
+    cluster=(1, 1, 1),
+    shared=0,
+    seed: int = 0,
+    ignore=(),
+    resident: int = 16,
+) -> Result:
+    """Run the only kernel of a PTX module. args: a value for each parameter; CPU tensors stand for their address."""
+    (program,) = decode(ptx).values()
+    memory = GlobalMemory()
+    params = np.zeros(program.entry.param_bytes, np.uint8)
+    if len(args) != len(program.entry.params):
+        raise EmulatorError(f"{len(args)} arguments for {len(program.entry.params)} parameters")
+    for i, (p, value) in enumerate(zip(program.entry.params, args, strict=True)):
+        if _is_tensor(value):
+            memory.add(f"argument {i}", bytes_of(value))
+            value = value.data_ptr()
+        kind = {"f32": np.float32, "f64": np.float64}.get(p.type)
+        raw = kind(value).tobytes() if kind else int(value).to_bytes(p.size, "little", signed=int(value) < 0)
+        params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
+    device = Device(memory, seed, ignore, resident)
+    launch = Launch(program.name, grid, block, cluster, shared, params)
+    device.launch(program, launch)
+    return _result(device, [launch])
+
+
+def _result(device: Device, launches: list[Launch]) -> Result:
+    by_warp_opcode: dict[int, Counter] = {}
+    instructions: Counter = Counter()
+    for (warp, name), n in device.instructions.items():
+        by_warp_opcode.setdefault(warp, Counter())[name] += n
+        instructions[name] += n
+    by_warp = Counter({w: sum(c.values()) for w, c in by_warp_opcode.items()})
+    return Result(launches, instructions, by_warp, device.counters, device.warnings, by_warp_opcode)
 
 
 # ---- tensors

@@ -315,6 +315,36 @@ class Maths:
             out[5, i] = cute.math.tanh(v, fastmath=True)
 
 
+class Integers:
+    """out (12, count) int32 = integer and conversion instructions on x, y (count,) int32, as the DSL emits them."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+        count = cute.size(x)
+        self.kernel(x, y, out).launch(
+            grid=(cute.ceil_div(count, 128), 1, 1), block=(128, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor, out: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        i = block * 128 + thread
+        a, b = x[i], y[i]
+        out[0, i] = a * b + 7
+        out[1, i] = a // b
+        out[2, i] = a % b
+        out[3, i] = (a ^ b) & (a | 255)
+        out[4, i] = (a >> 3) + (b << 5)
+        out[5, i] = cutlass.min(a, b) - cutlass.max(a, b)
+        out[6, i] = Int32((cutlass.Int64(a) * cutlass.Int64(b)) >> 17)
+        out[7, i] = Int32(cutlass.Uint32(a) // cutlass.Uint32(b))
+        out[8, i] = cute.arch.warp_reduction(a, lambda p, q: p + q)
+        out[9, i] = cute.arch.shuffle_sync_up(a, 3)
+        out[10, i] = Int32(Float32(a) * 1e-3)
+        out[11, i] = Int32(Float32(cutlass.BFloat16(Float32(b))))
+
+
 def tma_load(tensor, smem_layout, tile, multicast):
     op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     return cpasync.make_tiled_tma_atom(
@@ -349,3 +379,11 @@ def compile_maths(folder=None):
     count = cute.sym_int(divisibility=4)
     x = cute.runtime.make_fake_compact_tensor(Float32, (count,))
     return cute.compile(Maths(), x, row_major(Float32, 6, count), stream(), options=options("sm_90a", folder))
+
+
+def compile_integers(folder=None):
+    count = cute.sym_int(divisibility=128)
+    x, y = (cute.runtime.make_fake_compact_tensor(Int32, (count,)) for _ in range(2))
+    return cute.compile(
+        Integers(), x, y, row_major(Int32, 12, count), stream(), options=options("sm_90a", folder)
+    )
