@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import platform
 import sys
+import time
 from collections.abc import Iterable, Sequence
+
+from cute_lce import compiled, plan
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 
 
-def _print_table(rows: Iterable[tuple[str, str]]) -> None:
+def _print_table(rows: Iterable[tuple[str, str]], indent: int = 0) -> None:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:{width}}  {value}")
+        print(f"{'':{indent}}{name:{width}}  {value}")
 
 
 def _version(package: str) -> str:
@@ -44,8 +48,14 @@ def info(args: argparse.Namespace) -> int:
         ]
     )
     print()
-    _print_table(_paths())
+    _print_table([*_paths(), ("compiled kernels", _cache())])
     return 0
+
+
+def _cache() -> str:
+    folder = compiled.cache_dir()
+    files = list(folder.glob("*.so")) if folder.is_dir() else []
+    return f"{len(files)} in {folder}, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB"
 
 
 def _paths() -> list[tuple[str, str]]:
@@ -80,6 +90,74 @@ def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# plan
+
+# Dense bf16 FLOP/s and bytes/s of memory, and the SMs that go with them, from NVIDIA's data sheets.
+DATA_SHEETS = {
+    "sm_90a": ("H100 SXM", 989.4e12, 3.35e12, 132),
+    "sm_100a": ("B200", 2.25e15, 8.0e12, 148),
+    "sm_103a": ("B300", 2.25e15, 8.0e12, 148),
+}
+
+
+def show_plan(args: argparse.Namespace) -> int:
+    """Print how the kernels would do one forward, and the work that it cannot do without."""
+    name, flops_per_second, bytes_per_second, sms = DATA_SHEETS[args.arch]
+    used_sms = args.sms or plan.DEVICES[args.arch].sms
+    chosen = plan.forward(args.arch, args.n, args.d, args.vocab, used_sms, args.window or 0)
+
+    config = chosen.config
+    print("config, which the kernel is compiled for")
+    rows = [(field.name, str(getattr(config, field.name))) for field in dataclasses.fields(config)]
+    _print_table([*rows, ("shared memory", f"{config.shared_memory:,} bytes")], indent=2)
+
+    print("plan of the call")
+    fields = [field.name for field in dataclasses.fields(chosen) if field.name != "config"]
+    rows = [(field, str(getattr(chosen, field))) for field in fields]
+    rows.append(("window", f"{chosen.window} columns"))
+    rows.append(("busiest cluster", f"{chosen.rounds / chosen.ideal_rounds:.3f} of an even share"))
+    rows.append(("workspace", f"{chosen.workspace_floats * 4 / 2**20:.2f} MiB"))
+    _print_table(rows, indent=2)
+
+    flops = 2 * args.n * args.d * args.vocab
+    # Both operands and the targets are read once, and each token's loss is written; operands are 16-bit.
+    least_bytes = 2 * (args.n + args.vocab) * args.d + (8 + 4) * args.n
+    share = min(1.0, used_sms / sms)
+    compute_ms = flops / (flops_per_second * share) * 1e3
+    memory_ms = least_bytes / bytes_per_second * 1e3
+    print(f"what the forward implies on {name}, by its data sheet")
+    _print_table(
+        [
+            ("FLOP", f"{flops:.3e} (2 n d V)"),
+            ("least bytes", f"{least_bytes:.3e} (each operand once)"),
+            ("compute", f"{compute_ms:.3f} ms at {flops_per_second * share / 1e12:.1f} TFLOP/s"),
+            ("memory", f"{memory_ms:.3f} ms at {bytes_per_second / 1e12:.2f} TB/s"),
+            ("floor", f"{max(compute_ms, memory_ms):.3f} ms"),
+        ],
+        indent=2,
+    )
+    return 0
+
+
+# compile
+
+
+def fill_cache(args: argparse.Namespace) -> int:
+    """Compile what a forward of these sizes may need, on a machine with or without a GPU."""
+    print(f"into {compiled.cache_dir()}")
+    for config in plan.configs(args.arch):
+        for dtype in args.dtype:
+            for target_dtype in args.target_dtype:
+                for reduction in args.reduction:
+                    started = time.perf_counter()
+                    compiled.forward(config, dtype, target_dtype, args.d, args.vocab, reduction)
+                    seconds = time.perf_counter() - started
+                    print(
+                        f"{seconds:6.2f} s  forward {dtype} {target_dtype} {reduction} {config}", flush=True
+                    )
+    return 0
+
+
 # The command line
 
 
@@ -91,7 +169,37 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("info", help="versions, devices, and the path that a call takes on each")
     command.set_defaults(run=info)
+
+    command = commands.add_parser(
+        "plan", help="how the kernels would do a forward, and the floor of its time"
+    )
+    for option, text in (("--n", "tokens"), ("--d", "hidden size"), ("--vocab", "vocabulary")):
+        command.add_argument(option, type=_positive, required=True, help=text)
+    command.add_argument("--arch", choices=tuple(plan.DEVICES), required=True)
+    command.add_argument("--window", type=_positive, help="columns of a window (chosen)")
+    command.add_argument("--sms", type=_positive, help="SMs of the device (the architecture's)")
+    command.set_defaults(run=show_plan)
+
+    command = commands.add_parser("compile", help="fill the cache of compiled kernels; needs no GPU")
+    command.add_argument("--arch", choices=tuple(plan.DEVICES), required=True)
+    for option, text in (("--d", "hidden size"), ("--vocab", "vocabulary")):
+        command.add_argument(option, type=_positive, required=True, help=text)
+    for option, choices, default in (
+        ("--dtype", ("bfloat16", "float16"), ["bfloat16"]),
+        ("--target-dtype", ("int64", "int32"), ["int64"]),
+        ("--reduction", ("mean", "sum", "none"), ["mean", "none"]),
+    ):
+        text = f"one or more of {', '.join(choices)} ({' '.join(default)})"
+        command.add_argument(option, nargs="+", choices=choices, default=default, metavar="NAME", help=text)
+    command.set_defaults(run=fill_cache)
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, want at least 1")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401  (registers the op)
+from . import ops
 from .options import resolve_ignore_index
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
@@ -80,7 +80,10 @@ def linear_cross_entropy(
         raise TypeError(f"workspace_mb: got {type(workspace_mb).__name__}, want a number of MiB or None")
     if window is not None and (not isinstance(window, int | torch.SymInt) or window is True):
         raise TypeError(f"window: got {type(window).__name__}, want an int or None")
-    return _fused_linear_cross_entropy(
+    call = _fused_linear_cross_entropy
+    if ops.is_plain_eager(input, linear_weight, target):
+        call = ops.fused_linear_cross_entropy
+    return call(
         input,
         linear_weight,
         target,

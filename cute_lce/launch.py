@@ -95,7 +95,6 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
     )
     num_valid = torch.empty(1, dtype=torch.int64, device=device)
     scratch = torch.empty(chosen.workspace_floats, dtype=torch.float32, device=device)
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
     function(
         hidden,
         weight,
@@ -107,7 +106,6 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
         loss,
         num_valid,
         scratch,
-        counters,
         chosen.windows,
         chosen.tiles_per_window,
         chosen.group_m,

@@ -23,10 +23,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import launch, streaming
 from .options import check_reduction, check_schedule, resolve_ignore_index
@@ -72,6 +75,26 @@ def _log_streaming(device: torch.device) -> None:
         device,
         torch.cuda.get_device_name(device),
         *torch.cuda.get_device_capability(device),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Eager calls
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain_eager(*tensors: Tensor) -> bool:
+    """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no tensor subclass.
+
+    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call has four of them.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and all(type(tensor) in _PLAIN for tensor in tensors)
     )
 
 
@@ -179,11 +202,18 @@ def fused_linear_cross_entropy(
     )
     arguments = (input, linear_weight, target, ignore_index, reduction, window, workspace)
     if schedule == "recompute":
-        loss = _forward(*arguments)[0]
+        op, function = _forward, _ForwardFunction
     elif schedule == "keep":
-        loss = _forward_keep(*arguments, kept_columns)[0]
+        op, function, arguments = _forward_keep, _ForwardFunction, (*arguments, kept_columns)
     else:
-        loss = _grad_in_forward(*arguments, need_dinput, need_dweight)[0]
+        op, function = _grad_in_forward, _GradInForwardFunction
+        arguments = (*arguments, need_dinput, need_dweight)
+    if not is_plain_eager(input, linear_weight, target):
+        loss = op(*arguments)[0]
+    elif need_dinput or need_dweight:
+        loss = function.apply(*arguments)[0]
+    else:
+        loss = _bodies[op](*arguments)[0]
     if shape is not None and reduction == "none":
         loss = loss.view(shape)
     return loss
@@ -204,6 +234,16 @@ _library.impl("fused_linear_cross_entropy", fused_linear_cross_entropy, "Composi
 # The inner ops: bodies
 
 
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_bodies: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
+
+
+def _run(op, *arguments) -> tuple[Tensor, ...]:
+    """An op below autograd, by its body where nothing watches."""
+    with _below_autograd():
+        return (_bodies[op] if is_plain_eager(*arguments[:3]) else op)(*arguments)
+
+
 def _define(schema: str):
     """Define an inner op whose body on every device is the decorated function; the name becomes the op."""
 
@@ -211,7 +251,9 @@ def _define(schema: str):
         name = schema.split("(")[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, body, "CompositeExplicitAutograd")
-        return getattr(torch.ops.cute_lce, name).default
+        op = getattr(torch.ops.cute_lce, name).default
+        _bodies[op] = body
+        return op
 
     return register
 
@@ -376,7 +418,6 @@ for _name, _fake in (
 # ----------------------------------------------------------------------------------------------------------
 # The inner ops: autograd
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _NO_DOUBLE_BACKWARD = (
     "cute_lce.linear_cross_entropy: its gradient was asked to be differentiated, and it supports no double "
     "backward (cute_lce.reference.linear_cross_entropy does)"
@@ -388,8 +429,7 @@ class _ForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        with _below_autograd():
-            results = (_forward if len(arguments) == 7 else _forward_keep)(*arguments)
+        results = _run(_forward if len(arguments) == 7 else _forward_keep, *arguments)
         input, linear_weight, target, *ctx.options = arguments
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[1:])
@@ -413,8 +453,7 @@ class _GradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        with _below_autograd():
-            results = _grad_in_forward(*arguments)
+        results = _run(_grad_in_forward, *arguments)
         ctx.dtype, ctx.reduction, ctx.needed = arguments[0].dtype, arguments[4], arguments[-2:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[1:])

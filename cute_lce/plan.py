@@ -19,6 +19,8 @@ class KernelConfig:
         the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory.
+    lead: k tiles by which the first warpgroup of a shared tile goes ahead of the second, so that their epilogues fall
+        at different times; 0: none (Hopper).
     pace: k tiles between two steps of a cluster's progress, by which clusters stay together; 0: they do not.
     """
 
@@ -31,6 +33,7 @@ class KernelConfig:
     cluster_m: int = 2
     cluster_n: int = 1
     stages: int = 5
+    lead: int = 0
     pace: int = 8
 
     @property
@@ -108,8 +111,8 @@ class Plan:
 
     @property
     def workspace_floats(self) -> int:
-        """fp32 numbers of workspace: partials, target logits, and two a block of the combine kernel."""
-        return self.n * (2 * self.windows * self.config.partials_per_window + 1) + 2 * ceil_div(self.n, 32)
+        """fp32 numbers of workspace: counters, partials, target logits, and two a block of the combine kernel."""
+        return 2 + self.n * (2 * self.windows * self.config.partials_per_window + 1) + 2 * ceil_div(self.n, 32)
 
 
 def ceil_div(a: int, b: int) -> int:

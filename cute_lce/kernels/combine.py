@@ -77,7 +77,7 @@ class Combine:
         row_max, row_sum = -Float32.inf, Float32(0.0)
         if row < n:
             for window in cutlass.range(warp, cute.size(tensors.partials, mode=[0]), WARPS, unroll=4):
-                row_max, row_sum = row_stats.absorb(
+                row_max, row_sum = row_stats.merge(
                     row_max, row_sum, tensors.partials[window, row, 0], tensors.partials[window, row, 1]
                 )
         maxima[warp, lane] = row_max
@@ -85,14 +85,9 @@ class Combine:
         cute.arch.sync_threads()
         if warp == 0:
             for other in cutlass.range_constexpr(1, WARPS):
-                other_max, other_sum = maxima[other, lane], sums[other, lane]
-                both = cute.arch.fmax(row_max, other_max)
-                ref = row_stats.reference(both)
-                row_sum = row_sum * row_stats.rescale(row_max, ref) + other_sum * row_stats.rescale(other_max, ref)
-                row_max = both
+                row_max, row_sum = row_stats.merge(row_max, row_sum, maxima[other, lane], sums[other, lane])
             loss, valid = Float32(0.0), Float32(0.0)
             if row < n:
-                row_sum = row_stats.relative_to_max(row_max, row_sum)
                 target = Int64(tensors.target[row])
                 if target != tensors.ignore_index:
                     valid = Float32(1.0)

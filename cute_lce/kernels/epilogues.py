@@ -102,6 +102,4 @@ class ForwardEpilogue:
             for r in cutlass.range_constexpr(cute.size(rows)):
                 if rows[r] < cute.size(tensors.target):
                     tensors.partials[window, rows[r], 0] = state.row_max[r]
-                    tensors.partials[window, rows[r], 1] = row_stats.relative_to_max(
-                        state.row_max[r], state.row_sum[r]
-                    )
+                    tensors.partials[window, rows[r], 1] = state.row_sum[r]

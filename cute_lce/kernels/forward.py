@@ -1,4 +1,4 @@
-"""The forward's host function: two launches, the GEMM with the row statistics and the combine kernel."""
+"""The forward's host function: three launches: counters to zero, the GEMM with the row statistics, combine."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -19,6 +19,14 @@ def _mainloop(config: KernelConfig):
     from cute_lce.kernels.gemm_sm100 import GemmSm100
 
     return GemmSm100
+
+
+@cute.kernel
+def clear(counters: cute.Tensor):
+    """Zero a warp's worth of counters or fewer."""
+    thread = cute.arch.thread_idx()[0]
+    if thread < cute.size(counters):
+        counters[thread] = Int32(0)
 
 
 class Forward:
@@ -46,8 +54,7 @@ class Forward:
         row_sum: cute.Tensor,  # (n,)
         loss: cute.Tensor,  # (n,) or (1,)
         num_valid: cute.Tensor,  # (1,)
-        workspace: cute.Tensor,  # fp32: partials (windows x partials_per_window, n, 2), target_logit (n,), blocks
-        counters: cute.Tensor,  # (2,) int32, zero: the clusters' progress, the blocks that arrived
+        workspace: cute.Tensor,  # 2 counters, partials (windows x partials_per_window, n, 2), target_logit (n,), blocks
         windows: Int32,
         tiles_per_window: Int32,
         group_m: Int32,
@@ -56,15 +63,18 @@ class Forward:
     ):
         n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
         count = windows * self.partials_per_window
+        # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
+        counters = cute.recast_ptr(workspace.iterator, dtype=Int32)
+        progress = cute.make_tensor(counters, cute.make_layout(1))
+        arrived = cute.make_tensor(counters + 1, cute.make_layout(1))
         partials = cute.make_tensor(
-            workspace.iterator, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1))
+            workspace.iterator + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1))
         )
-        target_logit = cute.make_tensor(workspace.iterator + Int64(count) * n * 2, cute.make_layout(n))
+        target_logit = cute.make_tensor(partials.iterator + Int64(count) * n * 2, cute.make_layout(n))
         blocks = cute.make_tensor(
             target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, ROWS), 2), stride=(2, 1))
         )
-        progress = cute.make_tensor(counters.iterator, cute.make_layout(1))
-        arrived = cute.make_tensor(counters.iterator + 1, cute.make_layout(1))
+        clear(cute.make_tensor(counters, cute.make_layout(2))).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
         self.gemm(
             hidden,
             weight,
@@ -119,7 +129,6 @@ def compile_forward(config: KernelConfig, dtype: str, target_dtype: str, options
         vector(Float32, cute.sym_int()),
         vector(Int64, 1),
         vector(Float32, cute.sym_int64(), 16),
-        vector(Int32, 2),
         Int32(0),
         Int32(0),
         Int32(0),

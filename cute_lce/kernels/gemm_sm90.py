@@ -218,19 +218,23 @@ class GemmSm90:
                 row_index[r] = (row * config.cluster_m + coord[0]) * config.tile_m + where[r, 0][0]
             state = self.epilogue.begin(tensors, row_index)
             for tile in cutlass.range(first + (turn + before) % turns, end, turns, unroll=1):
-                slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles)
+                slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, group, k_tiles)
                 self.epilogue.visit(tensors, state, frag, row_index, cols, tile * config.cluster_n + coord[1])
             self.epilogue.end(tensors, state, row_index, (window * config.cluster_n + coord[1]) * turns + turn)
             before += end - first
             run += step
 
     @cute.jit
-    def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles: Int32):
+    def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, group, k_tiles: Int32):
         """One tile of A B^T into acc, with one k tile's WGMMAs in flight; returns the ring's next slot."""
         config = self.config
         done = slot.clone()
         if cutlass.const_expr(self.turns > 1):
             cute.arch.barrier(barrier_id=TURN_BARRIER + turn, number_of_threads=2 * WARPGROUP)
+        if cutlass.const_expr(config.lead > 0):
+            if group > 0:
+                cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
+        lead = cutlass.min(Int32(config.lead), k_tiles) - 1
         for k in cutlass.range(k_tiles, unroll=1):
             ring.consumer_wait(slot)
             warpgroup.fence()
@@ -239,6 +243,9 @@ class GemmSm90:
                 at = (None, None, block, slot.index)
                 cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
             warpgroup.commit_group()
+            if cutlass.const_expr(config.lead > 0):
+                if k == lead and group == 0:
+                    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
             slot.advance()
             if k > 0:
                 warpgroup.wait_group(1)
