@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarriers
-from .faults import Deadlock, EmulatorError, Fault
+from .faults import FAULTS, Deadlock, EmulatorError, Fault
 from .memory import SHARED_LIMIT, GlobalMemory, SharedMemory
 from .ordering import CONTROL, Ordering
 from .program import PARAM_WINDOW, Program
@@ -186,6 +186,9 @@ class Device:
     """Runs launches. `seed` draws the schedule; `ignore` names fault codes to note as warnings instead of raising."""
 
     def __init__(self, memory: GlobalMemory, seed: int = 0, ignore=(), resident: int = 16):
+        unknown = set(ignore) - set(FAULTS)
+        if unknown:
+            raise EmulatorError(f"ignore={sorted(unknown)}: not among the fault codes {sorted(FAULTS)}")
         self.memory, self.ignore, self.resident = memory, set(ignore), resident
         self.random = random.Random(seed)
         self.seed = seed

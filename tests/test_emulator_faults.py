@@ -1,0 +1,372 @@
+"""Each rule that the emulator checks, broken by a few lines of PTX; and the same lines with the rule kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import emulator
+
+HEADER = ".version 8.7\n.target sm_90a\n.address_size 64\n"
+REGISTERS = ".reg .pred %p<9>; .reg .b16 %h<9>; .reg .b32 %r<40>; .reg .f32 %f<40>; .reg .b64 %d<20>;\n"
+
+
+def kernel(body: str, params: str = ".param .u64 out", shared: str = "", target: str = "sm_90a") -> str:
+    header = HEADER.replace("sm_90a", target)
+    return f"{header}{shared}\n.visible .entry k({params})\n{{\n{REGISTERS}{body}\nret;\n}}\n"
+
+
+SMEM = ".shared .align 1024 .b8 buffer[8192];"
+# d0 = address of out[tid], r0 = tid
+OUT = """ld.param.b64 %d1, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %d2, %r0, 4; add.s64 %d0, %d1, %d2;
+"""
+
+
+def run(body: str, *, out=None, seeds=(0, 1, 2), block=(64, 1, 1), shared=SMEM, target="sm_90a", **launch):
+    """The results over several seeds, or the fault."""
+    for seed in seeds:
+        out = torch.zeros(256, dtype=torch.int32) if out is None else out
+        result = emulator.run_ptx(
+            kernel(OUT + body, shared=shared, target=target), out, block=block, seed=seed, **launch
+        )
+    return out, result
+
+
+def fault(body: str, code: str, **options) -> emulator.Fault:
+    """The fault that some seed finds; its place names kernel, warp and instruction."""
+    for seed in range(6):
+        try:
+            run(body, seeds=(seed,), **options)
+        except emulator.Fault as error:
+            assert error.code == code, error
+            assert "kernel k" in error.where or error.code in ("deadlock", "mbarrier-tx"), error.where
+            return error
+    pytest.fail(f"no seed found [{code}]")
+
+
+# ---- memory
+
+
+def test_global_bounds_name_the_nearest_tensor():
+    error = fault("st.global.b32 [%d0+1024], %r0;", "global-bounds")
+    assert "argument 0" in error.message
+    assert "st.global.b32" in error.where
+    assert "warp" in error.where
+
+
+def test_reading_a_parameter_beyond_its_end():
+    fault(
+        "cvta.param.u64 %d3, %d1; mov.b64 %d4, out; cvta.param.u64 %d5, %d4; ld.b32 %r1, [%d5+8];",
+        "global-bounds",
+    )
+
+
+def test_misaligned_access():
+    fault("add.s64 %d0, %d0, 2; st.global.b32 [%d0], %r0;", "misaligned")
+
+
+def test_shared_bounds():
+    fault("mov.b32 %r1, buffer; st.shared.b32 [%r1+300000], %r0;", "shared-bounds")
+
+
+def test_uninitialised_shared_memory_even_if_max_would_drop_a_nan():
+    fault("mov.b32 %r1, buffer; ld.shared.b32 %f1, [%r1]; max.f32 %f2, %f1, 0f00000000;", "uninit-shared")
+
+
+def test_uninitialised_register_is_found_when_used_and_may_be_copied():
+    assert "%r7" in fault("mov.b32 %r8, %r9; add.s32 %r1, %r7, 1;", "uninit-register").message
+    run("mov.b32 %r8, %r9;")
+
+
+def test_uninitialised_register_in_some_lanes():
+    body = "setp.lt.u32 %p1, %r0, 40; @%p1 mov.b32 %r1, 5; {} st.global.b32 [%d0], %r1;"
+    assert "lanes [8, 9" in fault(body.format(""), "uninit-register").message
+    out, _ = run(body.format("@!%p1 mov.b32 %r1, 6;"))
+    assert out[39] == 5
+    assert out[40] == 6
+
+
+def test_selp_needs_only_the_selected_source():
+    out, _ = run(
+        "setp.ge.u32 %p1, %r0, 0; mov.b32 %r1, 3; selp.b32 %r2, %r1, %r9, %p1; st.global.b32 [%d0], %r2;"
+    )
+    assert (out[:64] == 3).all()
+    fault("setp.lt.u32 %p1, %r0, 9; mov.b32 %r1, 3; selp.b32 %r2, %r1, %r9, %p1;", "uninit-register")
+
+
+def test_store_visible_to_another_warp_only_through_a_barrier():
+    body = """mov.b32 %r1, buffer; shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, %r2; st.shared.b32 [%r3], %r0; {}
+    xor.b32 %r4, %r2, 128; add.s32 %r5, %r1, %r4; ld.shared.b32 %r6, [%r5]; st.global.b32 [%d0], %r6;"""
+    out, _ = run(body.format("bar.sync 0;"))
+    assert torch.equal(out[:64], torch.arange(64, dtype=torch.int32) ^ 32)
+    with pytest.raises(emulator.Fault, match=r"stale-read|uninit-shared"):
+        run(body.format(""))
+
+
+# ---- barriers and control flow
+
+
+def test_deadlock_says_what_each_warp_waits_for():
+    error = fault("setp.ge.u32 %p1, %r0, 32; @%p1 bar.sync 3, 64;", "deadlock")
+    assert "warp 1: waits at barrier 3 (32 of 64 threads" in error.message
+
+
+def test_named_barrier_counts_must_agree():
+    fault("setp.ge.u32 %p1, %r0, 32; @%p1 bar.sync 3, 64; @!%p1 bar.sync 3, 96;", "barrier")
+
+
+def test_polling_for_ever_is_a_deadlock(monkeypatch):
+    from tests.emulator import machine
+
+    monkeypatch.setattr(machine, "STALL_LIMIT", 2000)
+    fault("again: ld.relaxed.gpu.global.b32 %r1, [%d0]; setp.eq.s32 %p1, %r1, 0; @%p1 bra again;", "deadlock")
+
+
+def test_divergent_lanes_join_again_and_shuffles_wait_for_them():
+    body = """and.b32 %r1, %r0, 1; setp.eq.u32 %p1, %r1, 0; mov.b32 %r2, %r0;
+    @%p1 bra even; add.s32 %r2, %r2, 100; bra join; even: add.s32 %r2, %r2, 200; join:
+    shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1; st.global.b32 [%d0], %r3;"""
+    out, _ = run(body)
+    lane = torch.arange(64, dtype=torch.int32)
+    assert torch.equal(out[:64], (lane ^ 1) + torch.where(lane % 2 == 1, 200, 100).int())
+
+
+def test_shuffle_without_all_lanes():
+    fault(
+        "and.b32 %r1, %r0, 1; setp.eq.u32 %p1, %r1, 0; @%p1 shfl.sync.idx.b32 %r2, %r0, 0, 31, -1;",
+        "divergence",
+    )
+
+
+def test_lanes_waiting_for_each_other_at_different_places():
+    body = """setp.eq.u32 %p1, %r0, 0; @%p1 bra other; shfl.sync.idx.b32 %r2, %r0, 0, 31, -1; bra end;
+    other: shfl.sync.idx.b32 %r3, %r0, 0, 31, -1; end:"""
+    fault(body, "divergence")
+
+
+def test_setmaxnreg_waits_for_registers_that_nobody_frees():
+    body = (
+        "setp.lt.u32 %p1, %r0, 128; @%p1 bra low; setmaxnreg.inc.sync.aligned.u32 240; bra end; low: {} end:"
+    )
+    fault(body.format("bar.sync 1, 128;"), "deadlock", block=(384, 1, 1))
+    run(body.format("setmaxnreg.dec.sync.aligned.u32 24;"), block=(384, 1, 1))
+
+
+# ---- mbarriers
+
+
+INIT = """mov.b32 %r1, buffer; setp.eq.u32 %p1, %r0, 0;
+@%p1 mbarrier.init.shared.b64 [%r1], {count}; fence.mbarrier_init.release.cluster; bar.sync 0;
+"""
+WAIT = "{ .reg .pred P; again: mbarrier.try_wait.parity.shared.b64 P, [%r1], 0; @P bra done; bra again; done: }\n"
+
+
+def test_mbarrier_round():
+    run(INIT.format(count=64) + "mbarrier.arrive.shared.b64 %d3, [%r1];" + WAIT)
+
+
+def test_mbarrier_used_before_init():
+    fault("mov.b32 %r1, buffer; mbarrier.arrive.shared.b64 %d3, [%r1];", "mbarrier-init")
+
+
+def test_mbarrier_arrivals_past_the_count():
+    fault(INIT.format(count=40) + "mbarrier.arrive.shared.b64 %d3, [%r1], 30;", "mbarrier-count")
+
+
+def test_mbarrier_with_missing_arrivals():
+    error = fault(INIT.format(count=65) + "mbarrier.arrive.shared.b64 %d3, [%r1];" + WAIT, "deadlock")
+    assert "1 of 65 arrivals pending" in error.message
+
+
+def test_mbarrier_bytes_that_never_come():
+    body = INIT.format(count=1) + "@%p1 mbarrier.arrive.expect_tx.shared.b64 %d3, [%r1], 64;" + WAIT
+    assert "64 bytes more are expected" in fault(body, "mbarrier-tx").message
+
+
+def test_mbarrier_phase_overrun():
+    # Warp 1 may still wait for phase 0 when warp 0 has completed phases 0 and 1.
+    body = (
+        INIT.format(count=1)
+        + "@%p1 mbarrier.arrive.shared.b64 %d3, [%r1]; @%p1 mbarrier.arrive.shared.b64 %d3, [%r1];"
+    )
+    body += "setp.lt.u32 %p2, %r0, 32; @%p2 bra over;" + WAIT + "over:"
+    for seed in range(30):
+        try:
+            run(body, seeds=(seed,))
+        except emulator.Fault as error:
+            assert error.code in ("mbarrier-phase", "deadlock"), error
+            if error.code == "mbarrier-phase":
+                return
+    pytest.fail("no seed found the overrun")
+
+
+# ---- asynchronous copies without tensor maps
+
+
+def bulk(
+    between: str = "",
+    fence: str = "fence.proxy.async.shared::cta;",
+    wait: str = "cp.async.bulk.wait_group.read 0;",
+):
+    """Warp 0 fills a buffer and lane 0 stores it with a bulk copy; `between` comes right after the copy."""
+    return f"""mov.b32 %r1, buffer; setp.lt.u32 %p2, %r0, 32; @!%p2 bra end;
+    shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, %r2; st.shared.b32 [%r3], %r0; {fence} bar.warp.sync -1;
+    setp.eq.u32 %p1, %r0, 0; @!%p1 bra end;
+    cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1], 128; cp.async.bulk.commit_group; {between}
+    {wait} end:"""
+
+
+def test_bulk_store():
+    out, result = run(bulk())
+    assert torch.equal(out[:32], torch.arange(32, dtype=torch.int32))
+    assert result.counters["bytes stored by bulk copies"] == 128
+
+
+def test_missing_proxy_fence():
+    fault(bulk(fence=""), "missing-proxy-fence")
+
+
+def test_bulk_source_overwritten_before_it_was_read():
+    fault(bulk(between="mov.b32 %r9, 7; st.shared.b32 [%r1], %r9;"), "async-overlap")
+
+
+def test_exit_with_a_pending_copy():
+    fault(bulk(wait=""), "pending-at-exit")
+    _, result = run(bulk(wait=""), ignore={"pending-at-exit"})
+    assert any("pending-at-exit" in w for w in result.warnings)
+
+
+def test_bulk_load_read_before_its_bytes_arrived():
+    body = (
+        INIT.format(count=1)
+        + """add.s32 %r5, %r1, 1024;
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 %d3, [%r1], 64;
+    @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%d1], 64, [%r1];
+    {wait} and.b32 %r6, %r0, 15; shl.b32 %r6, %r6, 2; add.s32 %r6, %r5, %r6; ld.shared.b32 %r7, [%r6];
+    st.global.b32 [%d0+256], %r7;"""
+    )
+    source = torch.arange(256, dtype=torch.int32)
+    out, _ = run(body.replace("{wait}", WAIT), out=source)
+    assert torch.equal(out[64:128], torch.arange(64, dtype=torch.int32) % 16)
+    error = fault(body.replace("{wait}", ""), "stale-read")
+    assert "mbarrier" in error.message
+
+
+def test_bytes_of_another_phase():
+    # 128 bytes are copied, 64 of them expected: the barrier's phase ends with the first copy.
+    copy = (
+        "@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5+{}], [%d1], 64, [%r1];"
+    )
+    body = INIT.format(count=1) + "add.s32 %r5, %r1, 1024;" + copy.format(0) + copy.format(64)
+    body += "@%p1 mbarrier.arrive.expect_tx.shared.b64 %d3, [%r1], 64;" + WAIT
+    fault(body, "mbarrier-tx")
+
+
+# ---- clusters
+
+
+def test_remote_arrival_at_an_unpublished_mbarrier():
+    body = (
+        """mov.b32 %r1, buffer; setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [%r1], 1; {fence}
+    barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+    mov.u32 %r2, %cluster_ctarank; xor.b32 %r3, %r2, 1; mapa.shared::cluster.u32 %r4, %r1, %r3;
+    @%p1 mbarrier.arrive.shared::cluster.b64 _, [%r4];"""
+        + WAIT
+        + "barrier.cluster.arrive; barrier.cluster.wait;"
+    )
+    shape = dict(grid=(2, 1, 1), cluster=(2, 1, 1), block=(32, 1, 1))
+    run(body.replace("{fence}", "fence.mbarrier_init.release.cluster;"), **shape)
+    fault(body.replace("{fence}", ""), "mbarrier-init", **shape)
+
+
+def test_touching_a_cta_that_has_ended():
+    body = """mov.b32 %r1, buffer; mov.u32 %r2, %cluster_ctarank; xor.b32 %r3, %r2, 1;
+    st.shared.b32 [%r1], %r2; barrier.cluster.arrive; barrier.cluster.wait;
+    mapa.shared::cluster.u32 %r4, %r1, %r3; ld.shared::cluster.b32 %r5, [%r4]; {}"""
+    shape = dict(grid=(2, 1, 1), cluster=(2, 1, 1), block=(32, 1, 1))
+    run(body.format("barrier.cluster.arrive; barrier.cluster.wait;"), **shape)
+    fault(body.format(""), "pending-at-exit", **shape)
+
+
+# ---- TMEM
+
+ALLOC = """mov.b32 %r1, buffer; setp.lt.u32 %p1, %r0, 32;
+@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64;
+@%p1 tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned; bar.sync 0; ld.shared.b32 %r2, [%r1];
+shr.u32 %r3, %r0, 5; shl.b32 %r3, %r3, 21; add.s32 %r3, %r2, %r3;
+"""
+FREE = "bar.sync 0; @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;"
+
+
+def tmem(body: str) -> str:
+    return ALLOC + body
+
+
+def test_tmem_round_trip():
+    body = """tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3+5], {%r0}; tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3+5]; tcgen05.wait::ld.sync.aligned; st.global.b32 [%d0], %r4;"""
+    out, _ = run(tmem(body + FREE), target="sm_100a", block=(128, 1, 1))
+    assert torch.equal(out[:128], torch.arange(128, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("", "tmem-alloc"),
+        ("@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64;" + FREE, "tmem-alloc"),
+        (
+            "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3]; tcgen05.wait::ld.sync.aligned;" + FREE,
+            "uninit-tmem",
+        ),
+        ("tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3+64], {%r0};" + FREE, "tmem-bounds"),
+        (
+            "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r0}; tcgen05.wait::st.sync.aligned;" + FREE,
+            "tmem-bounds",
+        ),
+        (
+            "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3], {%r0}; tcgen05.wait::st.sync.aligned;"
+            "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3]; st.global.b32 [%d0], %r4;" + FREE,
+            "tcgen05-wait-ld",
+        ),
+        (
+            "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3], {%r0};"
+            "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3]; tcgen05.wait::ld.sync.aligned;" + FREE,
+            "async-overlap",
+        ),
+    ],
+    ids=[
+        "not freed",
+        "alloc after relinquish",
+        "unwritten",
+        "columns",
+        "another warp's lanes",
+        "no wait::ld",
+        "no wait::st",
+    ],
+)
+def test_tmem_faults(body, code):
+    fault(tmem(body), code, target="sm_100a", block=(128, 1, 1))
+
+
+# ---- what is not known is refused
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "frobnicate.b32 %r1, %r0;",
+        "add.s32.saturate %r1, %r0, 1;",
+        "ld.global.unheard_of.b32 %r1, [%d0];",
+        "mbarrier.try_wait.sideways.shared.b64 %p1, [%r1], 0;",
+        "tcgen05.mma.cta_group::1.kind::mxf4 [%r1], %d1, %d2, %r2, %p1;",
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%f0,%f1,%f2,%f3}, %d1, %d2, %p1, 1, 1;",
+    ],
+)
+def test_unknown_instructions_and_modifiers_are_refused_before_anything_runs(instruction):
+    with pytest.raises(emulator.UnsupportedInstruction, match=r"line \d+"):
+        run("mov.b32 %r1, 0; bra end;" + instruction + "end:")
+
+
+def test_ignored_codes_must_exist():
+    with pytest.raises(emulator.EmulatorError, match="no-such-rule"):
+        run("", ignore={"no-such-rule"})

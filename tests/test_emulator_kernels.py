@@ -1,0 +1,152 @@
+"""Kernels of our own, compiled by CuTe DSL for sm_90a and sm_100a, run on the emulator over schedules and compared with float64."""
+
+from __future__ import annotations
+
+import time
+
+import cutlass
+import pytest
+import torch
+
+from tests import emulator
+from tests.emulator import kernels_sm100
+from tests.emulator.hardware import kernels_sm90
+
+SEEDS = range(4)
+BF16, F16 = cutlass.BFloat16, cutlass.Float16
+TORCH = {BF16: torch.bfloat16, F16: torch.float16, cutlass.Float32: torch.float32}
+
+
+def operand(rows: int, k: int, dtype, major: str) -> torch.Tensor:
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).to(TORCH[dtype])
+    return x if major == "k" else x.T.contiguous().T
+
+
+def check_gemm(compiled, m, n, k, dtype=BF16, a_major="k", b_major="k", seeds=SEEDS):
+    bound = emulator.build(compiled)
+    a, b = operand(m, k, dtype, a_major), operand(n, k, dtype, b_major)
+    reference = a.double() @ b.double().T
+    for seed in seeds:
+        c = torch.full((m, n), float("nan"))
+        result = emulator.run(bound, a, b, c, seed=seed)
+        # The products are exact in fp32; only the sums of k of them round.
+        error = (c.double() - reference).norm() / reference.norm()
+        assert error < 4e-7, f"seed {seed}: relative error {error}"
+        assert not result.warnings
+    return result
+
+
+@pytest.mark.parametrize(
+    ("tile", "cluster", "majors", "shape"),
+    [
+        ((64, 64, 64), (1, 1), "kk", (128, 128, 120)),
+        ((64, 64, 32), (1, 1), "kk", (64, 64, 120)),
+        ((64, 64, 16), (1, 1), "kk", (64, 64, 56)),
+        ((64, 64, 64), (1, 1), "mk", (64, 64, 72)),
+        ((64, 64, 64), (1, 1), "km", (64, 64, 72)),
+        ((64, 128, 64), (1, 1), "mm", (64, 128, 72)),
+        ((64, 32, 64), (1, 1), "km", (64, 32, 72)),
+        ((64, 16, 64), (1, 1), "km", (64, 16, 72)),
+        ((64, 256, 64), (1, 1), "kk", (64, 256, 64)),
+        ((64, 64, 64), (2, 1), "kk", (128, 64, 264)),
+        ((64, 64, 64), (2, 2), "km", (128, 128, 264)),
+    ],
+    ids=str,
+)
+def test_wgmma_gemm(tile, cluster, majors, shape, tmp_path):
+    compiled = kernels_sm90.compile_gemm(BF16, tile, cluster, majors[0], majors[1], str(tmp_path))
+    check_gemm(compiled, *shape, BF16, *majors)
+
+
+@pytest.mark.parametrize(
+    ("config", "majors", "shape"),
+    [
+        ({}, "kk", (256, 192, 136)),
+        ({"tile_n": 256, "repeat": 128}, "kk", (128, 512, 64)),
+        ({"tile_n": 16, "repeat": 16}, "kk", (128, 64, 64)),
+        ({}, "mk", (128, 128, 72)),
+        ({}, "km", (128, 128, 72)),
+        ({}, "mm", (128, 128, 72)),
+        ({"cluster_n": 2}, "kk", (128, 384, 136)),
+        ({"pair": True}, "kk", (512, 192, 136)),
+        ({"pair": True, "tile_n": 256, "repeat": 64}, "kk", (256, 512, 64)),
+        ({"pair": True, "tile_n": 128}, "mk", (256, 128, 72)),
+        ({"pair": True, "tile_n": 128}, "km", (256, 128, 72)),
+        ({"pair": True, "tile_n": 128}, "mm", (256, 128, 72)),
+        ({"pair": True, "cluster_n": 2}, "kk", (256, 384, 136)),
+    ],
+    ids=str,
+)
+def test_tcgen05_gemm(config, majors, shape, tmp_path):
+    compiled = kernels_sm100.compile_gemm(
+        BF16, a_major=majors[0], b_major=majors[1], folder=str(tmp_path), **config
+    )
+    check_gemm(compiled, *shape, BF16, *majors)
+
+
+@pytest.mark.parametrize("repeat", [1, 2, 4, 8, 16, 32, 64, 128])
+def test_tmem_load_of_every_repeat(repeat, tmp_path):
+    compiled = kernels_sm100.compile_gemm(F16, tile_n=128, repeat=repeat, folder=str(tmp_path))
+    result = check_gemm(compiled, 128, 128, 64, F16, seeds=(0,))
+    assert result.instructions[f"tcgen05.ld.sync.aligned.32x32b.x{repeat}.b32"] == 4 * 128 // repeat
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile"), [(BF16, (32, 64)), (BF16, (64, 32)), (cutlass.Float32, (32, 32))], ids=str
+)
+@pytest.mark.parametrize("reduce", [False, True])
+def test_tma_store_and_reduce_add(dtype, tile, reduce, tmp_path):
+    compiled = emulator.build(kernels_sm90.compile_scale(dtype, tile, reduce, str(tmp_path)))
+    torch.manual_seed(0)
+    x, before = (torch.randn(70, 104).to(TORCH[dtype]) for _ in range(2))
+    for seed in SEEDS:
+        out = before.clone()
+        result = emulator.run(compiled, x, out, seed=seed)
+        assert torch.equal(out, (before.float() + 2 * x.float()).to(x.dtype) if reduce else 2 * x)
+        assert result.counters["bytes stored by bulk copies"] == x.numel() * x.element_size()
+
+
+def test_strided_tensors_keep_their_gaps(tmp_path):
+    compiled = emulator.build(kernels_sm90.compile_scale(BF16, (32, 64), False, str(tmp_path)))
+    x = torch.randn(40, 160).bfloat16()
+    whole = torch.full((40, 192), float("nan"), dtype=torch.bfloat16)
+    emulator.run(compiled, x[:, :104], whole[:, 64:168])
+    assert torch.equal(whole[:, 64:168], 2 * x[:, :104])
+    assert whole[:, :64].isnan().all()
+    assert whole[:, 168:].isnan().all()
+
+
+def test_a_seed_reproduces_its_run(tmp_path):
+    compiled = emulator.build(kernels_sm90.compile_row_sum(str(tmp_path)))
+    x = torch.randn(6, 256)
+    counts = []
+    for seed in (5, 5):
+        out = torch.full((6,), float("nan"))
+        counts.append(emulator.run(compiled, x, out, seed=seed).by_warp_opcode)
+        assert torch.allclose(out, x.sum(1), atol=1e-4)
+    assert counts[0] == counts[1]
+
+
+def test_launches_and_counts_are_reported(tmp_path):
+    compiled = kernels_sm90.compile_gemm(BF16, (64, 64, 64), (2, 1), folder=str(tmp_path))
+    a, b, c = operand(128, 64, BF16, "k"), operand(64, 64, BF16, "k"), torch.empty(128, 64)
+    result = emulator.run(compiled, a, b, c, seed=1)
+    (launch,) = result.launches
+    assert (launch.grid, launch.block, launch.cluster) == ((2, 1, 1), (160, 1, 1), (2, 1, 1))
+    # Each CTA loads its A and half of B, and receives both halves.
+    assert result.counters["bytes loaded by bulk copies"] == 2 * 64 * 64 * 2 + 64 * 64 * 2
+    assert result.counters["bytes written to shared memory by bulk copies"] == 2 * 2 * 64 * 64 * 2
+    assert result.instructions["wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"] == 2 * 4 * 4
+    assert result.counters["mbarrier waits"] > 0
+
+
+def test_speed(tmp_path):
+    """At least 25,000 warp instructions a second on one core; the best of three, since machines are shared."""
+    compiled = emulator.build(kernels_sm90.compile_scale(cutlass.Float32, (32, 32), False, str(tmp_path)))
+    x = torch.randn(320, 104)
+    rates = []
+    for seed in SEEDS[:3]:
+        out = torch.empty_like(x)
+        start = time.process_time()
+        rates.append(emulator.run(compiled, x, out, seed=seed).total / (time.process_time() - start))
+    assert max(rates) > 25_000, rates

@@ -1,0 +1,35 @@
+"""Synchronisation removed or altered in the kernels' PTX is found, except where docs/emulator-mutations.md says why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulator import mutate
+from tests.emulator.mutation_kernels import KERNELS
+
+
+@pytest.mark.parametrize("subject", KERNELS, ids=lambda s: s.name)
+def test_every_mutation_is_found_or_explained(subject, tmp_path):
+    emulated = subject.build(str(tmp_path))
+    for seed in subject.seeds:
+        assert subject.check(emulated, seed), f"the kernel itself fails with seed {seed}"
+    verdicts = mutate.survey(emulated, subject.check, subject.seeds)
+    assert len(verdicts) >= subject.least_mutations
+    missed = [v.mutation for v in verdicts if not v.found]
+    unexplained = [m for m in missed if subject.reason(m) is None]
+    assert not unexplained, unexplained
+    # An explanation that no longer explains anything would hide a later miss.
+    assert len(missed) >= subject.least_missed
+
+
+def test_mutations_change_one_statement_and_leave_the_rest():
+    text = "\tbar.sync \t1, 128;\n\t@%p1 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r1], %r2;\n\twgmma.wait_group.sync.aligned 1;\n"
+    found = mutate.mutations(text)
+    assert [m.what for m in found] == [
+        "barrier removed", "16 bytes more", "16 bytes fewer", "wait removed", "one group fewer waited for",
+    ]  # fmt: skip
+    assert mutate.apply(text, found[0]).split("\n")[0].strip() == ""
+    altered = mutate.apply(text, found[1]).split("\n")[1]
+    assert "add.s32 mutated, %r2, 16;" in altered
+    assert "@%p1 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r1], mutated;" in altered
+    assert mutate.apply(text, found[4]).split("\n")[2].strip() == "wgmma.wait_group.sync.aligned 2;"
