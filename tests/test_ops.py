@@ -85,6 +85,14 @@ def test_inner_ops_refuse_double_backward():
         dinput.sum().backward()
 
 
+def test_only_the_loss_is_differentiable():
+    operands = sample()
+    for name, more in (("forward", ()), ("forward_keep", (64,)), ("grad_in_forward", (True, True))):
+        loss, *others = getattr(OPS, name)(*operands, -100, "mean", 0, 0, *more)
+        assert loss.requires_grad
+        assert not any(tensor.requires_grad for tensor in others)
+
+
 def test_schemas_are_functional():
     for name in ("fused_linear_cross_entropy", "forward", "forward_keep", "backward", "grad_in_forward"):
         schema = getattr(OPS, name).default._schema
@@ -189,6 +197,24 @@ def test_autocast(schedule):
 def test_autocast_compiled(schedule):
     torch._dynamo.reset()
     autocast_check(torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager"), schedule)
+
+
+def test_bodies_run_without_autocast(monkeypatch):
+    seen = []
+    original = streaming._mm
+
+    def mm(*operands):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return original(*operands)
+
+    monkeypatch.setattr(streaming, "_mm", mm)
+    hidden, weight, target = sample()
+    for schedule in SCHEDULES:
+        with torch.autocast("cpu", torch.bfloat16):
+            linear_cross_entropy(hidden, weight, target, schedule=schedule).backward()
+            assert torch.is_autocast_enabled("cpu")
+    assert seen
+    assert not any(seen)
 
 
 def test_autocast_as_torch_casts():

@@ -10,7 +10,7 @@ import torch
 
 from cute_lce import linear_cross_entropy, streaming
 from tests import numerics
-from tests.numerics import CASES, random_case
+from tests.numerics import CASES, assert_close, random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -174,6 +174,34 @@ def test_bad_target_gives_nan(monkeypatch, request, bad, schedule, dtype, narrow
         if weight.requires_grad:
             assert weight.grad is not None
             assert weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_ignored_rows_take_no_part(request, schedule, dtype, narrow):
+    """Whatever an ignored row's upstream gradient, and even if no class is left to it."""
+    if narrow:
+        request.getfixturevalue("narrow_products")
+    case = random_case(30, 16, 200, dtype)
+    case.target[[3, 4, 5, 6]] = -100
+    case.linear_weight[:, 0] = 1
+    case.input[6, 0] = -math.inf
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    rows = linear_cross_entropy(hidden, weight, case.target, reduction="none", schedule=schedule, window=64)
+    upstream = torch.ones(30)
+    upstream[3:6] = torch.tensor([math.nan, math.inf, 1e30])
+    rows.backward(upstream)
+    assert not rows[3:7].any()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+    assert not hidden.grad[3:7].any()
+    keep = torch.tensor([row for row in range(30) if row not in (3, 4, 5, 6)])
+    rest = numerics.Case(hidden.detach()[keep], weight.detach(), case.target[keep])
+    got = hidden.grad[keep]
+    assert_close(
+        "dinput", got, rest.expected(1.0, "sum")[1], rest.baseline(1.0, "sum", rounded_dlogits=narrow)[1]
+    )
 
 
 def test_accumulators_are_not_rounded():
