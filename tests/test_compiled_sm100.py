@@ -1,0 +1,134 @@
+"""What the compiler made of the Blackwell forward: PTX, registers, memory. No GPU, no driver."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cute_lce import compiled
+from cute_lce.plan import KernelConfig
+
+SHARED_MEMORY = 227 * 1024  # what a block can have on compute capability 10.0 and 10.3
+PAIR = KernelConfig("sm_100a", tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
+SINGLE = KernelConfig("sm_100a", tile_m=128, tile_n=256, pingpong=False, cluster_m=1, stages=4)
+CONFIGS = {"pair": PAIR, "single": SINGLE, "two pairs": replace(PAIR, cluster_m=4)}
+TARGETS = ("sm_100a", "sm_103a", "sm_100f")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of a module."""
+
+    target: str
+    ptx: str
+    usage: dict[str, int]  # REG, STACK, SHARED, LOCAL
+    sass: str
+
+
+@functools.cache
+def gemm(name: str, arch: str = "sm_100a", dtype: str = "bfloat16") -> Kernel:
+    with tempfile.TemporaryDirectory() as folder:
+        key = ("forward", replace(CONFIGS[name], arch=arch), dtype, "int64")
+        module = compiled.trace(key, f"--keep-ptx --keep-cubin --dump-dir {folder}")
+        cubin = Path(folder, "module.cubin")
+        cubin.write_bytes(module.__cubin__)
+        usage, sass = (_cuobjdump(flag, str(cubin)) for flag in ("-res-usage", "-sass"))
+    target = re.search(r"\.target (\S+)", module.__ptx__)
+    assert target
+    return Kernel(
+        target[1],
+        _only_gemm(re.split(r"(?=\.visible \.entry|\.entry)", module.__ptx__)),
+        {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", _only_gemm(usage.split(" Function ")).split("\n")[1])},
+        _only_gemm(sass.split("Function : ")),
+    )
+
+
+def _only_gemm(parts: list[str]) -> str:
+    found = [part for part in parts if "GemmSm100" in part.split("\n")[0]]
+    assert len(found) == 1, [part.split("\n")[0] for part in parts]
+    return found[0]
+
+
+def _cuobjdump(*args: str) -> str:
+    tool = Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "cuobjdump")
+    return subprocess.run([tool, *args], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_spill_and_no_local_memory(name: str, dtype: str):
+    kernel = gemm(name, dtype=dtype)
+    assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0
+    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
+    assert kernel.usage["REG"] <= 128
+    assert ".local" not in kernel.ptx
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_target_compiles(arch: str):
+    kernel = gemm("pair", arch)
+    assert kernel.target == arch
+    assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0
+    assert "UTCHMMA.2CTA" in kernel.sass
+
+
+@pytest.mark.parametrize(("name", "group"), [("pair", 2), ("two pairs", 2), ("single", 1)])
+def test_tcgen05(name: str, group: int):
+    ptx = gemm(name).ptx
+    mma = re.findall(r"tcgen05\.mma\.cta_group::(\d)\.kind::(\w+)", ptx)
+    assert mma == [(str(group), "f16")] * 4  # a k tile of 64 is four MMAs of 16
+    alloc = re.findall(r"tcgen05\.alloc\.cta_group::(\d)\S*\s+\[[^\]]*\], (\S+);", ptx)
+    assert alloc, "no tcgen05.alloc"
+    columns = re.search(rf"mov\.\w+\s+{re.escape(alloc[0][1])}, (\d+);", ptx)
+    assert int(columns[1] if columns else alloc[0][1]) == 512
+    assert ptx.count("tcgen05.dealloc") == ptx.count("tcgen05.relinquish_alloc_permit") == 1
+    commits = re.findall(r"tcgen05\.commit\S*", ptx)
+    assert len(commits) == 2
+    assert all(("multicast::cluster" in c) == (name != "single") for c in commits)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_comes_between_a_load_from_tensor_memory_and_its_wait(name: str):
+    lines = [line.strip() for line in gemm(name).ptx.split("\n")]
+    loads = [i for i, line in enumerate(lines) if line.startswith("tcgen05.ld")]
+    assert loads
+    for i in loads:
+        assert lines[i + 1].startswith("tcgen05.wait::ld")
+        # A row of the slab for each lane, and what is released is released behind the wait.
+        assert ".32x32b.x64." in lines[i]
+    release = next(i for i, line in enumerate(lines) if "fence::before_thread_sync" in line)
+    assert release > max(loads)
+
+
+def test_loads_are_multicast_where_ctas_share():
+    assert ".multicast::cluster" not in "".join(re.findall(r"cp\.async\.bulk\.tensor\S*", gemm("single").ptx))
+    assert ".cta_group::2" in "".join(re.findall(r"cp\.async\.bulk\.tensor\S*", gemm("pair").ptx))
+    shared = re.findall(r"cp\.async\.bulk\.tensor\S*", gemm("two pairs").ptx)
+    assert any(".multicast::cluster" in load for load in shared)
+
+
+def test_stages_fill_shared_memory():
+    """The stages that CONFIGS have are the most that fit."""
+    for config, pair in ((PAIR, 2), (SINGLE, 1)):
+        stage = (config.tile_m + config.tile_n) * config.tile_k * 2 // pair
+        barriers = 2048  # barriers, the address of tensor memory, and the alignment of the ring
+        assert config.stages * stage + barriers <= SHARED_MEMORY < (config.stages + 1) * stage + barriers
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"tile_m": 192}, "192 x 256"), ({"tile_n": 96}, "256 x 96"), ({"cluster_m": 1}, "cluster_m 1")],
+)
+def test_configs_that_no_kernel_has_are_refused(change: dict, named: str):
+    from cute_lce.kernels.epilogues import ForwardEpilogue
+    from cute_lce.kernels.gemm_sm100 import GemmSm100
+
+    with pytest.raises(ValueError, match=named):
+        GemmSm100(replace(PAIR, **change), ForwardEpilogue(256, 1))

@@ -1,0 +1,302 @@
+"""The Blackwell forward, executed: its PTX on the emulator, launched by the host code, against float64.
+
+    python -m tests.test_emulated_sm100        prints the instruction counts that docs/kernels.md quotes
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from cute_lce import compiled, launch
+from cute_lce import plan as plans
+from cute_lce.plan import KernelConfig
+from tests import emulator
+from tests.emulator import mutate
+from tests.numerics import Case, assert_close, random_case
+
+PAIR = KernelConfig("sm_100a", tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
+SINGLE = KernelConfig("sm_100a", tile_m=128, tile_n=256, pingpong=False, cluster_m=1, stages=4)
+CONFIGS = {
+    "pair": PAIR,
+    "single": SINGLE,
+    "two pairs share B": replace(PAIR, cluster_m=4, stages=2),
+    "pairs share A and B": replace(PAIR, cluster_m=4, cluster_n=2, stages=2),
+    "singles share A and B": replace(SINGLE, cluster_m=2, cluster_n=2, stages=2),
+    "two accumulators of 192 columns": replace(PAIR, tile_n=192, stages=3),
+}
+HOPPER = KernelConfig("sm_90a")
+
+
+@functools.cache
+def emulated(config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64") -> emulator.Emulated:
+    with tempfile.TemporaryDirectory() as folder:
+        key = ("forward", config, dtype, target_dtype)
+        return emulator.build(compiled.trace(key, f"--keep-ptx --dump-dir {folder}"))
+
+
+@dataclass
+class Run:
+    """What a forward gave, and what the emulator counted."""
+
+    loss: torch.Tensor
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    num_valid: torch.Tensor
+    counts: emulator.Result
+
+
+def forward(
+    case: Case,
+    config: KernelConfig = PAIR,
+    *,
+    sms: int = 4,
+    window: int = 0,
+    seed: int = 0,
+    reduction: str = "none",
+    program: emulator.Emulated | None = None,
+) -> Run:
+    """launch.forward with the emulator in place of the GPU; memory that nobody writes holds nan."""
+    n, V = case.input.shape[0], case.linear_weight.shape[0]
+    names = (str(t.dtype).removeprefix("torch.") for t in (case.input, case.target))
+    bound = program or emulated(config, *names)
+    chosen = plans.forward(config.arch, n, case.input.shape[1], V, sms, window, config)
+    counts = []
+
+    def function(*args):
+        counts.append(emulator.run(bound, *args, seed=seed))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_prepare", lambda *_: (chosen, function))
+        results = launch.forward(
+            case.input, case.linear_weight, case.target, case.ignore_index, reduction, window or None, None
+        )
+    return Run(*results, counts[0])
+
+
+def reference(case: Case, dtype: torch.dtype):
+    """(loss, lse, row_max, valid) of each row in `dtype`."""
+    logits = case.input.to(dtype) @ case.linear_weight.to(dtype).mT
+    valid = case.target != case.ignore_index
+    lse = logits.logsumexp(1)
+    picked = logits.gather(1, case.target.long().where(valid, 0).unsqueeze(1))[:, 0]
+    return (lse - picked).where(valid, 0), lse, logits.amax(1), valid
+
+
+def check(case: Case, run: Run) -> None:
+    """Loss and statistics against float64."""
+    expected, baseline = reference(case, torch.float64), reference(case, torch.float32)
+    assert_close("loss", run.loss, expected[0], baseline[0])
+    lse = run.row_max.double() + run.row_sum.double().log()
+    assert_close("lse", lse.float(), expected[1], baseline[1])
+    assert_close("row_max", run.row_max, expected[2], baseline[2])
+    assert int(run.num_valid) == int(expected[3].sum())
+
+
+@pytest.fixture(autouse=True)
+def _poison(poisoned_empty):
+    pass
+
+
+def ignoring(case: Case) -> Case:
+    target = case.target.clone()
+    target[1::3] = case.ignore_index
+    return replace(case, target=target)
+
+
+def scaled(case: Case, scale: float) -> Case:
+    """Logits whose largest are about +-scale."""
+    logits = case.input.float() @ case.linear_weight.float().mT
+    return replace(case, linear_weight=case.linear_weight * (scale / logits.abs().max()))
+
+
+def last_column(case: Case) -> Case:
+    return replace(case, target=torch.full_like(case.target, case.linear_weight.shape[0] - 1))
+
+
+def offset(case: Case, by: float) -> Case:
+    """All logits of about `by` and more."""
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    hidden[:, 0], weight[:, 0] = 1, by
+    return replace(case, input=hidden, linear_weight=weight)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CORNERS = {
+    "ragged": lambda: random_case(300, 72, 601, BF16),
+    "ragged, fp16": lambda: random_case(300, 72, 601, FP16),
+    "whole tiles": lambda: random_case(256, 64, 512, BF16),
+    "one token": lambda: random_case(1, 64, 257, BF16),
+    "one class": lambda: random_case(130, 64, 1, BF16),
+    "V below a tile": lambda: random_case(129, 40, 7, BF16),
+    "V one above a tile": lambda: random_case(40, 64, 257, BF16),
+    "d of one 16-byte row": lambda: random_case(64, 8, 300, BF16),
+    "d padded": lambda: random_case(64, 37, 300, BF16),
+    "d of many k tiles": lambda: random_case(64, 1000, 300, BF16),
+    "ignored rows": lambda: ignoring(random_case(140, 64, 300, BF16)),
+    "all ignored": lambda: replace(random_case(140, 64, 300, BF16), target=torch.full((140,), -100)),
+    "targets in the last column": lambda: last_column(random_case(140, 64, 513, BF16)),
+    "int32 targets": lambda: replace(
+        random_case(40, 64, 300, BF16), target=random_case(40, 64, 300, BF16).target.int()
+    ),
+    "logits of +-1e4": lambda: scaled(random_case(140, 64, 600, BF16), 1e4),
+    "logits of +-60": lambda: scaled(random_case(140, 64, 600, BF16), 60),
+    "common offset of 300": lambda: offset(random_case(140, 64, 600, BF16), 300),
+    "common offset of -10000, fp16": lambda: offset(random_case(140, 64, 600, FP16), -10000),
+}
+
+
+@pytest.mark.parametrize("config", ["pair", "single"])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner(corner: str, config: str):
+    case = CORNERS[corner]()
+    check(case, forward(case, CONFIGS[config], seed=len(corner)))
+
+
+@pytest.mark.parametrize("config", [name for name in CONFIGS if name not in ("pair", "single")])
+def test_cluster(config: str):
+    case = ignoring(random_case(600, 72, 1100, BF16))
+    check(case, forward(case, CONFIGS[config], sms=8, seed=1))
+
+
+@pytest.mark.parametrize("config", ["pair", "single"])
+@pytest.mark.parametrize("window", [256, 512, 768, 100_000])
+def test_windows(config: str, window: int):
+    case = random_case(400, 64, 1600, BF16)
+    check(case, forward(case, CONFIGS[config], window=window, seed=window % 7))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reduction(reduction: str):
+    case = ignoring(random_case(140, 64, 300, BF16))
+    run = forward(case, PAIR, reduction=reduction)
+    losses, baseline = (getattr(reference(case, t)[0], reduction)() for t in (torch.float64, torch.float32))
+    share = 140 / int(run.num_valid) if reduction == "mean" else 1
+    assert_close("loss", run.loss, losses * share, baseline * share)
+
+
+@pytest.mark.parametrize("config", ["pair", "single"])
+def test_minus_infinity_and_nan(config: str):
+    """Columns of -inf count as nothing; a nan stays in its row."""
+    case = random_case(140, 64, 600, BF16)
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    hidden[:, 0] = 1
+    weight[3::2, 0] = -torch.inf
+    weight[256:512, 0] = -torch.inf  # a whole tile
+    target = (case.target // 64) * 2 % 3  # columns 0 and 2, which are finite
+    clean = replace(case, input=hidden, linear_weight=weight, target=target)
+    poisoned = hidden.clone()
+    poisoned[[5, 77, 139], 7] = torch.nan
+    run = forward(replace(clean, input=poisoned), CONFIGS[config], seed=3)
+    sick = torch.zeros(140, dtype=torch.bool)
+    sick[[5, 77, 139]] = True
+    assert run.loss[sick].isnan().all()
+    well = replace(clean, input=hidden[~sick], target=target[~sick])
+    check(well, Run(run.loss[~sick], run.row_max[~sick], run.row_sum[~sick], run.num_valid - 3, run.counts))
+
+
+def test_out_of_range_target_is_nan_and_touches_nothing():
+    case = random_case(140, 64, 300, BF16)
+    target = case.target.clone()
+    target[[0, 139]] = torch.tensor([300, -1])
+    run = forward(replace(case, target=target), PAIR)
+    assert run.loss[[0, 139]].isnan().all()
+    assert run.loss[1:139].isfinite().all()
+
+
+SEEDED = {
+    "pair": PAIR,
+    "pair, narrow and shallow": replace(PAIR, tile_n=64, stages=2),
+    "single, narrow and shallow": replace(SINGLE, tile_n=64, stages=2),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+@pytest.mark.parametrize("seed", range(20))
+def test_schedules(name: str, seed: int):
+    """20 orders of warps and engines, each with 3 tiles or more, so that both rings wrap."""
+    config = SEEDED[name]
+    case = ignoring(random_case(140, 136, 2 * config.tile_n + 8, BF16, seed))
+    check(case, forward(case, config, sms=2, window=100_000, seed=seed))
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("seed", range(40))
+def test_many_schedules(config: str, seed: int):
+    case = ignoring(random_case(700, 200 + 8 * seed, 1100 + 31 * seed, (BF16, FP16)[seed % 2], seed))
+    check(case, forward(case, CONFIGS[config], sms=8, window=(0, 512, 100_000)[seed % 3], seed=seed))
+
+
+@pytest.mark.parametrize("corner", ["ragged", "logits of +-1e4", "V one above a tile", "d of many k tiles"])
+def test_statistics_equal_hopper(corner: str):
+    """Two mainloops, one mathematics: what they give differs by the order of summation alone."""
+    case = CORNERS[corner]()
+    ours, hopper = forward(case, PAIR), forward(case, HOPPER)
+    for name in ("row_max", "row_sum", "loss"):
+        a, b = getattr(ours, name), getattr(hopper, name)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()), msg=name)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Mutations: each removed or altered synchronisation must be found by some seed
+
+# Found by no schedule, because nothing that the emulator models depends on them.
+HARMLESS: dict[str, str] = {}
+
+
+def survey(config: KernelConfig, only=lambda m: True, seeds=range(3)) -> list[mutate.Verdict]:
+    """Try the mutations of the GEMM kernel's synchronisation."""
+    bound = emulated(config)
+    case = ignoring(random_case(280, 136, 520, BF16))
+    expected = reference(case, torch.float64)[0]
+
+    def right(program: emulator.Emulated, seed: int) -> bool:
+        run = forward(case, config, sms=2, window=100_000, seed=seed, program=program)
+        return bool((run.loss.double() - expected).norm() <= 1e-4 * expected.norm())
+
+    lines = bound.ptx.split("\n")
+    entry, end = _gemm_lines(lines)
+    return mutate.survey(bound, right, seeds, lambda m: entry <= m.line < end and only(m))
+
+
+def _gemm_lines(lines: list[str]) -> tuple[int, int]:
+    starts = [i for i, line in enumerate(lines, 1) if ".entry" in line] + [len(lines) + 1]
+    for first, following in zip(starts, starts[1:], strict=False):
+        if any("tcgen05.mma" in line for line in lines[first:following]):
+            return first, following
+    raise AssertionError("no kernel with tcgen05.mma")
+
+
+def budget(config: KernelConfig, d: int = 128) -> dict[str, tuple[Counter, int]]:
+    """Instructions of a warp by role, of one tile for the epilogue and of one k tile for the others.
+
+    (opcode -> executed, sum), from the difference of runs over 2 and 4 tiles of 256 columns.
+    """
+    few, many = (
+        forward(
+            replace(random_case(256, d, V, BF16), target=torch.full((256,), -100)),
+            config,
+            sms=config.cluster_m,
+            window=100_000,
+        ).counts.by_warp_opcode
+        for V in (512, 1024)
+    )
+    result = {}
+    # Counts are sums over CTAs: two of the pair, of which one issues MMAs, or one with two rows of tiles.
+    issuing = 1 if config.tile_m == 256 else 2
+    for role, warp, parts in (("epilogue", 0, 4), ("mma", 4, 2 * issuing * d // 64), ("load", 5, 4 * d // 64)):
+        counts = Counter({k: (v - few[warp][k]) / parts for k, v in many[warp].items() if v != few[warp][k]})
+        result[role] = counts, sum(counts.values())
+    return result
+
+
+if __name__ == "__main__":
+    for name in ("pair", "single"):
+        for role, (counts, total) in budget(CONFIGS[name]).items():
+            print(name, role, total, dict(counts.most_common()))
