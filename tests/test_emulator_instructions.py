@@ -1,4 +1,5 @@
-"""Instructions of a warp against numpy: arithmetic, conversions, loads and stores, exchanges between lanes."""
+"""Instructions of a warp against numpy: arithmetic, conversions, loads and stores, exchanges between
+lanes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ I64 = INTEGERS.astype(np.int64)
 
 
 def execute(body: str, inputs: np.ndarray, words: int = 1, target: str = "sm_90a") -> np.ndarray:
-    """Run `body` on one warp with %a, %b, %c (and their f32 names %x, %y, %z) loaded; the result is in %o0, %o1."""
+    """Run `body` on one warp with %a, %b, %c (and their f32 names %x, %y, %z) loaded; the result is in
+    %o0, %o1."""
     text = f""".version 8.7
     .target {target}
     .address_size 64
@@ -53,9 +55,15 @@ def c_divide(a, b):
         ("sub.s32 %o0, %a, 5;", lambda: INTEGERS[0] - np.int32(5)),
         ("mul.lo.s32 %o0, %a, %b;", lambda: (I64[0] * I64[1]).astype(np.int32)),
         ("mul.hi.s32 %o0, %a, %b;", lambda: (I64[0] * I64[1] >> 32).astype(np.int32)),
-        ("mul.hi.u32 %o0, %a, %b;", lambda: (U[0].astype(np.uint64) * U[1] >> np.uint64(32)).astype(np.uint32)),
+        (
+            "mul.hi.u32 %o0, %a, %b;",
+            lambda: (U[0].astype(np.uint64) * U[1] >> np.uint64(32)).astype(np.uint32),
+        ),
         ("mad.lo.s32 %o0, %a, %b, %c;", lambda: (I64[0] * I64[1] + I64[2]).astype(np.int32)),
-        ("mul.wide.s32 %d5, %a, %b; shr.u64 %d6, %d5, 13; cvt.u32.u64 %o0, %d6;", lambda: (I64[0] * I64[1]).view(np.uint64) >> np.uint64(13)),
+        (
+            "mul.wide.s32 %d5, %a, %b; shr.u64 %d6, %d5, 13; cvt.u32.u64 %o0, %d6;",
+            lambda: (I64[0] * I64[1]).view(np.uint64) >> np.uint64(13),
+        ),
         ("div.s32 %o0, %a, %b;", lambda: c_divide(INTEGERS[0], INTEGERS[1])),
         ("rem.s32 %o0, %a, %b;", lambda: np.fmod(INTEGERS[0], INTEGERS[1])),
         ("div.u32 %o0, %a, %b;", lambda: U[0] // U[1]),
@@ -68,24 +76,39 @@ def c_divide(a, b):
         ("and.b32 %o0, %a, %b;", lambda: U[0] & U[1]),
         ("not.b32 %o0, %a;", lambda: ~U[0]),
         ("lop3.b32 %o0, %a, %b, %c, 0x96;", lambda: U[0] ^ U[1] ^ U[2]),
-        ("prmt.b32 %o0, %a, %b, 0x1650;", lambda: (U[0] & 0xFF) | (U[1] & 0xFF00) | (U[1] & 0xFF0000) | (U[0] << 16 & 0xFF000000)),
+        (
+            "prmt.b32 %o0, %a, %b, 0x1650;",
+            lambda: (U[0] & 0xFF) | (U[1] & 0xFF00) | (U[1] & 0xFF0000) | (U[0] << 16 & 0xFF000000),
+        ),
         ("bfe.u32 %o0, %a, 5, 9;", lambda: (U[0] >> 5) & 0x1FF),
         ("bfe.s32 %o0, %a, 5, 9;", lambda: INTEGERS[0] << 18 >> 23),
         ("popc.b32 %o0, %a;", lambda: np.array([bin(x).count("1") for x in U[0]])),
         ("clz.b32 %o0, %a;", lambda: np.array([32 - int(x).bit_length() for x in U[0]])),
         ("shf.l.wrap.b32 %o0, %a, %b, 11;", lambda: (U[1] << np.uint32(11)) | (U[0] >> np.uint32(21))),
-        ("setp.lt.s32 %p0, %a, %b; selp.b32 %o0, 1, 2, %p0;", lambda: np.where(INTEGERS[0] < INTEGERS[1], 1, 2)),
+        (
+            "setp.lt.s32 %p0, %a, %b; selp.b32 %o0, 1, 2, %p0;",
+            lambda: np.where(INTEGERS[0] < INTEGERS[1], 1, 2),
+        ),
         ("setp.lo.u32 %p0, %a, %b; selp.b32 %o0, 1, 2, %p0;", lambda: np.where(U[0] < U[1], 1, 2)),
-        ("setp.gt.s32 %p0, %a, 0; setp.lt.and.s32 %p1, %b, %c, !%p0; selp.b32 %o0, 1, 0, %p1;", lambda: (INTEGERS[1] < INTEGERS[2]) & ~(INTEGERS[0] > 0)),
+        (
+            "setp.gt.s32 %p0, %a, 0; setp.lt.and.s32 %p1, %b, %c, !%p0; selp.b32 %o0, 1, 0, %p1;",
+            lambda: (INTEGERS[1] < INTEGERS[2]) & ~(INTEGERS[0] > 0),
+        ),
         ("cvt.s16.s32 %h0, %a; cvt.s32.s16 %o0, %h0;", lambda: INTEGERS[0].astype(np.int16).astype(np.int32)),
         ("cvt.u16.u32 %h0, %a; cvt.u32.u16 %o0, %h0;", lambda: U[0] & 0xFFFF),
-        ("mov.b32 {%h0, %h1}, %a; mov.b32 %o0, {%h1, %h0};", lambda: U[0] << np.uint32(16) | U[0] >> np.uint32(16)),
-        ("mov.b64 %d5, {%a, %b}; mov.b64 {%r0, %r1}, %d5; sub.s32 %o0, %r0, %r1;", lambda: INTEGERS[0] - INTEGERS[1]),
+        (
+            "mov.b32 {%h0, %h1}, %a; mov.b32 %o0, {%h1, %h0};",
+            lambda: U[0] << np.uint32(16) | U[0] >> np.uint32(16),
+        ),
+        (
+            "mov.b64 %d5, {%a, %b}; mov.b64 {%r0, %r1}, %d5; sub.s32 %o0, %r0, %r1;",
+            lambda: INTEGERS[0] - INTEGERS[1],
+        ),
         ("cvt.rn.f32.s32 %o0, %a;", lambda: INTEGERS[0].astype(np.float32).view(np.uint32)),
         ("cvt.rn.f32.u32 %o0, %a;", lambda: U[0].astype(np.float32).view(np.uint32)),
         ("@%p3 mov.b32 %o0, 1;", None),
     ],
-)  # fmt: skip
+)
 def test_integers(body, expected):
     if expected is None:
         with pytest.raises(emulator.Fault, match="uninit-register"):
@@ -105,7 +128,10 @@ def bf16(x: np.ndarray) -> np.ndarray:
         ("add.f32 %o0, %a, %b;", lambda x, y, z: x + y),
         ("sub.rn.f32 %o0, %a, %b;", lambda x, y, z: x - y),
         ("mul.f32 %o0, %a, %b;", lambda x, y, z: x * y),
-        ("mul.ftz.f32 %o0, %a, 0f3F000000;", lambda x, y, z: np.where(np.abs(x) < 2.0**-126, 0 * x, x) * np.float32(0.5)),
+        (
+            "mul.ftz.f32 %o0, %a, 0f3F000000;",
+            lambda x, y, z: np.where(np.abs(x) < 2.0**-126, 0 * x, x) * np.float32(0.5),
+        ),
         ("fma.rn.f32 %o0, %a, %b, %c;", lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32)),
         ("neg.f32 %o0, %a;", lambda x, y, z: -x),
         ("abs.f32 %o0, %a;", lambda x, y, z: np.abs(x)),
@@ -115,18 +141,33 @@ def bf16(x: np.ndarray) -> np.ndarray:
         ("max.f32 %o0, %a, %b, %c;", lambda x, y, z: np.fmax(np.fmax(x, y), z)),
         ("div.rn.f32 %o0, %a, %b;", lambda x, y, z: x / y),
         ("ex2.approx.ftz.f32 %o0, %a;", lambda x, y, z: np.exp2(x.astype(np.float64)).astype(np.float32)),
-        ("abs.f32 %r0, %a; lg2.approx.f32 %o0, %r0;", lambda x, y, z: np.log2(np.abs(x).astype(np.float64)).astype(np.float32)),
+        (
+            "abs.f32 %r0, %a; lg2.approx.f32 %o0, %r0;",
+            lambda x, y, z: np.log2(np.abs(x).astype(np.float64)).astype(np.float32),
+        ),
         ("setp.lt.f32 %p0, %a, %b; selp.f32 %o0, %a, %b, %p0;", lambda x, y, z: np.where(x < y, x, y)),
         ("setp.ltu.f32 %p0, %a, %b; selp.f32 %o0, %a, %b, %p0;", lambda x, y, z: np.where(~(x >= y), x, y)),
         ("setp.neu.f32 %p0, %a, %b; selp.f32 %o0, %a, %b, %p0;", lambda x, y, z: np.where(x != y, x, y)),
-        ("setp.nan.f32 %p0, %a, %b; selp.f32 %o0, 0f3F800000, 0f00000000, %p0;", lambda x, y, z: np.float32(np.isnan(x) | np.isnan(y))),
-        ("mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; add.rn.f32x2 %d7, %d5, %d6; mov.b64 {%r0, %o0}, %d7;", lambda x, y, z: y + z),
-        ("mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; fma.rn.f32x2 %d7, %d5, %d6, %d5; mov.b64 {%o0, %r1}, %d7;", lambda x, y, z: (x.astype(np.float64) * y + x).astype(np.float32)),
-        ("cvt.rn.f16.f32 %h0, %b; cvt.f32.f16 %o0, %h0;", lambda x, y, z: y.astype(np.float16).astype(np.float32)),
+        (
+            "setp.nan.f32 %p0, %a, %b; selp.f32 %o0, 0f3F800000, 0f00000000, %p0;",
+            lambda x, y, z: np.float32(np.isnan(x) | np.isnan(y)),
+        ),
+        (
+            "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; add.rn.f32x2 %d7, %d5, %d6; mov.b64 {%r0, %o0}, %d7;",
+            lambda x, y, z: y + z,
+        ),
+        (
+            "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; fma.rn.f32x2 %d7, %d5, %d6, %d5; mov.b64 {%o0, %r1}, %d7;",
+            lambda x, y, z: (x.astype(np.float64) * y + x).astype(np.float32),
+        ),
+        (
+            "cvt.rn.f16.f32 %h0, %b; cvt.f32.f16 %o0, %h0;",
+            lambda x, y, z: y.astype(np.float16).astype(np.float32),
+        ),
         ("cvt.f64.f32 %e0, %a; cvt.rn.f32.f64 %o0, %e0;", lambda x, y, z: x),
         ("cvt.rni.f32.f32 %o0, %c;", lambda x, y, z: np.rint(z)),
     ],
-)  # fmt: skip
+)
 def test_floats(body, expected):
     with np.errstate(all="ignore"):
         want = np.asarray(expected(*FLOATS), np.float32)
@@ -164,11 +205,17 @@ def test_float_to_integer_clamps_and_nan_is_zero():
         ("shfl.sync.idx.b32 %o0, %a, 1, 0x181f, -1;", lambda a: a[np.arange(32) // 8 * 8 + 1]),
         ("redux.sync.add.s32 %o0, %a, -1;", lambda a: np.full(32, a.sum(dtype=np.int32))),
         ("redux.sync.max.s32 %o0, %a, -1;", lambda a: np.full(32, a.max())),
-        ("setp.gt.s32 %p0, %a, 0; vote.sync.ballot.b32 %o0, %p0, -1;", lambda a: np.full(32, sum(1 << i for i in range(32) if a[i] > 0))),
-        ("setp.gt.s32 %p0, %a, 0; vote.sync.any.pred %p1, %p0, -1; selp.b32 %o0, 1, 0, %p1;", lambda a: np.ones(32)),
+        (
+            "setp.gt.s32 %p0, %a, 0; vote.sync.ballot.b32 %o0, %p0, -1;",
+            lambda a: np.full(32, sum(1 << i for i in range(32) if a[i] > 0)),
+        ),
+        (
+            "setp.gt.s32 %p0, %a, 0; vote.sync.any.pred %p1, %p0, -1; selp.b32 %o0, 1, 0, %p1;",
+            lambda a: np.ones(32),
+        ),
         ("activemask.b32 %o0;", lambda a: np.full(32, 2**32 - 1)),
     ],
-)  # fmt: skip
+)
 def test_exchanges_between_lanes(body, expected):
     got = execute(body, INTEGERS)[0].view(np.uint32)
     assert np.array_equal(got, np.asarray(expected(INTEGERS[0])).astype(np.int64).astype(np.uint32))

@@ -1,4 +1,5 @@
-"""Kernels of our own, compiled by CuTe DSL for sm_90a and sm_100a, run on the emulator over schedules and compared with float64."""
+"""Kernels of our own, compiled by CuTe DSL for sm_90a and sm_100a, run on the emulator over schedules and
+compared with float64."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ def test_launches_and_counts_are_reported(tmp_path):
 
 
 def test_speed(tmp_path):
-    """At least 25,000 warp instructions a second on one core; the best of three, since machines are shared."""
+    """At least 25,000 warp instructions a second on one core; the best of three, since machines are
+    shared."""
     compiled = emulator.build(kernels_sm90.compile_scale(cutlass.Float32, (32, 32), False, str(tmp_path)))
     x = torch.randn(320, 104)
     rates = []

@@ -1,4 +1,5 @@
-"""A PTX emulator: runs kernels compiled by CuTe DSL for sm_90a and sm_100a on a CPU, and names the rules they break.
+"""A PTX emulator: runs kernels compiled by CuTe DSL for sm_90a and sm_100a on a CPU, and names the rules they
+break.
 
     result = emulator.run(compiled, *cpu_tensors, seed=0)
 

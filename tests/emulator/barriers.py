@@ -1,4 +1,5 @@
-"""mbarrier objects, named barriers of a CTA, and the cluster barrier (PTX ISA 9.7.13.15, 9.7.13.1, 9.7.13.3)."""
+"""mbarrier objects, named barriers of a CTA, and the cluster barrier (PTX ISA 9.7.13.15, 9.7.13.1,
+9.7.13.3)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MAX_COUNT = (1 << 20) - 1  # PTX ISA 9.7.13.15.2: range of the expected and pend
 class MBarrier:
     """One mbarrier object: count of pending arrivals, tx-count, phase.
 
-    `phase` counts completed phases from initialisation; its lowest bit is the parity of the current incomplete phase.
+    `phase` counts completed phases from initialisation; its lowest bit is the parity of the current
+    incomplete phase.
     """
 
     def __init__(self, rank: int, offset: int, count: int, initialiser: tuple[int, int], ordering: Ordering):
@@ -37,7 +39,8 @@ class MBarrier:
         return f"mbarrier at {self.offset:#x} of CTA rank {self.rank}"
 
     def describe(self) -> str:
-        return f"{self.name()} (phase {self.phase}, {self.pending} of {self.count} arrivals pending, tx-count {self.tx})"
+        pending = f"{self.pending} of {self.count} arrivals pending"
+        return f"{self.name()} (phase {self.phase}, {pending}, tx-count {self.tx})"
 
     def arrive(self, count: int, clock: np.ndarray) -> None:
         """`clock` is what the arrival publishes."""
@@ -55,12 +58,14 @@ class MBarrier:
             raise Fault("mbarrier-tx", f"tx-count out of range at {self.describe()}")
 
     def complete_tx(self, size: int, issued_in: int, issuer: np.ndarray) -> None:
-        """`size` bytes of a copy arrived, issued while the barrier was in phase `issued_in` by a warp with clock `issuer`."""
+        """`size` bytes of a copy arrived, issued while the barrier was in phase `issued_in` by a warp with
+        clock `issuer`."""
         np.maximum(self.arriving[CONTROL], issuer[CONTROL], out=self.arriving[CONTROL])
         if self.phase != issued_in:
             raise Fault(
                 "mbarrier-tx",
-                f"{size} bytes arrive at {self.describe()}, but their copy was issued in phase {issued_in}: that phase expected fewer bytes",
+                f"{size} bytes arrive at {self.describe()}, but their copy was issued in phase {issued_in}:"
+                f" that phase expected fewer bytes",
             )
         self.tx -= size
         if abs(self.tx) > MAX_COUNT:
@@ -74,16 +79,19 @@ class MBarrier:
             if self.phase > phase:
                 raise Fault(
                     "mbarrier-phase",
-                    f"{self.name()} completes phase {self.phase} while warp {warp} still waits for phase {phase}",
+                    f"{self.name()} completes phase {self.phase} while warp {warp} still waits for phase"
+                    f" {phase}",
                 )
         self.phase += 1
         self.pending = self.count
-        # TMA loads that signal this barrier wrote on its behalf: their epoch is the phase that now ends, counted from 1.
+        # TMA loads that signal this barrier wrote on its behalf: their epoch is the phase that now ends,
+        # counted from 1.
         self.arriving[:, self.agent] = self.phase
         np.maximum(self.observed, self.arriving, out=self.observed)
 
     def complete_at(self, parity: int) -> bool:
-        """test_wait.parity: has the phase of this parity completed, i.e. is the current phase of the other parity?"""
+        """test_wait.parity: has the phase of this parity completed, i.e. is the current phase of the other
+        parity?"""
         return (self.phase & 1) != (parity & 1)
 
 
@@ -113,7 +121,8 @@ class NamedBarriers:
         if self.arrived[barrier] and self.expected[barrier] != count:
             raise Fault(
                 "barrier",
-                f"barrier {barrier}: warp {warp.index} says {count} threads, others said {self.expected[barrier]}",
+                f"barrier {barrier}: warp {warp.index} says {count} threads, others said"
+                f" {self.expected[barrier]}",
             )
         if warp.index in self.who[barrier]:
             raise Fault("barrier", f"barrier {barrier}: warp {warp.index} arrives twice in one phase")
@@ -123,7 +132,8 @@ class NamedBarriers:
         if self.arrived[barrier] > count:
             raise Fault(
                 "barrier",
-                f"barrier {barrier}: {self.arrived[barrier]} threads arrived, {count} expected (warps {self.who[barrier]})",
+                f"barrier {barrier}: {self.arrived[barrier]} threads arrived, {count} expected (warps"
+                f" {self.who[barrier]})",
             )
         if predicate is not None:
             self.reduction[barrier].append(predicate)
@@ -144,7 +154,8 @@ class NamedBarriers:
         acquire(warp.clock, self.observed[barrier])
 
     def describe(self, barrier: int) -> str:
-        return f"barrier {barrier} ({self.arrived[barrier]} of {self.expected[barrier]} threads: warps {self.who[barrier]})"
+        threads = f"{self.arrived[barrier]} of {self.expected[barrier]} threads"
+        return f"barrier {barrier} ({threads}: warps {self.who[barrier]})"
 
 
 class ClusterBarrier:
@@ -164,10 +175,8 @@ class ClusterBarrier:
         self.arrived[warp.id] = ordered
         if ordered:
             release(warp.clock, warp.id, self.arriving)
-        elif (
-            "fenced clock" in warp.state
-        ):  # a fence before a relaxed arrive releases what came before the fence
-            np.maximum(self.arriving, warp.state["fenced clock"], out=self.arriving)
+        else:
+            relaxed_release(warp.clock, warp.state.get("fenced clock"), self.arriving)
         generation = self.generation
         self.check()
         return generation

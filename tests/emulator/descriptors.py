@@ -1,8 +1,9 @@
 """Tensor maps, shared-memory matrix descriptors, instruction descriptors, and the swizzles they share.
 
-PTX ISA 5.5 (tensors, swizzling modes), 9.7.15.5.1 and 9.7.16.4 to 9.7.16.5 (matrix and instruction descriptors). The layout of
-the 128-byte tensor map is not documented; it is read off the host code that CuTe DSL 4.8.1 emits (docs of the project's
-shared notes, section 6) and checked against hardware by tests/emulator/hardware.
+PTX ISA 5.5 (tensors, swizzling modes), 9.7.15.5.1 and 9.7.16.4 to 9.7.16.5 (matrix and instruction
+descriptors). The layout of the 128-byte tensor map is not documented; it is read off the host code that
+CuTe DSL 4.8.1 emits (docs of the project's shared notes, section 6) and checked against hardware by
+tests/emulator/hardware.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def linear_granules(offset: int, size: int, mode: str) -> np.ndarray:
 
 
 ELEMENTS = {
-    0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8), 6: ("f16", 2), 7: ("f32", 4),
-    9: ("f64", 8), 10: ("bf16", 2),
+    0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8), 6: ("f16", 2),
+    7: ("f32", 4), 9: ("f64", 8), 10: ("bf16", 2),
 }  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def decode_tensor_map(raw: bytes) -> TensorMap:
     ]
     low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
     high = [(w[3] >> (32 + 4 * i)) & 15 for i in range(4)]
-    strides = [size] + [(lo | hi << 32) * 16 for lo, hi in zip(low, high)]
+    strides = [size] + [(lo | hi << 32) * 16 for lo, hi in zip(low, high, strict=False)]
     boxes = [((w[6] >> 56) & 255) + 1] + [((w[7] >> (8 * i)) & 255) + 1 for i in range(4)]
     tm = TensorMap(
         w[0],
@@ -131,9 +132,10 @@ def decode_matrix_descriptor(value: int, tcgen05: bool) -> MatrixDescriptor:
 def tile_granules(d: MatrixDescriptor, rows: int, k: int, k_major: bool, first_row: int = 0) -> np.ndarray:
     """Granules of an operand tile of 16-bit elements: (rows, k / 8) if K-major, (k, rows / 8) if MN-major.
 
-    `rows` is M or N. Canonical layouts of PTX ISA 9.7.15.5.1.2: K-major rows lie a swizzle span apart in groups of 8 rows that
-    are `stride` apart; MN-major columns lie a span apart in groups of 8 that are `stride` apart, and spans along M or N are
-    `leading` apart. Without swizzle, leading and stride trade places in the MN-major layout.
+    `rows` is M or N. Canonical layouts of PTX ISA 9.7.15.5.1.2: K-major rows lie a swizzle span apart in
+    groups of 8 rows that are `stride` apart; MN-major columns lie a span apart in groups of 8 that are
+    `stride` apart, and spans along M or N are `leading` apart. Without swizzle, leading and stride trade
+    places in the MN-major layout.
     """
     span = SPAN[d.swizzle]
     if k_major:

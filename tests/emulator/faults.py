@@ -1,7 +1,7 @@
 """What the emulator reports when a kernel breaks a rule.
 
-Every fault has a short code, so that a test can name the fault it expects and a caller can ignore one it knows of
-(`run(..., ignore={"tcgen05-wait-ld"})`). The codes and what they mean are the table FAULTS.
+Every fault has a short code, so that a test can name the fault it expects and a caller can ignore one it
+knows of (`run(..., ignore={"tcgen05-wait-ld"})`). The codes and what they mean are the table FAULTS.
 """
 
 FAULTS = {
@@ -14,12 +14,14 @@ FAULTS = {
     "uninit-tmem": "TMEM cells were read before anything wrote them",
     "async-overlap": "memory was touched while an asynchronous operation still reads or writes it",
     "stale-read": "memory was read or rewritten with nothing ordering the access after the earlier one",
-    "missing-proxy-fence": "the async proxy reads shared memory that generic stores wrote without fence.proxy.async",
+    "missing-proxy-fence": "the async proxy reads shared memory that generic stores wrote without"
+    " fence.proxy.async",
     "register-in-flight": "a register was touched while wgmma or tcgen05.ld still owns it",
     "tcgen05-wait-ld": "the result of tcgen05.ld was used before tcgen05.wait::ld",
     "wgmma-fence": "wgmma without wgmma.fence after other accesses to its registers",
     "tcgen05-fence": "tcgen05 operations of different threads ordered by a barrier without tcgen05.fence",
-    "mbarrier-init": "an mbarrier was used before mbarrier.init, or remotely before its initialisation was published",
+    "mbarrier-init": "an mbarrier was used before mbarrier.init, or remotely before its initialisation was"
+    " published",
     "mbarrier-count": "more arrivals than the mbarrier's count, or an invalid count",
     "mbarrier-tx": "bytes arrived in another phase than the one that expected them, or left over at exit",
     "mbarrier-phase": "an mbarrier went through two phases while a warp still waited for the first",
@@ -43,7 +45,8 @@ class UnsupportedInstruction(EmulatorError):
 
 
 class Fault(EmulatorError):
-    """A rule of the PTX ISA that the kernel broke: `code` is a key of FAULTS, `where` says which instruction, CTA and warp."""
+    """A rule of the PTX ISA that the kernel broke: `code` is a key of FAULTS, `where` says which
+    instruction, CTA and warp."""
 
     def __init__(self, code: str, message: str):
         assert code in FAULTS, code

@@ -1,8 +1,9 @@
 """From a compiled CuTe DSL function to launches on the emulated device.
 
-The function's own host code runs: it checks its arguments, encodes tensor maps and computes the grid. It is exported to an
-object file, linked with fake_runtime.c into a shared object, and called through TVM-FFI with CPU tensors that claim to be CUDA
-tensors; each launch it makes arrives here with the grid, the cluster and every byte of the parameters.
+The function's own host code runs: it checks its arguments, encodes tensor maps and computes the grid. It
+is exported to an object file, linked with fake_runtime.c into a shared object, and called through TVM-FFI
+with CPU tensors that claim to be CUDA tensors; each launch it makes arrives here with the grid, the
+cluster and every byte of the parameters.
 """
 
 from __future__ import annotations
@@ -75,13 +76,15 @@ _HOOK = ctypes.CFUNCTYPE(
 
 
 def ptx_of(compiled) -> str:
-    """The PTX text of a compiled function. It must have been compiled with `--keep-ptx` and an existing `--dump-dir`."""
+    """The PTX text of a compiled function. It must have been compiled with `--keep-ptx` and an existing
+    `--dump-dir`."""
     text = getattr(compiled, "__ptx__", None)
     if text and "\n" not in text and os.path.exists(text):
         text = Path(text).read_text()
     if not text or "\n" not in text:
         raise EmulatorError(
-            "the function carries no PTX: compile it with options='--keep-ptx --dump-dir <an existing directory>'"
+            "the function carries no PTX: compile it with options='--keep-ptx --dump-dir <an existing"
+            " directory>'"
         )
     return text
 
@@ -127,7 +130,8 @@ class Emulated:
         return launches
 
     def run(self, *args, seed: int = 0, ignore=(), resident: int = 16, extra_tensors=()) -> Result:
-        """Call the function on CPU tensors; every launch runs on the emulated device before the call returns."""
+        """Call the function on CPU tensors; every launch runs on the emulated device before the call
+        returns."""
         memory = GlobalMemory()
         for name, tensor in _tensors((*args, *extra_tensors)):
             memory.add(name, bytes_of(tensor))
@@ -187,7 +191,8 @@ class Emulated:
 
 
 def build(compiled) -> Emulated:
-    """Bind a function of `cute.compile(..., options="--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir DIR")`."""
+    """Bind a function of `cute.compile(..., options="--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-
+    dir DIR")`."""
     ptx = ptx_of(compiled)
     with tempfile.TemporaryDirectory(prefix="emulator-") as folder:
         path = os.path.join(folder, "host.o")
@@ -199,11 +204,12 @@ def run(compiled, *args, seed: int = 0, ignore=(), resident: int = 16, extra_ten
     """Run a compiled function, or an `Emulated` from `build`, on CPU tensors.
 
     args: what the function takes; torch CPU tensors (any nesting in tuples) are written in place.
-    seed: draws the schedule. Run several: seeds 0, 1 and 2 have different policies of completing asynchronous work.
+    seed: draws the schedule. Run several: seeds 0, 1 and 2 have different policies of completing asynchronous
+      work.
     ignore: fault codes (faults.FAULTS) to count as warnings where the rule allows going on.
     resident: at most this many CTAs are on the device at once.
-    extra_tensors: memory that kernels reach through pointers, not passed as tensors.
-    Raises Fault (with .code and .where) when a kernel breaks a rule.
+    extra_tensors: memory that kernels reach through pointers, not passed as tensors. Raises Fault (with .code
+      and .where) when a kernel breaks a rule.
     """
     bound = compiled if isinstance(compiled, Emulated) else build(compiled)
     return bound.run(*args, seed=seed, ignore=ignore, resident=resident, extra_tensors=extra_tensors)
@@ -220,7 +226,8 @@ def run_ptx(
     ignore=(),
     resident: int = 16,
 ) -> Result:
-    """Run the only kernel of a PTX module. args: a value for each parameter; CPU tensors stand for their address."""
+    """Run the only kernel of a PTX module. args: a value for each parameter; CPU tensors stand for their
+    address."""
     (program,) = decode(ptx).values()
     memory = GlobalMemory()
     params = np.zeros(program.entry.param_bytes, np.uint8)
@@ -272,7 +279,9 @@ def bytes_of(tensor) -> np.ndarray:
         raise EmulatorError("negative strides")
     span = 0
     if tensor.numel():
-        span = (sum((n - 1) * st for n, st in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+        span = (
+            sum((n - 1) * st for n, st in zip(tensor.shape, tensor.stride(), strict=False)) + 1
+        ) * tensor.element_size()
     if not span:
         return np.zeros(0, np.uint8)
     return np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(tensor.data_ptr()))

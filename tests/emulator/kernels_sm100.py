@@ -1,4 +1,5 @@
-"""A small Blackwell GEMM of our own that covers the forms of tcgen05 that the project uses, for the emulator's tests.
+"""A small Blackwell GEMM of our own that covers the forms of tcgen05 that the project uses, for the
+emulator's tests.
 
 C (m, n) fp32 = A (m, k) B (n, k)^T. Every CTA, or pair of CTAs, walks over the n tiles of one m tile.
 """
@@ -22,9 +23,9 @@ EPILOGUE_THREADS = 128
 class Gemm:
     """Warp roles: warps 0 to 3 epilogue (TMEM, registers, plain stores), warp 4 MMA, warp 5 TMA loads.
 
-    Pipelines: operands, load -> MMA, STAGES; accumulators, MMA -> epilogue, ACC_STAGES. `pair` uses cta_group::2 and M 256;
-    `cluster_n` CTAs (pairs) side by side along n multicast A and commit to each other. `repeat` is that of tcgen05.ld.
-    m, n are multiples of the cluster's tile.
+    Pipelines: operands, load -> MMA, STAGES; accumulators, MMA -> epilogue, ACC_STAGES. `pair` uses
+      cta_group::2 and M 256; `cluster_n` CTAs (pairs) side by side along n multicast A and commit to each
+      other. `repeat` is that of tcgen05.ld. m, n are multiples of the cluster's tile.
     """
 
     def __init__(self, tile_n=64, tile_k=64, pair=False, cluster_n=1, repeat=32):

@@ -1,8 +1,9 @@
-"""Device, clusters and CTAs, and the scheduler that advances warps and asynchronous operations in adversarial order.
+"""Device, clusters and CTAs, and the scheduler that advances warps and asynchronous operations in adversarial
+order.
 
-The order is drawn from a seeded generator. Asynchronous operations complete late: by the seed's policy either only when no
-warp can advance any more (the latest that the rules allow), or now and then at random. Warps run for random stretches, some
-of a single instruction, some until they block.
+The order is drawn from a seeded generator. Asynchronous operations complete late: by the seed's policy
+either only when no warp can advance any more (the latest that the rules allow), or now and then at random.
+Warps run for random stretches, some of a single instruction, some until they block.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ STALL_LIMIT = (
 
 
 class AsyncOp:
-    """One pending step of an asynchronous operation. Steps of the same `queue` finish in order; others in any order."""
+    """One pending step of an asynchronous operation. Steps of the same `queue` finish in order; others in
+    any order."""
 
     __slots__ = ("finish", "queue", "what")
 
@@ -93,11 +95,13 @@ class CTA:
             }[base[9:]]
         else:
             values = {
-                "ntid": self.block[i], "ctaid": self.ctaid[i], "nctaid": grid[i], "clusterid": self.ctaid[i] // cluster[i],
-                "nclusterid": grid[i] // cluster[i], "cluster_ctaid": self.ctaid[i] % cluster[i], "cluster_nctaid": cluster[i],
-                "cluster_ctarank": self.rank, "cluster_nctarank": int(np.prod(cluster)), "warpid": warp.index,
-                "nwarpid": self.warp_count, "smid": self.cluster.number * int(np.prod(cluster)) + self.rank,
-                "nsmid": 132, "dynamic_smem_size": launch.shared, "total_smem_size": self.shared.size,
+                "ntid": self.block[i], "ctaid": self.ctaid[i], "nctaid": grid[i],
+                "clusterid": self.ctaid[i] // cluster[i], "nclusterid": grid[i] // cluster[i],
+                "cluster_ctaid": self.ctaid[i] % cluster[i], "cluster_nctaid": cluster[i],
+                "cluster_ctarank": self.rank, "cluster_nctarank": int(np.prod(cluster)),
+                "warpid": warp.index, "nwarpid": self.warp_count,
+                "smid": self.cluster.number * int(np.prod(cluster)) + self.rank, "nsmid": 132,
+                "dynamic_smem_size": launch.shared, "total_smem_size": self.shared.size,
                 "is_explicit_cluster": int(np.prod(cluster) > 1),
             }  # fmt: skip
             if base not in values:
@@ -121,7 +125,8 @@ class CTA:
         return cta, offset
 
     def mbarrier(self, offset: int, warp: Warp | None = None) -> MBarrier:
-        """The mbarrier at a local offset. `warp` is the user, None for asynchronous engines: others need it published."""
+        """The mbarrier at a local offset. `warp` is the user, None for asynchronous engines: others need
+        it published."""
         b = self.mbarriers.get(offset)
         if b is None:
             raise Fault(
@@ -131,7 +136,8 @@ class CTA:
         if not b.published and (warp is None or warp.cta is not self):
             raise Fault(
                 "mbarrier-init",
-                f"{b.name()} is used by the async proxy or another CTA without fence.mbarrier_init after its init",
+                f"{b.name()} is used by the async proxy or another CTA without fence.mbarrier_init after its"
+                f" init",
             )
         if warp is not None and warp.clock[CONTROL, b.initialiser[0]] < b.initialiser[1]:
             raise Fault(
@@ -150,7 +156,7 @@ class Cluster:
         self.ctas: list[CTA] = []
         for rank in range(count):
             place = (rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1]))
-            ctaid = tuple(o * s + p for o, s, p in zip(origin, shape, place))
+            ctaid = tuple(o * s + p for o, s, p in zip(origin, shape, place, strict=False))
             self.ctas.append(CTA(self, rank, ctaid))
         self.barrier = ClusterBarrier(self)
         per_thread = min(255, REGISTER_FILE // threads // 8 * 8)
@@ -162,7 +168,8 @@ class Cluster:
         self.running = [w for c in self.ctas for w in c.warps]
 
     def retire(self, warp: Warp) -> None:
-        """A warp has exited: nothing of its own may be pending (PTX ISA 9.7.9.25.1: bulk copies read after exit)."""
+        """A warp has exited: nothing of its own may be pending (PTX ISA 9.7.9.25.1: bulk copies read after
+        exit)."""
         from .ops import exit_checks
 
         for check in exit_checks:
@@ -183,7 +190,8 @@ class Cluster:
 
 
 class Device:
-    """Runs launches. `seed` draws the schedule; `ignore` names fault codes to note as warnings instead of raising."""
+    """Runs launches. `seed` draws the schedule; `ignore` names fault codes to note as warnings instead of
+    raising."""
 
     def __init__(self, memory: GlobalMemory, seed: int = 0, ignore=(), resident: int = 16):
         unknown = set(ignore) - set(FAULTS)
@@ -213,7 +221,7 @@ class Device:
     def launch(self, program: Program, launch) -> None:
         self._load_globals(program)
         grid, shape = launch.grid, launch.cluster
-        if any(g % c for g, c in zip(grid, shape)):
+        if any(g % c for g, c in zip(grid, shape, strict=False)):
             raise EmulatorError(f"grid {grid} is not a multiple of cluster {shape}")
         origins = [
             (x, y, z)
@@ -244,7 +252,8 @@ class Device:
                 self.global_variables[v.name] = data.ctypes.data + skip
 
     def _run(self, live: list[Cluster], more: bool) -> list[Cluster]:
-        """Run until a cluster ends (when `more` wait for room) or all have ended; returns those still alive."""
+        """Run until a cluster ends (when `more` wait for room) or all have ended; returns those still
+        alive."""
         rng = self.random
         runnable = [w for c in live for w in c.running if w.blocked is None]
         blocked = [w for c in live for w in c.running if w.blocked is not None]
@@ -299,7 +308,7 @@ class Device:
     def _retire(self, warp: Warp, live: list[Cluster]) -> bool:
         """Account for an exited warp; True when its cluster has ended."""
         cluster = warp.cta.cluster
-        for op, n in zip(warp.program.ops, warp.counts):
+        for op, n in zip(warp.program.ops, warp.counts, strict=False):
             if n:
                 self.instructions[warp.index, op.name] += n
         try:
@@ -333,7 +342,8 @@ class Device:
             raise
 
     def _check_bytes(self, live: list[Cluster]) -> None:
-        """A deadlock at an mbarrier that has all its arrivals, but not the bytes it expects, is a wrong byte count."""
+        """A deadlock at an mbarrier that has all its arrivals, but not the bytes it expects, is a wrong
+        byte count."""
         for b in (b for c in live for cta in c.ctas for b in cta.mbarriers.values()):
             if b.tx and b.waiting and not b.pending:
                 wrong = (

@@ -1,4 +1,5 @@
-"""Global and shared memory: bounds, alignment, validity of each byte, and the ordering of accesses (ordering.py)."""
+"""Global and shared memory: bounds, alignment, validity of each byte, and the ordering of accesses
+(ordering.py)."""
 
 from __future__ import annotations
 
@@ -69,8 +70,9 @@ class GlobalMemory:
 class SharedMemory:
     """One CTA's shared memory.
 
-    Bookkeeping: a validity bit per byte; per 4-byte word, and per 16-byte granule for the asynchronous engines, the agent and
-    epoch of the last write; per granule and reading agent the epoch of its last read.
+    Bookkeeping: a validity bit per byte; per 4-byte word, and per 16-byte granule for the asynchronous
+      engines, the agent and epoch of the last write; per granule and reading agent the epoch of its last
+      read.
     """
 
     def __init__(self, size: int, ordering: Ordering, rank: int, device):
@@ -93,7 +95,8 @@ class SharedMemory:
         if offset < 0 or offset + size > self.size:
             raise Fault(
                 "shared-bounds",
-                f"shared bytes {offset:#x}..{offset + size:#x}, the CTA (rank {self.rank}) has {self.size:#x}",
+                f"shared bytes {offset:#x}..{offset + size:#x}, the CTA (rank {self.rank}) has"
+                f" {self.size:#x}",
             )
 
     def check_all(self, offsets: np.ndarray, size: int, align: int) -> None:
@@ -103,7 +106,8 @@ class SharedMemory:
         if (offsets & (align - 1)).any():
             raise Fault(
                 "misaligned",
-                f"shared address {int(offsets[(offsets & (align - 1)).nonzero()[0][0]]):#x} is not aligned to {align}",
+                f"shared address {int(offsets[(offsets & (align - 1)).nonzero()[0][0]]):#x} is not aligned to"
+                f" {align}",
             )
 
     # ---- generic proxy: warps' own loads and stores
@@ -124,7 +128,8 @@ class SharedMemory:
             k = int(late.nonzero()[0][0])
             raise Fault(
                 "stale-read",
-                f"shared word {int(words[k]) * 4:#x} of CTA rank {self.rank} is read, and nothing orders the read after its write"
+                f"shared word {int(words[k]) * 4:#x} of CTA rank {self.rank} is read, and nothing orders the"
+                f" read after its write"
                 f" by {self.ordering.name(int(writer[k]))}",
             )
         self._note_read(warp.id, int(warp.clock[0, warp.id]), offsets >> 4)
@@ -136,8 +141,9 @@ class SharedMemory:
         self.check_all(offsets, size, size)
         granules = offsets >> 4
         epoch = int(warp.clock[0, warp.id])
-        # Reads are kept per granule. A narrower store may share its granule with words that other warps read, so only a
-        # store of whole granules is checked against warps' reads; asynchronous engines read whole granules anyway.
+        # Reads are kept per granule. A narrower store may share its granule with words that other warps read,
+        # so only a store of whole granules is checked against warps' reads; asynchronous engines read whole
+        # granules anyway.
         self._check_not_read(warp.clock[0], granules, "a generic store", every_agent=size == 16)
         if size >= 4:
             words = (offsets[:, None] + np.arange(0, size, 4)).reshape(-1) >> 2
@@ -147,7 +153,8 @@ class SharedMemory:
                 k = int(late.nonzero()[0][0])
                 raise Fault(
                     "stale-read",
-                    f"shared word {int(words[k]) * 4:#x} of CTA rank {self.rank} is overwritten, and nothing orders the store after"
+                    f"shared word {int(words[k]) * 4:#x} of CTA rank {self.rank} is overwritten, and nothing"
+                    f" orders the store after"
                     f" the write by {self.ordering.name(int(writer[k]))}",
                 )
         else:
@@ -163,7 +170,8 @@ class SharedMemory:
     # ---- async proxy: TMA, wgmma, tcgen05
 
     def async_read(self, clock: np.ndarray, agent: int, epoch: int, granules: np.ndarray, what: str) -> None:
-        """An asynchronous engine, started by the owner of `clock`, will read these granules until `epoch` of `agent`."""
+        """An asynchronous engine, started by the owner of `clock`, will read these granules until `epoch`
+        of `agent`."""
         view = async_view(clock, self.ordering.warps)
         writer = self.writer[granules]
         late = self.epoch[granules] > view[writer]
@@ -179,7 +187,8 @@ class SharedMemory:
                 bad = int(check.reshape(-1)[(~valid.all(axis=-1)).nonzero()[0][0]])
                 raise Fault(
                     "uninit-shared",
-                    f"{what} reads shared granule {bad * 16:#x} of CTA rank {self.rank}, not all of it written",
+                    f"{what} reads shared granule {bad * 16:#x} of CTA rank {self.rank}, not all of it"
+                    f" written",
                 )
         self._note_read(agent, epoch, granules)
 
@@ -203,7 +212,8 @@ class SharedMemory:
     def async_write(
         self, clock: np.ndarray, agent: int, epoch: int, first: int, size: int, what: str
     ) -> None:
-        """An asynchronous engine, started by the owner of `clock`, will write bytes first.. until `epoch` of `agent`."""
+        """An asynchronous engine, started by the owner of `clock`, will write bytes first.. until `epoch`
+        of `agent`."""
         g = slice(first >> 4, (first + size) >> 4)
         self._check_not_read(clock[0], g, what)
         writer = self.writer[g]
@@ -212,7 +222,8 @@ class SharedMemory:
             k = int(late.nonzero()[0][0])
             raise Fault(
                 "async-overlap",
-                f"{what} overwrites shared bytes {(g.start + k) * 16:#x}.. of CTA rank {self.rank}, and nothing orders it after the"
+                f"{what} overwrites shared bytes {(g.start + k) * 16:#x}.. of CTA rank {self.rank}, and"
+                f" nothing orders it after the"
                 f" write by {self.ordering.name(int(writer[k]))}",
             )
         self.writer[g] = agent
@@ -249,6 +260,7 @@ class SharedMemory:
             granule = granules.start + hit if isinstance(granules, slice) else int(granules[hit])
             raise Fault(
                 "async-overlap",
-                f"{what} writes shared bytes {granule * 16:#x}.. of CTA rank {self.rank}, and nothing orders it after the"
+                f"{what} writes shared bytes {granule * 16:#x}.. of CTA rank {self.rank}, and nothing orders"
+                f" it after the"
                 f" read by {self.ordering.name(agent)}",
             )

@@ -1,7 +1,7 @@
 """Mutations of a kernel's synchronisation, and whether the emulator finds each.
 
-A mutation removes or alters one synchronisation instruction in the PTX. The host code stays the same. A mutation counts as
-found when some seed gives a fault or a wrong result.
+A mutation removes or alters one synchronisation instruction in the PTX. The host code stays the same. A
+mutation counts as found when some seed gives a fault or a wrong result.
 
     python3 -m tests.emulator.mutate        writes docs/emulator-mutations.md
 """
@@ -84,7 +84,8 @@ def apply(ptx: str, mutation: Mutation) -> str:
     lines = ptx.split("\n")
     text = lines[mutation.line - 1]
     m = _STATEMENT.match(text)
-    assert m and " ".join(m["body"].split()) == mutation.before, (text, mutation)
+    assert m, (text, mutation)
+    assert " ".join(m["body"].split()) == mutation.before, (text, mutation)
     after = mutation.after
     arithmetic = re.search(r"(COUNT_PLUS_1|PLUS_16|MINUS_16|PLUS_1)\((.*)\)$", after)
     extra = ""
@@ -116,7 +117,8 @@ def survey(
     seeds: Iterable[int],
     only: Callable[[Mutation], bool] = lambda m: True,
 ) -> list[Verdict]:
-    """Try every mutation of a function. `check(emulated, seed)` runs it and says whether the result is right."""
+    """Try every mutation of a function. `check(emulated, seed)` runs it and says whether the result is
+    right."""
     original = emulated.ptx
     verdicts = []
     try:
@@ -153,7 +155,8 @@ def table(subject_name: str, verdicts: list[Verdict], reason: Callable[[Mutation
         statement = m.before if len(m.before) < 90 else m.before[:87] + "..."
         what = f"[{v.found}]" if v.found and v.found != "wrong result" else v.found
         lines.append(
-            f"| `{statement}` | {m.what} | {what or 'not found: ' + (reason(m) or '?')} | {v.seed if v.found else ''} |"
+            f"| `{statement}` | {m.what} | {what or 'not found: ' + (reason(m) or '?')} |"
+            f" {v.seed if v.found else ''} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -175,9 +178,10 @@ def main() -> None:
     summary = "\n".join(f"| {name} | {n} | {found} |" for name, n, found in counts)
     text = f"""# Mutations of synchronisation that the emulator finds
 
-Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one finds a fault
-or a wrong result. The codes are those of tests/emulator/faults.py. Made by `python3 -m tests.emulator.mutate`;
-tests/test_emulator_mutations.py runs the same and fails when a mutation is missed that has no reason here.
+Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
+finds a fault or a wrong result. The codes are those of tests/emulator/faults.py. Made by
+`python3 -m tests.emulator.mutate`; tests/test_emulator_mutations.py runs the same and fails when a mutation is
+missed that has no reason here.
 
 | kernel | mutations | found |
 |---|---|---|

@@ -1,4 +1,5 @@
-"""The kernels whose synchronisation is mutated, how each result is checked, and why some mutations cannot be found."""
+"""The kernels whose synchronisation is mutated, how each result is checked, and why some mutations cannot
+be found."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from .mutate import Mutation
 
 @dataclass(frozen=True)
 class Subject:
-    """reasons: (pattern of the statement, what was done, why it cannot be found); `check` runs it and compares."""
+    """reasons: (pattern of the statement, what was done, why it cannot be found); `check` runs it and
+    compares."""
 
     name: str
     build: Callable[[str], Emulated]
     check: Callable[[Emulated, int], bool]
     seeds: range = range(6)
     least_mutations: int = 1
-    least_missed: int = 0
+    missed: int = 0  # how many cannot be found, exactly: a miss more or less wants a look
     reasons: list[tuple[str, str, str]] = field(default_factory=list)
 
     def reason(self, mutation: Mutation) -> str | None:
@@ -34,7 +36,8 @@ class Subject:
 TAIL = (
     r"mbarrier\.try_wait",
     "always succeeds",
-    "The producer's tail waits only keep its CTA alive until the consumers have arrived; here something later keeps it alive anyway.",
+    "The producer's tail waits only keep its CTA alive until the consumers have arrived; here something later"
+    " keeps it alive anyway.",
 )
 RELINQUISH = (
     r"tcgen05\.relinquish",
@@ -117,10 +120,10 @@ def _row_sum_check(emulated: Emulated, seed: int) -> bool:
 
 KERNELS = [
     Subject("row sum through shared memory", _row_sum, _row_sum_check, least_mutations=2),
+    Subject("TMA load, scale, TMA store", _scale, _scale_check, least_mutations=20, missed=2, reasons=[TAIL]),
     Subject(
-        "TMA load, scale, TMA store", _scale, _scale_check, least_mutations=20, least_missed=2, reasons=[TAIL]
+        "wgmma GEMM", _wgmma((1, 1)), _gemm_check(64, 64, 320), least_mutations=18, missed=2, reasons=[TAIL]
     ),
-    Subject("wgmma GEMM", _wgmma((1, 1)), _gemm_check(64, 64, 320), least_mutations=18, reasons=[TAIL]),
     Subject(
         "wgmma GEMM, cluster 2x1, multicast",
         _wgmma((2, 1)),
@@ -129,13 +132,19 @@ KERNELS = [
         reasons=[TAIL],
     ),
     Subject(
-        "tcgen05 GEMM", _tcgen05(), _gemm_check(128, 256, 136), least_mutations=25, reasons=[TAIL, RELINQUISH]
+        "tcgen05 GEMM",
+        _tcgen05(),
+        _gemm_check(128, 256, 136),
+        least_mutations=25,
+        missed=4,
+        reasons=[TAIL, RELINQUISH],
     ),
     Subject(
         "tcgen05 GEMM, CTA pair",
         _tcgen05(pair=True),
         _gemm_check(256, 256, 136),
         least_mutations=30,
+        missed=6,
         reasons=[TAIL, RELINQUISH, TWO_FENCES],
     ),
     Subject(
@@ -143,6 +152,7 @@ KERNELS = [
         _tcgen05(pair=True, cluster_n=2),
         _gemm_check(256, 512, 72),
         least_mutations=30,
+        missed=5,
         reasons=[TAIL, RELINQUISH, TWO_FENCES],
     ),
 ]

@@ -1,18 +1,19 @@
 """Happens-before: which accesses each warp may rely on, kept as vector clocks.
 
-Agents are the warps of a cluster and everything asynchronous that acts for them: per warp its wgmma, its bulk copies' reads of
-shared memory, its tcgen05.ld and tcgen05.st; per CTA the tensor pipe that tcgen05.mma runs on; and each mbarrier, on whose
-behalf TMA loads write. Each agent counts epochs. Memory remembers the (agent, epoch) of the last write of each word and of the
-last reads; an access is ordered after them when the accessing warp's clock has reached that epoch. Clocks travel with release
-and acquire: mbarrier arrivals and waits, named and cluster barriers. A missing wait is then found whenever the two accesses
-happen, in whatever order the schedule ran them.
+Agents are the warps of a cluster and everything asynchronous that acts for them: per warp its wgmma, its bulk
+copies' reads of shared memory, its tcgen05.ld and tcgen05.st; per CTA the tensor pipe that tcgen05.mma runs
+on; and each mbarrier, on whose behalf TMA loads write. Each agent counts epochs. Memory remembers the (agent,
+epoch) of the last write of each word and of the last reads; an access is ordered after them when the
+accessing warp's clock has reached that epoch. Clocks travel with release and acquire: mbarrier arrivals and
+waits, named and cluster barriers. A missing wait is then found whenever the two accesses happen, in whatever
+order the schedule ran them.
 
 A clock has three rows (PTX ISA 8 "Memory Consistency Model", 9.7.13.4 "membar/fence" for the proxy fences):
 - ORDER: what happened before, as release and acquire carry it;
-- PROXY: which of the warps' generic writes have also passed a fence.proxy.async on the way, which is what a read through the
-  async proxy needs;
-- CONTROL: what must have been executed before in time, carried by relaxed arrivals and by asynchronous completions too. It
-  decides whether an mbarrier was initialised before its use, and nothing else.
+- PROXY: which of the warps' generic writes have also passed a fence.proxy.async on the way, which is what a
+  read through the async proxy needs;
+- CONTROL: what must have been executed before in time, carried by relaxed arrivals and by asynchronous
+  completions too. It decides whether an mbarrier was initialised before its use, and nothing else.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def release(clock: np.ndarray, warp: int, into: np.ndarray) -> None:
 
 
 def relaxed_release(clock: np.ndarray, fenced: np.ndarray | None, into: np.ndarray) -> None:
-    """A relaxed arrival carries time, and what came before the last fence (`fenced`, a clock) if there was one."""
+    """A relaxed arrival carries time, and what came before the last fence (`fenced`, a clock) if there was
+    one."""
     np.maximum(into[CONTROL], clock[CONTROL], out=into[CONTROL])
     if fenced is not None:
         np.maximum(into, fenced, out=into)
@@ -100,13 +102,15 @@ def acquire(clock: np.ndarray, source: np.ndarray) -> None:
 
 
 def proxy_fence(clock: np.ndarray, warp: int) -> None:
-    """fence.proxy.async: everything this warp knows of becomes visible to the async proxy; a new epoch begins."""
+    """fence.proxy.async: everything this warp knows of becomes visible to the async proxy; a new epoch
+    begins."""
     np.maximum(clock[PROXY], clock[ORDER], out=clock[PROXY])
     new_epoch(clock, warp)
 
 
 def async_view(clock: np.ndarray, warps: int) -> np.ndarray:
-    """What the async proxy may rely on when this clock's owner starts it: fenced generic writes, and asynchronous ones."""
+    """What the async proxy may rely on when this clock's owner starts it: fenced generic writes, and
+    asynchronous ones."""
     view = clock[ORDER].copy()
     view[:warps] = clock[PROXY, :warps]
     return view

@@ -1,8 +1,9 @@
-"""A parsed entry -> a pre-decoded program: every operand a row number of the register file, every instruction a closure.
+"""A parsed entry -> a pre-decoded program: every operand a row number of the register file, every instruction
+a closure.
 
-Decoding happens once per kernel. The semantics live in ops/: a decoder there is registered for the first part of an opcode,
-consumes every modifier (whatever is left over is an error) and returns `run(warp, lanes)`. `lanes` is True for all 32 or a
-bool array of 32, fit for numpy's `where=`.
+Decoding happens once per kernel. The semantics live in ops/: a decoder there is registered for the first
+part of an opcode, consumes every modifier (whatever is left over is an error) and returns `run(warp,
+lanes)`. `lanes` is True for all 32 or a bool array of 32, fit for numpy's `where=`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,26 @@ import numpy as np
 from . import ptx
 from .faults import EmulatorError, UnsupportedInstruction
 
-# PTX type -> numpy type of a 32-lane register row. bf16 has no numpy type: its rows are uint16, converted where they are used.
+# PTX type -> numpy type of a 32-lane register row. bf16 has no numpy type: its rows are uint16, converted
+# where they are used.
 NUMPY = {
-    "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
-    "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
-    "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
-    "f32x2": np.float32,
+    "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
+    "s16": np.int16, "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32,
+    "s32": np.int32, "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64,
+    "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f32x2": np.float32,
 }  # fmt: skip
 # Views of the register file by width in bytes; pred is a file of its own. f32x2 rows have 64 entries.
-VIEWS = {0: ("pred",), 2: ("b16", "u16", "s16", "f16", "bf16"), 4: ("b32", "u32", "s32", "f32", "f16x2", "bf16x2"), 8: ("b64", "u64", "s64", "f64", "f32x2")}  # fmt: skip
+VIEWS = {
+    0: ("pred",),
+    2: ("b16", "u16", "s16", "f16", "bf16"),
+    4: ("b32", "u32", "s32", "f32", "f16x2", "bf16x2"),
+    8: ("b64", "u64", "s64", "f64", "f32x2"),
+}
 
 NORMAL, BRANCH, EXIT, COLLECTIVE = range(4)
 
-# Windows of the generic address space: the low 32 bits of a generic address are the address within its own space.
+# Windows of the generic address space: the low 32 bits of a generic address are the address within its own
+# space.
 SHARED_WINDOW, PARAM_WINDOW = 0x0500_0000_0000_0000, 0x0600_0000_0000_0000
 
 DECODERS: dict[str, Callable] = {}
@@ -50,7 +58,8 @@ def file_of(type_name: str) -> int:
 
 
 class Modifiers:
-    """The dotted parts after the opcode's name. Decoders take them one by one; `finish` refuses what nobody took."""
+    """The dotted parts after the opcode's name. Decoders take them one by one; `finish` refuses what
+    nobody took."""
 
     def __init__(self, parts: tuple[str, ...]):
         self.left = list(parts)
@@ -119,7 +128,8 @@ def _nothing(warp, lanes):
 
 
 class Decoder:
-    """What an instruction's decoder uses: operands to register numbers, modifiers, and the op under construction."""
+    """What an instruction's decoder uses: operands to register numbers, modifiers, and the op under
+    construction."""
 
     def __init__(self, program: Program, ins: ptx.Instruction):
         self.program, self.ins = program, ins
@@ -134,7 +144,8 @@ class Decoder:
             raise UnsupportedInstruction(f"{len(self.operands)} operands, expected {allowed}")
 
     def source(self, operand, type_name: str, checked: bool = True, relaxed: bool = False) -> int:
-        """Register number of a source. `relaxed` lets a wider register hold a narrower type (ld, st and cvt, PTX ISA 9.4.1)."""
+        """Register number of a source. `relaxed` lets a wider register hold a narrower type (ld, st and
+        cvt, PTX ISA 9.4.1)."""
         if isinstance(operand, ptx.Reg):
             number = self.program.register(operand.name, type_name, relaxed)
             self.op.sources += (number,)
@@ -168,7 +179,8 @@ class Decoder:
         return [self.dest(x, type_name, **options) for x in items]
 
     def address(self, operand, wide: bool = True) -> tuple[int, int]:
-        """(register number, byte offset) of an address operand. The register may be 32 or 64 bits wide when `wide` is False."""
+        """(register number, byte offset) of an address operand. The register may be 32 or 64 bits wide
+        when `wide` is False."""
         if not isinstance(operand, ptx.Address) or operand.coordinates:
             raise UnsupportedInstruction(f"address operand {operand}")
         base = operand.base
@@ -242,7 +254,8 @@ class Program:
         return len(self.files) - 1
 
     def _lay_out_memory(self) -> None:
-        """Static shared variables from offset 0x400 (the driver's 1 KiB comes first), dynamic shared memory after them."""
+        """Static shared variables from offset 0x400 (the driver's 1 KiB comes first), dynamic shared
+        memory after them."""
         offset, self.shared_offsets, self.param_offsets = (
             0x400,
             {},
@@ -305,7 +318,7 @@ class Program:
             self.row_in_file[number] = sizes[file]
             sizes[file] += 1
         self.template = {f: np.zeros((n, 32), NUMPY[VIEWS[f][0]]) for f, n in sizes.items()}
-        for number, type_name, value in self.initial:
+        for number, _, value in self.initial:
             file = self.files[number]
             row = self.template[file][self.row_in_file[number]]
             row[:] = (value != 0) if file == 0 else value & (256**file - 1)
@@ -315,7 +328,8 @@ class Program:
 
 
 def _watch_accumulators(op: Op, accumulators: set[int]) -> None:
-    """Have an instruction that reads accumulators note it: wgmma.fence must come before the next wgmma (see ops/wgmma.py).
+    """Have an instruction that reads accumulators note it: wgmma.fence must come before the next wgmma (see
+    ops/wgmma.py).
 
     mov does not count: the compiler places copies and zeroing of accumulators without regard to the fence.
     """

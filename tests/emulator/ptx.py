@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from .faults import EmulatorError, UnsupportedInstruction
 
 TYPE_BYTES = {
-    "pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
-    "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16,
+    "pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4,
+    "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8,
+    "f32x2": 8, "b128": 16,
 }  # fmt: skip
 
 
@@ -229,7 +230,8 @@ def _parse_variables(text: str, module: Module) -> None:
 
 
 class _BodyParser:
-    """One entry's body. Names declared in inner { } scopes are renamed as they appear, so that operands are unique."""
+    """One entry's body. Names declared in inner { } scopes are renamed as they appear, so that operands
+    are unique."""
 
     def __init__(self, text: str, start: int, symbols: set[str]):
         self.registers: dict[str, str] = {}

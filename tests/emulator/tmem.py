@@ -1,4 +1,5 @@
-"""Tensor memory of one CTA: 128 lanes x 512 columns of 32-bit cells (PTX ISA 9.7.16.1), its allocation, validity and ordering."""
+"""Tensor memory of one CTA: 128 lanes x 512 columns of 32-bit cells (PTX ISA 9.7.16.1), its allocation,
+validity and ordering."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class TensorMemory:
         if address >> 16 or self.allocations.get(first) != columns:
             raise Fault(
                 "tmem-alloc",
-                f"dealloc of {columns} columns at {address:#x}; allocated (first: columns): {self.allocations}",
+                f"dealloc of {columns} columns at {address:#x}; allocated (first: columns):"
+                f" {self.allocations}",
             )
         del self.allocations[first]
         self.owner[first : first + columns] = -1
@@ -70,23 +72,27 @@ class TensorMemory:
         if column < 0 or column + columns > COLUMNS or (self.owner[column : column + columns] < 0).any():
             raise Fault(
                 "tmem-bounds",
-                f"TMEM columns {column}..{column + columns} of CTA rank {self.rank}; allocated (first: columns): {self.allocations}",
+                f"TMEM columns {column}..{column + columns} of CTA rank {self.rank}; allocated (first:"
+                f" columns): {self.allocations}",
             )
 
     def note_read(
         self, clock: np.ndarray, agent: int, epoch: int, quarters: slice, columns: slice, what: str
     ) -> None:
-        """`agent` reads until its `epoch`; the read must come after the last write as far as `clock` knows."""
+        """`agent` reads until its `epoch`; the read must come after the last write as far as `clock`
+        knows."""
         writer, written = self.writer[quarters, columns], self.epoch[quarters, columns]
         late = written > clock[0][writer]
         if late.any():
             q, c = (int(x[0]) for x in late.nonzero())
-            where = f"TMEM column {columns.start + c}, lanes {32 * (quarters.start + q)}.. of CTA rank {self.rank}"
+            lane = 32 * (quarters.start + q)
+            where = f"TMEM column {columns.start + c}, lanes {lane}.. of CTA rank {self.rank}"
             if written[q, c] == NEVER:
                 raise Fault("uninit-tmem", f"{what} reads {where}, which nobody wrote")
             raise Fault(
                 "async-overlap",
-                f"{what} reads {where} before waiting for the write by {self.ordering.name(int(writer[q, c]))}",
+                f"{what} reads {where} before waiting for the write by"
+                f" {self.ordering.name(int(writer[q, c]))}",
             )
         if agent not in self.reads:
             self.reads[agent] = np.zeros((4, COLUMNS), np.int32)
@@ -100,7 +106,8 @@ class TensorMemory:
             if reader != agent and (epochs[quarters, columns] > clock[0, reader]).any():
                 raise Fault(
                     "async-overlap",
-                    f"{what} writes TMEM columns {columns.start}.. of CTA rank {self.rank}, and nothing orders it after the read by"
+                    f"{what} writes TMEM columns {columns.start}.. of CTA rank {self.rank}, and nothing"
+                    f" orders it after the read by"
                     f" {self.ordering.name(reader)}",
                 )
         writer, written = self.writer[quarters, columns], self.epoch[quarters, columns]
@@ -109,7 +116,8 @@ class TensorMemory:
             q, c = (int(x[0]) for x in late.nonzero())
             raise Fault(
                 "async-overlap",
-                f"{what} writes TMEM column {columns.start + c} of CTA rank {self.rank}, and nothing orders it after the write by"
+                f"{what} writes TMEM column {columns.start + c} of CTA rank {self.rank}, and nothing orders"
+                f" it after the write by"
                 f" {self.ordering.name(int(writer[q, c]))}",
             )
         self.writer[quarters, columns] = agent
@@ -121,7 +129,8 @@ class TensorMemory:
             lane, column = (int(x[0]) for x in (~self.valid[lanes, columns]).nonzero())
             raise Fault(
                 "uninit-tmem",
-                f"TMEM lane {lanes.start + lane}, column {columns.start + column} of CTA rank {self.rank} is read,"
+                f"TMEM lane {lanes.start + lane}, column {columns.start + column} of CTA rank {self.rank} is"
+                f" read,"
                 " and nobody wrote it",
             )
         return np.ascontiguousarray(self.cells[lanes, columns])

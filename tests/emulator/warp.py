@@ -1,8 +1,10 @@
-"""A warp: registers with validity, control flow with divergence, and the loop that executes decoded instructions.
+"""A warp: registers with validity, control flow with divergence, and the loop that executes decoded
+instructions.
 
-Divergent groups of lanes run lowest program counter first and join when they meet. A group that reaches an instruction that
-needs other live lanes (`.sync`, `.aligned`) is parked until they arrive; when all groups are parked at different places, that
-is a fault. (PTX ISA 9.6 "Divergence of threads in control constructs".)
+Divergent groups of lanes run lowest program counter first and join when they meet. A group that reaches an
+instruction that needs other live lanes (`.sync`, `.aligned`) is parked until they arrive; when all groups
+are parked at different places, that is a fault. (PTX ISA 9.6 "Divergence of threads in control
+constructs".)
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _ALL_TRUE, _ALL_FALSE = b"\1" * 32, b"\0" * 32
 
 
 class Blocked:
-    """Returned by an instruction that cannot complete yet; it is executed again when the scheduler resumes the warp."""
+    """Returned by an instruction that cannot complete yet; it is executed again when the scheduler resumes
+    the warp."""
 
     __slots__ = ("ready", "timeout", "why")
 
@@ -63,7 +66,7 @@ class Warp:
             for name in names:
                 rows: list = [None] * program.rows
                 view = self.files[file].view(NUMPY[name])
-                for number, row in zip(numbers, view):
+                for number, row in zip(numbers, view, strict=False):
                     rows[number] = row
                 self.views[name] = rows
         self.valid = program.initially_valid.copy()
@@ -260,7 +263,8 @@ class Warp:
         if pc < len(self.program.ops):
             ins = self.program.ops[pc].ins
             text = f"line {ins.line}: {ins.text[:160]}"
-        return f"kernel {self.program.name[:100]}, CTA {self.cta.ctaid}, warp {self.index}, lanes {self.mask:#010x}, {text}"
+        who = f"CTA {self.cta.ctaid}, warp {self.index}, lanes {self.mask:#010x}"
+        return f"kernel {self.program.name[:100]}, {who}, {text}"
 
 
 def lanes_array(bits: int) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""What is run on an H100 and on the emulator: each case's kernel, inputs, and how closely the results must agree.
+"""What is run on an H100 and on the emulator: each case's kernel, inputs, and how closely the results must
+agree.
 
-Data movement and integers agree bit for bit. Sums of the tensor cores differ by the order and rounding of fp32 accumulation.
-The approximate functions differ by the error that the PTX ISA documents for each.
+Data movement and integers agree bit for bit. Sums of the tensor cores differ by the order and rounding of
+fp32 accumulation. The approximate functions differ by the error that the PTX ISA documents for each.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def same_bits(inputs, emulated: np.ndarray, hardware: np.ndarray) -> list[str]:
 
 
 def accumulation_order(inputs, emulated: np.ndarray, hardware: np.ndarray) -> list[str]:
-    """Both are within a few roundings of fp32 (2^-23, of the sum of magnitudes) for each of k / 16 accumulations."""
+    """Both are within a few roundings of fp32 (2^-23, of the sum of magnitudes) for each of k / 16
+    accumulations."""
     a, b = (t.double().numpy() for t in inputs[:2])
     bound = (np.abs(a) @ np.abs(b).T) * (2 + a.shape[1] / 16) * 2.0**-23
     wrong = ~(np.abs(emulated.astype(np.float64) - hardware) <= bound)
@@ -42,8 +44,9 @@ def accumulation_order(inputs, emulated: np.ndarray, hardware: np.ndarray) -> li
     )
 
 
-# Row of Maths -> (name, bound on |emulated - hardware| as a function of the hardware's value). PTX ISA 9.7.3: ex2.approx.ftz 2^-22.5
-# relative (2 ulp), lg2.approx 2^-22 absolute or 2 ulp, rcp.approx 1 ulp, rsqrt.approx 2^-22.9, tanh.approx 2^-11 relative.
+# Row of Maths -> (name, bound on |emulated - hardware| as a function of the hardware's value). PTX ISA 9.7.3:
+# ex2.approx.ftz 2^-22.5 relative (2 ulp), lg2.approx 2^-22 absolute or 2 ulp, rcp.approx 1 ulp, rsqrt.approx
+# 2^-22.9, tanh.approx 2^-11 relative.
 MATHS = [
     ("ex2.approx", lambda v: np.abs(v) * 2.0**-22),
     ("ex2.approx.ftz", lambda v: np.abs(v) * 2.0**-22),
@@ -67,7 +70,8 @@ def approximate(inputs, emulated: np.ndarray, hardware: np.ndarray) -> list[str]
         if not ok.all():
             i = int((~ok).nonzero()[0][0])
             wrong.append(
-                f"{name}: {int((~ok).sum())} values, such as {float(inputs[0][i])!r}: {e[i]!r}, hardware {h[i]!r}"
+                f"{name}: {int((~ok).sum())} values, such as {float(inputs[0][i])!r}: {e[i]!r}, hardware"
+                f" {h[i]!r}"
             )
     return wrong
 

@@ -1,7 +1,8 @@
-"""Small Hopper kernels that cover what the project's kernels use, for the emulator's tests and for the record on hardware.
+"""Small Hopper kernels that cover what the project's kernels use, for the emulator's tests and for the record
+on hardware.
 
-They are kept plain: one idea each, no tuning. Compile functions take what a compile depends on and return the compiled
-function, bound through TVM-FFI.
+They are kept plain: one idea each, no tuning. Compile functions take what a compile depends on and return
+the compiled function, bound through TVM-FFI.
 """
 
 import cuda.bindings.driver as cuda
@@ -38,11 +39,12 @@ def options(arch: str, folder: str | None) -> str:
 
 
 class Gemm:
-    """C (m, n) fp32 = A (m, k) B (n, k)^T: a load warp and one consumer warpgroup, a ring of STAGES, a cluster along m that
-    multicasts B (and, with cluster_n, A). The majors and the tile decide the swizzle of each operand.
+    """C (m, n) fp32 = A (m, k) B (n, k)^T: a load warp and one consumer warpgroup, a ring of STAGES, a
+    cluster along m that multicasts B (and, with cluster_n, A). The majors and the tile decide the swizzle of
+    each operand.
 
-    Warp roles: warps 0 to 3 consume (WGMMA, then plain stores), warp 4 loads. m and n are multiples of the cluster's tile; k
-    is any multiple of 8: TMA fills with zeros.
+    Warp roles: warps 0 to 3 consume (WGMMA, then plain stores), warp 4 loads. m and n are multiples of the
+    cluster's tile; k is any multiple of 8: TMA fills with zeros.
     """
 
     def __init__(self, tile=(64, 64, 64), cluster=(1, 1), a_from_registers=False):
@@ -166,10 +168,11 @@ class Gemm:
 
 
 class ScaleTiles:
-    """out (m, n) = 2 x (m, n), or out += 2 x with `reduce`: TMA load, generic reads and writes of shared memory, TMA store.
+    """out (m, n) = 2 x (m, n), or out += 2 x with `reduce`: TMA load, generic reads and writes of shared
+    memory, TMA store.
 
-    Warp roles: warp 4 loads tiles into a ring of STAGES; warps 0 to 3 read a tile, write it doubled to a staging buffer,
-    and warp 0 stores that. Each CTA walks over a column of tiles. TMA masks the edges.
+    Warp roles: warp 4 loads tiles into a ring of STAGES; warps 0 to 3 read a tile, write it doubled to a
+    staging buffer, and warp 0 stores that. Each CTA walks over a column of tiles. TMA masks the edges.
     """
 
     def __init__(self, tile=(32, 64), reduce=False):
@@ -261,7 +264,8 @@ class ScaleTiles:
 
 
 class RowSum:
-    """out (rows,) = sums of x (rows, 256) over columns, in two steps: warps by shuffles, then through shared memory.
+    """out (rows,) = sums of x (rows, 256) over columns, in two steps: warps by shuffles, then through shared
+    memory.
 
     For the generic proxy alone: shared memory, bar.sync and shuffles.
     """
@@ -291,7 +295,8 @@ class RowSum:
 
 
 class Maths:
-    """out (6, count) = approximate functions of x (count,): ex2, ex2.ftz, lg2, rcp, rsqrt and tanh, as the DSL emits them."""
+    """out (6, count) = approximate functions of x (count,): ex2, ex2.ftz, lg2, rcp, rsqrt and tanh, as the
+    DSL emits them."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
@@ -316,7 +321,8 @@ class Maths:
 
 
 class Integers:
-    """out (12, count) int32 = integer and conversion instructions on x, y (count,) int32, as the DSL emits them."""
+    """out (12, count) int32 = integer and conversion instructions on x, y (count,) int32, as the DSL emits
+    them."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):

@@ -1,7 +1,8 @@
-"""Run the cases on a GPU and write their inputs and outputs: `python3 -m tests.emulator.hardware.record --out DIR`.
+"""Run the cases on a GPU and write their inputs and outputs: `python3 -m tests.emulator.hardware.record --out
+DIR`.
 
-DIR is then committed as tests/emulator/hardware/recorded. Needs a compute capability 9.0 GPU, torch and the CuTe DSL.
-`--compile-only` stops after compiling, which works on any machine.
+DIR is then committed as tests/emulator/hardware/recorded. Needs a compute capability 9.0 GPU, torch and
+the CuTe DSL. `--compile-only` stops after compiling, which works on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Semantics of instructions, by the chapters of the PTX ISA. Importing this package registers all decoders."""
+"""Semantics of instructions, by the chapters of the PTX ISA. Importing this package registers all
+decoders."""
 
 exit_checks: list = []  # functions of a warp that has exited; they raise what is still pending
 

@@ -1,8 +1,9 @@
-"""Integer, floating-point, comparison and logic instructions (PTX ISA 9.7.1 to 9.7.8), on vectors of 32 lanes.
+"""Integer, floating-point, comparison and logic instructions (PTX ISA 9.7.1 to 9.7.8), on vectors of 32
+lanes.
 
-Floating point: .rn is what numpy computes; .ftz flushes denormal inputs and results. The approximate functions (ex2, lg2, rcp,
-rsqrt, sqrt, sin, cos, tanh .approx) are computed in float64 and rounded to float32: hardware may differ by the error that
-the PTX ISA documents for each.
+Floating point: .rn is what numpy computes; .ftz flushes denormal inputs and results. The approximate
+functions (ex2, lg2, rcp, rsqrt, sqrt, sin, cos, tanh .approx) are computed in float64 and rounded to
+float32: hardware may differ by the error that the PTX ISA documents for each.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def elementwise(d: Decoder, type_name: str, function, count: int) -> Op:
-    """`dest = function(sources...)`, all of one type; `function` is a numpy ufunc that takes out= and where=."""
+    """`dest = function(sources...)`, all of one type; `function` is a numpy ufunc that takes out= and
+    where=."""
     d.count(count + 1)
     dest = d.dest(d.operands[0], type_name)
     args = [d.source(x, type_name) for x in d.operands[1:]]
@@ -60,7 +62,7 @@ def computed(d: Decoder, type_name: str, function, source_types: list[str] | Non
     types = source_types or [type_name] * (len(d.operands) - 1)
     d.count(len(types) + 1)
     dest = d.dest(d.operands[0], type_name)
-    args = [(t, d.source(x, t)) for t, x in zip(types, d.operands[1:])]
+    args = [(t, d.source(x, t)) for t, x in zip(types, d.operands[1:], strict=False)]
 
     def run(warp, lanes):
         views = warp.views
@@ -116,7 +118,8 @@ def _through_f32(type_name: str, function):
 
 
 def _directed(d: Decoder, type_name: str, rounding: str, function, count: int, extra: bool) -> Op:
-    """Directed rounding of float32 through float64, which holds sums and products of two floats closely enough."""
+    """Directed rounding of float32 through float64, which holds sums and products of two floats closely
+    enough."""
     if type_name not in ("f32", "f32x2") or extra or function is fused_multiply_add:
         raise UnsupportedInstruction(f".{rounding} for .{type_name}")
 
@@ -131,7 +134,8 @@ def _directed(d: Decoder, type_name: str, rounding: str, function, count: int, e
 
 
 def fused_multiply_add(a, b, c):
-    """One rounding for float32: the product is exact in float64, the sum rounds there first (double rounding is rare)."""
+    """One rounding for float32: the product is exact in float64, the sum rounds there first (double
+    rounding is rare)."""
     if a.dtype == np.float64:
         return a * b + c
     return (a.astype(np.float64) * b + c).astype(np.float32)
@@ -173,7 +177,7 @@ def _product_high(type_name: str):
         return lambda a, b: ((a.astype(wide) * b.astype(wide)) >> wide(bits)).astype(NUMPY[type_name])
 
     def high(a, b):
-        values = [(int(x) * int(y)) >> 64 for x, y in zip(a, b)]
+        values = [(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=False)]
         return np.array([v & (2**64 - 1) for v in values], np.uint64).view(NUMPY[type_name])
 
     return high
@@ -224,7 +228,8 @@ def _div(d):
         return computed(d, type_name, lambda a, b: flush(flush(a) / flush(b)) if ftz else a / b)
     type_name = d.mods.type(*INT)
     if type_name[0] == "u":
-        # Division by zero gives an unspecified value (PTX ISA 9.7.1.8); all ones is what the hardware's routine returns.
+        # Division by zero gives an unspecified value (PTX ISA 9.7.1.8); all ones is what the hardware's
+        # routine returns.
         return computed(
             d,
             type_name,
@@ -255,7 +260,8 @@ def _max(d):
 
 
 def _min_max(d, with_nan, without_nan):
-    """Integers, and floats: a NaN operand is dropped unless .NaN is given; three-operand forms on sm_100 (PTX ISA 9.7.3.10)."""
+    """Integers, and floats: a NaN operand is dropped unless .NaN is given; three-operand forms on sm_100
+    (PTX ISA 9.7.3.10)."""
     if d.mods.left[-1] in INT:
         return elementwise(d, d.mods.type(*INT), with_nan, 2)
     type_name = d.mods.type("f32", "f16", "f16x2", "bf16", "bf16x2", "f64")
@@ -292,7 +298,8 @@ def _abs(d):
 
 
 def _approximate(name: str, function):
-    """Registers name.approx[.ftz].f32 and, where it exists, the rounded forms; without .ftz, denormals are kept."""
+    """Registers name.approx[.ftz].f32 and, where it exists, the rounded forms; without .ftz, denormals are
+    kept."""
 
     @instruction(name)
     def decode(d):
@@ -463,7 +470,7 @@ def _bfe(d):
 
     def run(a, b, c):
         out = []
-        for x, pos, length in zip(a.tolist(), (b & 255).tolist(), (c & 255).tolist()):
+        for x, pos, length in zip(a.tolist(), (b & 255).tolist(), (c & 255).tolist(), strict=False):
             value = (x & 0xFFFFFFFF) >> pos & ((1 << min(length, 32)) - 1) if pos < 32 else 0
             if type_name == "s32" and length:
                 top = min(pos + length - 1, 31)
@@ -493,14 +500,15 @@ def _prmt(d):
 
 
 COMPARE = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 SETP_TYPES = ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64", "f16", "bf16")
 
 
 def comparison(mods, type_name: str):
-    """The comparison operator as a function of two arrays (PTX ISA 9.7.6.2 setp; unordered forms are true on NaN)."""
+    """The comparison operator as a function of two arrays (PTX ISA 9.7.6.2 setp; unordered forms are true
+    on NaN)."""
     name = mods.need(*COMPARE, *(c + "u" for c in COMPARE), "num", "nan")
     if type_name[0] != "f" and type_name != "bf16":
         if name not in COMPARE:

@@ -1,8 +1,10 @@
-"""The async proxy's copies: cp.async.bulk, cp.reduce.async.bulk, with tensor maps (TMA) and without (PTX ISA 9.7.9.25).
+"""The async proxy's copies: cp.async.bulk, cp.reduce.async.bulk, with tensor maps (TMA) and without (PTX ISA
+9.7.9.25).
 
-A load writes shared memory and then completes bytes at an mbarrier; a store reads shared memory and completes through bulk
-groups. Data moves when the operation completes, which the scheduler delays as long as it can; what the operation will touch
-is claimed when it is issued (ordering.py), so that anybody who touches it too early is found.
+A load writes shared memory and then completes bytes at an mbarrier; a store reads shared memory and
+completes through bulk groups. Data moves when the operation completes, which the scheduler delays as long
+as it can; what the operation will touch is claimed when it is issued (ordering.py), so that anybody who
+touches it too early is found.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class BulkGroups:
         self.committed: dict[int, list[list]] = {}
 
     def outstanding(self):
-        for groups in (self.open, *({lane: sum(g, [])} for lane, g in self.committed.items())):
+        for groups in (self.open, *(dict(enumerate(g)) for g in self.committed.values())):
             for copies in groups.values():
                 yield from copies
 
@@ -49,7 +51,8 @@ def groups_of(warp) -> BulkGroups:
 
 
 def issuing_lane(warp, registers) -> int:
-    """The lane that issues. A whole warp with uniform operands counts as one issue: ptxas emits one uniform instruction."""
+    """The lane that issues. A whole warp with uniform operands counts as one issue: ptxas emits one
+    uniform instruction."""
     active = warp.active
     lane = (active & -active).bit_length() - 1
     if active & (active - 1):
@@ -78,22 +81,23 @@ def fetch_tensor_map(warp, address: int) -> TensorMap:
 
 
 def clip_box(tm: TensorMap, memory, coordinates: list[int]):
-    """The part of a box that lies inside the tensor: (view of its bytes, slices of the box), or None if nothing does.
+    """The part of a box that lies inside the tensor: (view of its bytes, slices of the box), or None if
+    nothing does.
 
     Both have the outermost dimension first and the contiguous one last, in bytes.
     """
     low = [max(0, -c) for c in coordinates]
-    high = [min(b, s - c) for b, s, c in zip(tm.box, tm.size, coordinates)]
-    if any(h <= lo for lo, h in zip(low, high)):
+    high = [min(b, s - c) for b, s, c in zip(tm.box, tm.size, coordinates, strict=False)]
+    if any(h <= lo for lo, h in zip(low, high, strict=False)):
         return None
-    start = tm.base + sum((c + lo) * st for c, lo, st in zip(coordinates, low, tm.stride))
-    counts = [h - lo for lo, h in zip(low, high)]
+    start = tm.base + sum((c + lo) * st for c, lo, st in zip(coordinates, low, tm.stride, strict=False))
+    counts = [h - lo for lo, h in zip(low, high, strict=False)]
     counts[0] *= tm.element_bytes
     strides = [1, *tm.stride[1:]]
-    last = start + sum((n - 1) * st for n, st in zip(counts, strides)) + 1
+    last = start + sum((n - 1) * st for n, st in zip(counts, strides, strict=False)) + 1
     region = memory.find(start, last)
     view = np.lib.stride_tricks.as_strided(region.data[start - region.start :], counts[::-1], strides[::-1])
-    slices = tuple(slice(lo, h) for lo, h in zip(low[:0:-1], high[:0:-1]))
+    slices = tuple(slice(lo, h) for lo, h in zip(low[:0:-1], high[:0:-1], strict=False))
     return view, (*slices, slice(low[0] * tm.element_bytes, high[0] * tm.element_bytes))
 
 
@@ -185,8 +189,9 @@ def _tensor_map_and_coordinates(warp, lane: int, base: int, coordinates: list[in
 
 
 def _load(d, operands, rank):
-    """Global -> shared memory, completing at an mbarrier; .multicast::cluster writes at the same offset in each CTA of the
-    mask and signals the mbarrier there; .cta_group::2 may signal the mbarrier of the CTA pair's other half (9.7.9.25.5.2)."""
+    """Global -> shared memory, completing at an mbarrier; .multicast::cluster writes at the same offset in
+    each CTA of the mask and signals the mbarrier there; .cta_group::2 may signal the mbarrier of the CTA
+    pair's other half (9.7.9.25.5.2)."""
     d.mods.need("mbarrier::complete_tx::bytes")
     multicast = d.mods.flag("multicast::cluster")
     pair = d.mods.take("cta_group::1", "cta_group::2") == "cta_group::2"
@@ -269,7 +274,8 @@ def _finish_load(cta, granules, read, barrier, phase: int, size: int, issuer: np
 
 
 def _store(d, operands, rank, reduction):
-    """Shared -> global memory, completing through a bulk group of the issuing thread (9.7.9.25.4.2, 9.7.9.25.5.2-3)."""
+    """Shared -> global memory, completing through a bulk group of the issuing thread (9.7.9.25.4.2,
+    9.7.9.25.5.2-3)."""
     d.mods.need("bulk_group")
     uniform = []
     element = None
@@ -349,7 +355,8 @@ def _commit_group(d):
 
 
 def _wait_group(d):
-    """Wait until at most N of the executing threads' most recent bulk groups are pending; .read: until sources are read."""
+    """Wait until at most N of the executing threads' most recent bulk groups are pending; .read: until
+    sources are read."""
     only_read = d.mods.flag("read")
     d.count(1)
     n = d.operands[0].value

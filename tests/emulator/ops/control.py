@@ -43,7 +43,8 @@ def _nanosleep(d):
 
 @instruction("griddepcontrol")
 def _griddepcontrol(d):
-    """Programmatic dependent launch (PTX ISA 9.7.13.14). Launches run one after the other here, so both forms only count."""
+    """Programmatic dependent launch (PTX ISA 9.7.13.14). Launches run one after the other here, so both
+    forms only count."""
     form = d.mods.need("launch_dependents", "wait")
 
     def run(warp, lanes):

@@ -91,7 +91,8 @@ def _pack(d, to, source, type_name):
 
 @instruction("cvta")
 def _cvta(d):
-    """Generic addresses of shared memory and parameters are windows whose low 32 bits are the address in that space."""
+    """Generic addresses of shared memory and parameters are windows whose low 32 bits are the address in
+    that space."""
     to = d.mods.flag("to")
     space = d.mods.need("global", "shared", "shared::cta", "shared::cluster", "param", "const")
     type_name = d.mods.type("u32", "u64")
@@ -151,7 +152,8 @@ ROUND_INTEGER = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trun
 
 @instruction("cvt")
 def _cvt(d):
-    """Conversions (PTX ISA 9.7.9.21): integers, floats of 16 to 64 bits, and pairs of f32 into f16x2 or bf16x2."""
+    """Conversions (PTX ISA 9.7.9.21): integers, floats of 16 to 64 bits, and pairs of f32 into f16x2 or
+    bf16x2."""
     source_type = d.mods.type(*INT, "u8", "s8", "f16", "bf16", "f32", "f64")
     result_type = d.mods.type(*INT, "u8", "s8", "f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
     ftz, sat, relu = d.mods.flag("ftz"), d.mods.flag("sat"), d.mods.flag("relu")
@@ -165,7 +167,7 @@ def _cvt(d):
     narrowing = is_float(source_type) and is_float(result_type) and sizes[result_type] < sizes[source_type]
     if (
         rounding not in (None, "rn")
-        and not (rounding in ROUND_INTEGER)
+        and rounding not in ROUND_INTEGER
         and not (rounding == "rz" and not narrowing)
     ):
         raise UnsupportedInstruction(f".{rounding}.{result_type}.{source_type}")

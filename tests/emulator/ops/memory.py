@@ -1,4 +1,5 @@
-"""ld, st, atom, red, ldmatrix, stmatrix: warps' own accesses to memory (PTX ISA 9.7.9, 9.7.13.5, 9.7.13.6, 9.7.14.5.15-16)."""
+"""ld, st, atom, red, ldmatrix, stmatrix: warps' own accesses to memory (PTX ISA 9.7.9, 9.7.13.5, 9.7.13.6,
+9.7.14.5.15-16)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ MEMORY_TYPES = (
 
 
 def access_modifiers(d, orders):
-    """(space, type, element count, order, cache hint given) of ld and st; scopes and cache hints have no effect here."""
+    """(space, type, element count, order, cache hint given) of ld and st; scopes and cache hints have no
+    effect here."""
     type_name = d.mods.type(*MEMORY_TYPES)
     order = d.mods.take(*orders) or "weak"
     scope = d.mods.take(*SCOPES)
@@ -123,7 +125,7 @@ def store_bytes(warp, space: str, addresses: np.ndarray, values: np.ndarray) -> 
 
 @instruction("ld", "ldu")
 def _ld(d):
-    space, type_name, n, order, hint = access_modifiers(d, ("weak", "volatile", "relaxed", "acquire"))
+    space, type_name, n, _, hint = access_modifiers(d, ("weak", "volatile", "relaxed", "acquire"))
     d.count(3 if hint else 2)
     if hint:
         d.source(d.operands[2], "b64")
@@ -184,7 +186,7 @@ def _ld_param(d, operand, dtype, dests, views):
 
 @instruction("st")
 def _st(d):
-    space, type_name, n, order, hint = access_modifiers(d, ("weak", "volatile", "relaxed", "release"))
+    space, type_name, n, _, hint = access_modifiers(d, ("weak", "volatile", "relaxed", "release"))
     d.count(3 if hint else 2)
     if hint:
         d.source(d.operands[2], "b64")
@@ -197,7 +199,9 @@ def _st(d):
 
     def run(warp, lanes):
         where = slice(None) if lanes is True else lanes
-        columns = [warp.views[v][s][where].astype(unsigned, copy=False) for v, s in zip(views, sources)]
+        columns = [
+            warp.views[v][s][where].astype(unsigned, copy=False) for v, s in zip(views, sources, strict=False)
+        ]
         values = np.stack(columns, 1)
         store_bytes(warp, space, address(warp)[where], np.ascontiguousarray(values).view(np.uint8))
 
@@ -213,14 +217,16 @@ def _prefetch(d):
 
 
 ATOMICS = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
 }  # fmt: skip
 
 
 @instruction("atom", "red")
 def _atom(d):
-    """Lanes act one after the other, in a random order: their order is unspecified. Semantics and scopes do not matter here,
-    since warps advance one at a time; .acquire and .release order nothing for shared memory (see the README's limits)."""
+    """Lanes act one after the other, in a random order: their order is unspecified. Semantics and scopes
+    do not matter here, since warps advance one at a time; .acquire and .release order nothing for shared
+    memory (see the README's limits)."""
     reduction = d.ins.parts[0] == "red"
     type_name = d.mods.type(
         "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64", "f16", "bf16", "f16x2", "bf16x2"
@@ -261,7 +267,7 @@ def _atom(d):
             new = np.array(
                 [
                     combine(o, rows[v][lane], rows[compared][lane] if name == "cas" else None)
-                    for o, v in zip(old[lane], values)
+                    for o, v in zip(old[lane], values, strict=False)
                 ],
                 dtype,
             )
@@ -313,7 +319,8 @@ def _matrix(d):
 
 @instruction("stmatrix")
 def _stmatrix(d):
-    """Row r of matrix j is stored at the address in lane 8 j + r; lane l holds elements (l / 4, 2 (l % 4) + {0, 1})."""
+    """Row r of matrix j is stored at the address in lane 8 j + r; lane l holds elements (l / 4, 2 (l % 4)
+    + {0, 1})."""
     count, transposed, space = _matrix(d)
     address = d.address_reader(d.operands[0])
     sources = d.sources(d.operands[1], "b32")

@@ -38,7 +38,8 @@ def each_lane(warp, lanes):
 
 
 def _init(d, form):
-    """mbarrier.init: the object becomes visible to other CTAs and to the async proxy by fence.mbarrier_init (9.7.13.15.9)."""
+    """mbarrier.init: the object becomes visible to other CTAs and to the async proxy by
+    fence.mbarrier_init (9.7.13.15.9)."""
     d.mods.take(*SHARED)
     d.mods.type("b64")
     d.count(2)
@@ -84,7 +85,8 @@ def _inval(d, form):
 
 
 def _arrive(d, form):
-    """arrive, arrive.expect_tx (expect-tx first, then one arrival), remote arrivals; .release unless .relaxed (9.7.13.15.13)."""
+    """arrive, arrive.expect_tx (expect-tx first, then one arrival), remote arrivals; .release unless
+    .relaxed (9.7.13.15.13)."""
     expects = d.mods.flag("expect_tx")
     ordered = d.mods.take("release", "relaxed") != "relaxed"
     d.mods.take("cta", "cluster")
@@ -142,8 +144,9 @@ def _expect_tx(d, form):
 
 
 def _wait(d, form):
-    """test_wait and try_wait (9.7.13.15.16). try_wait suspends until the phase completes or a time limit passes; here it may
-    also give up early, as the PTX ISA allows, and gives up when nothing else can happen."""
+    """test_wait and try_wait (9.7.13.15.16). try_wait suspends until the phase completes or a time limit
+    passes; here it may also give up early, as the PTX ISA allows, and gives up when nothing else can
+    happen."""
     parity = d.mods.flag("parity")
     ordered = d.mods.take("acquire", "relaxed") != "relaxed"
     d.mods.take("cta", "cluster")
@@ -303,7 +306,8 @@ def _cluster(d):
 
 @instruction("fence")
 def _fence(d):
-    """Memory and proxy fences (9.7.13.4). Lanes share their warp's clock, so a fence counts for all lanes of the warp."""
+    """Memory and proxy fences (9.7.13.4). Lanes share their warp's clock, so a fence counts for all lanes
+    of the warp."""
     d.count(0)
     if d.mods.flag("mbarrier_init"):
         d.mods.need("release")
@@ -336,7 +340,8 @@ def _membar(d):
 
 
 def _publish(warp, lanes):
-    """fence.mbarrier_init.release.cluster: the warp's mbarrier.init become visible through a later relaxed cluster arrive."""
+    """fence.mbarrier_init.release.cluster: the warp's mbarrier.init become visible through a later relaxed
+    cluster arrive."""
     for b in warp.state.pop("unpublished", ()):
         b.published = True
     _thread_fence(warp, lanes)
@@ -354,8 +359,8 @@ def _thread_fence(warp, lanes):
 
 @instruction("setmaxnreg")
 def _setmaxnreg(d):
-    """Registers per thread of a warpgroup (9.7.19.5). .inc waits until the CTA's pool has enough; the pool starts with what
-    the launch left of 64 Ki registers."""
+    """Registers per thread of a warpgroup (9.7.19.5). .inc waits until the CTA's pool has enough; the pool
+    starts with what the launch left of 64 Ki registers."""
     form = d.mods.need("inc", "dec")
     d.mods.need("sync")
     d.mods.need("aligned")

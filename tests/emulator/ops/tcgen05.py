@@ -1,8 +1,10 @@
-"""tcgen05: tensor memory and the matrix multiply that accumulates in it (PTX ISA 9.7.16), kind::f16 with f32 accumulators.
+"""tcgen05: tensor memory and the matrix multiply that accumulates in it (PTX ISA 9.7.16), kind::f16 with f32
+accumulators.
 
-tcgen05.mma goes to the tensor pipe of the issuing CTA, which executes in order and as late as the scheduler likes;
-tcgen05.commit follows in the same order and arrives at its mbarriers. tcgen05.ld delivers at tcgen05.wait::ld and owns its
-registers until then. TMEM cells and shared memory are claimed when an instruction is issued (ordering.py).
+tcgen05.mma goes to the tensor pipe of the issuing CTA, which executes in order and as late as the
+scheduler likes; tcgen05.commit follows in the same order and arrives at its mbarriers. tcgen05.ld delivers
+at tcgen05.wait::ld and owns its registers until then. TMEM cells and shared memory are claimed when an
+instruction is issued (ordering.py).
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def tmem_of(cta) -> TensorMemory:
 @instruction("tcgen05")
 def _tcgen05(d):
     forms = {
-        "alloc": _alloc, "dealloc": _dealloc, "relinquish_alloc_permit": _relinquish, "mma": _mma, "commit": _commit,
-        "ld": _ld, "st": _st, "wait::ld": _wait_ld, "wait::st": _wait_st,
+        "alloc": _alloc, "dealloc": _dealloc, "relinquish_alloc_permit": _relinquish, "mma": _mma,
+        "commit": _commit, "ld": _ld, "st": _st, "wait::ld": _wait_ld, "wait::st": _wait_st,
         "fence::before_thread_sync": _fence, "fence::after_thread_sync": _fence,
     }  # fmt: skip
     return forms[d.mods.need(*forms)](d)
@@ -49,7 +51,8 @@ def _group(d) -> int:
 
 
 def _pair(cta, group: int) -> list:
-    """The CTAs that a cta_group works on: the CTA alone, or the pair whose ranks differ in the last bit, even rank first."""
+    """The CTAs that a cta_group works on: the CTA alone, or the pair whose ranks differ in the last bit,
+    even rank first."""
     if group == 1:
         return [cta]
     if len(cta.cluster.ctas) % 2:
@@ -61,7 +64,8 @@ def _pair(cta, group: int) -> list:
 
 
 def _alloc(d):
-    """One warp of the CTA, or one of each CTA of the pair, allocates; the column address is written to shared memory."""
+    """One warp of the CTA, or one of each CTA of the pair, allocates; the column address is written to
+    shared memory."""
     group = _group(d)
     d.mods.need("sync")
     d.mods.need("aligned")
@@ -94,7 +98,8 @@ def _alloc(d):
 
             first = possible()
             if first is None:
-                why = f"waits to allocate {columns} TMEM columns (CTA ranks that asked: {sorted(request['ranks'])})"
+                asked = sorted(request["ranks"])
+                why = f"waits to allocate {columns} TMEM columns (CTA ranks that asked: {asked})"
                 return Blocked(lambda: why, lambda: request["first"] is not None or possible() is not None)
             for cta in ctas:
                 tmem_of(cta).allocate(first, columns)
@@ -148,10 +153,11 @@ def _relinquish(d):
 
 
 def _mma(d):
-    """D (+)= A B for M 128 in one CTA, or M 128 or 256 over a pair, with half of A's rows, of B's and of D's in each CTA.
+    """D (+)= A B for M 128 in one CTA, or M 128 or 256 over a pair, with half of A's rows, of B's and of D's
+    in each CTA.
 
-    A CTA with 128 rows keeps row i in lane i. With 64 rows (M 128 over a pair) lanes 0..63 hold the first half of the
-    columns and lanes 64..127 the second (9.7.16.10.5, data-path layouts).
+    A CTA with 128 rows keeps row i in lane i. With 64 rows (M 128 over a pair) lanes 0..63 hold the first
+    half of the columns and lanes 64..127 the second (9.7.16.10.5, data-path layouts).
     """
     if d.mods.take("sp", "ws"):
         raise UnsupportedInstruction("sparse or weight-stationary mma")
@@ -342,7 +348,8 @@ class TensorLoads:
 
 
 def _shape(d) -> int:
-    """Repeat count of shape 32x32b: lane i of the warp and register j are lane i of the warp's quarter, column j."""
+    """Repeat count of shape 32x32b: lane i of the warp and register j are lane i of the warp's quarter,
+    column j."""
     d.mods.need("sync")
     d.mods.need("aligned")
     d.mods.need("32x32b")
@@ -352,7 +359,8 @@ def _shape(d) -> int:
 
 
 def _window(warp, tmem: TensorMemory, address: int, repeat: int) -> tuple[int, slice, slice]:
-    """(quarter, lanes, columns) of an access; a warp may only touch the quarter of its rank in the warpgroup (9.7.16.2.3.1)."""
+    """(quarter, lanes, columns) of an access; a warp may only touch the quarter of its rank in the
+    warpgroup (9.7.16.2.3.1)."""
     quarter = warp.index % 4
     if address >> 16 != 32 * quarter:
         raise Fault(
@@ -456,8 +464,8 @@ def _wait_st(d):
 
 
 def _fence(d):
-    """tcgen05.fence orders tcgen05 instructions around a barrier of threads (9.7.16.6.4). Barriers alone order them here, as
-    they do in CUTLASS's kernels: see the README's limits."""
+    """tcgen05.fence orders tcgen05 instructions around a barrier of threads (9.7.16.6.4). Barriers alone
+    order them here, as they do in CUTLASS's kernels: see the README's limits."""
     d.count(0)
     return d.done(lambda warp, lanes: None)
 

@@ -1,5 +1,5 @@
-"""Instructions in which the lanes of a warp exchange values (PTX ISA 9.7.9.6 shfl.sync, 9.7.13.7-12 vote, match, activemask,
-redux, elect, 9.7.13.2 bar.warp.sync)."""
+"""Instructions in which the lanes of a warp exchange values (PTX ISA 9.7.9.6 shfl.sync, 9.7.13.7-12 vote,
+match, activemask, redux, elect, 9.7.13.2 bar.warp.sync)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _shfl(d):
         pred = d.dest(first.second, "pred")
         first = first.first
     dest = d.dest(first, "b32")
-    # A lane's source value is only needed where some lane reads it, so validity is checked at the source lanes.
+    # A lane's source value is only needed where some lane reads it, so validity is checked at the source
+    # lanes.
     a = d.source(d.operands[1], "b32", checked=False)
     b, c = d.source(d.operands[2], "u32"), d.source(d.operands[3], "u32")
     membermask(d, d.operands[4])
@@ -91,7 +92,8 @@ def _shfl(d):
 
 @instruction("elect")
 def _elect(d):
-    """Elects one lane of the membermask. Which one is up to the implementation, the same for the same mask; so a seed decides."""
+    """Elects one lane of the membermask. Which one is up to the implementation, the same for the same
+    mask; so a seed decides."""
     d.mods.need("sync")
     d.count(2)
     pair = d.operands[0]
@@ -110,7 +112,7 @@ def _elect(d):
         if dest >= 0:
             np.copyto(warp.views["u32"][dest], np.uint32(leader), where=lanes)
         if pred >= 0:
-            np.copyto(warp.views["pred"][pred], LANES == leader, where=lanes)
+            np.copyto(warp.views["pred"][pred], leader == LANES, where=lanes)
 
     op = d.done(run, COLLECTIVE)
     op.writes = tuple(w for w in op.writes if w >= 0)
@@ -173,7 +175,8 @@ def _activemask(d):
 
 @instruction("redux")
 def _redux(d):
-    """Integer reductions; on sm_100a also .min and .max of f32, where NaN operands are dropped unless .NaN (9.7.13.11)."""
+    """Integer reductions; on sm_100a also .min and .max of f32, where NaN operands are dropped unless .NaN
+    (9.7.13.11)."""
     d.mods.need("sync")
     mode = d.mods.need("add", "min", "max", "and", "or", "xor")
     absolute, nan = d.mods.flag("abs"), d.mods.flag("NaN")
@@ -202,7 +205,8 @@ def _redux(d):
 
 
 def bar_warp_sync(d):
-    """bar.warp.sync membermask: joins the lanes and orders their accesses; lanes of a warp share one clock here anyway."""
+    """bar.warp.sync membermask: joins the lanes and orders their accesses; lanes of a warp share one clock
+    here anyway."""
     d.mods.need("warp")
     d.mods.need("sync")
     membermask(d, d.operands[0])

@@ -1,8 +1,9 @@
-"""wgmma: asynchronous matrix multiply of a warpgroup (PTX ISA 9.7.15), kinds f16 and bf16 with f32 accumulators.
+"""wgmma: asynchronous matrix multiply of a warpgroup (PTX ISA 9.7.15), kinds f16 and bf16 with f32
+accumulators.
 
-A wgmma claims its operands when it is issued: granules of shared memory as being read, accumulators (and A's registers) as
-owned. It is executed by the wgmma.wait_group that retires its group, the latest moment there is. All four warps of the
-warpgroup must have issued it by then.
+A wgmma claims its operands when it is issued: granules of shared memory as being read, accumulators (and
+A's registers) as owned. It is executed by the wgmma.wait_group that retires its group, the latest moment
+there is. All four warps of the warpgroup must have issued it by then.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class WarpState:
 
 
 class Issued:
-    """One warp's share of one wgmma in flight: rows 16 q .. 16 q + 15 of D, q being the warp's place in its warpgroup."""
+    """One warp's share of one wgmma in flight: rows 16 q .. 16 q + 15 of D, q being the warp's place in
+    its warpgroup."""
 
     __slots__ = ("a", "b", "d", "form", "negate_a", "negate_b", "number", "scale_d")
 
@@ -160,7 +162,8 @@ def _check_granules(shared, granules: np.ndarray) -> None:
 
 
 def _check_registers(warp, state, accumulators, a_rows, scale_d) -> None:
-    """Accumulators must hold values if they are added to, or belong to an earlier wgmma; A's registers must hold values."""
+    """Accumulators must hold values if they are added to, or belong to an earlier wgmma; A's registers
+    must hold values."""
     owned = warp.owned
     for r in a_rows:
         if warp.valid[r] != FULL:
@@ -226,7 +229,8 @@ def _wait_group(d):
 
 
 def _execute(warp, group: list[Issued]) -> None:
-    """D = A B (+ D), in float32. Consecutive instructions on the same accumulators are one product over a longer k."""
+    """D = A B (+ D), in float32. Consecutive instructions on the same accumulators are one product over a
+    longer k."""
     i = 0
     while i < len(group):
         j = i + 1
