@@ -81,34 +81,34 @@ def _log_copy(name: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes
 def forward(input, linear_weight, target, ignore_index, reduction, window, workspace):
     """The paper's Algorithm 1 with windows: one GEMM whose logits stay in registers, and one small kernel."""
     device, n = input.device, input.shape[0]
-    loss = torch.empty(n if reduction == "none" else 1, dtype=torch.float32, device=device)
-    row_max = torch.empty(n, dtype=torch.float32, device=device)
-    row_sum = torch.empty(n, dtype=torch.float32, device=device)
+    loss = torch.empty((n,) if reduction == "none" else (), dtype=torch.float32, device=device)
+    row_max = torch.empty((n,), dtype=torch.float32, device=device)
+    row_sum = torch.empty((n,), dtype=torch.float32, device=device)
+    num_valid = torch.empty((), dtype=torch.int64, device=device)
     if n == 0:
-        loss = loss.zero_() if reduction == "none" else loss.zero_().view(())
-        return loss, row_max, row_sum, torch.zeros((), dtype=torch.int64, device=device)
+        return loss.zero_(), row_max, row_sum, num_valid.zero_()
     hidden, weight = _rows("input", input), _rows("linear_weight", linear_weight)
     if target.stride(0) != 1:
         target = target.contiguous()
     chosen, function = _prepare(
         device, hidden.dtype, target.dtype, n, hidden.shape[1], weight.shape[0], window
     )
-    num_valid = torch.empty(1, dtype=torch.int64, device=device)
-    scratch = torch.empty(chosen.workspace_floats, dtype=torch.float32, device=device)
+    scratch = torch.empty((chosen.workspace_floats,), dtype=torch.float32, device=device)
     function(
         hidden,
         weight,
         target,
         ignore_index,
         REDUCTIONS[reduction],
-        row_max,
-        row_sum,
-        loss,
-        num_valid,
-        scratch,
+        loss.data_ptr(),
+        row_max.data_ptr(),
+        row_sum.data_ptr(),
+        num_valid.data_ptr(),
+        scratch.data_ptr(),
         chosen.windows,
         chosen.tiles_per_window,
         chosen.group_m,
         chosen.clusters,
+        chosen.paced,
     )
-    return loss if reduction == "none" else loss.view(()), row_max, row_sum, num_valid.view(())
+    return loss, row_max, row_sum, num_valid

@@ -19,9 +19,7 @@ class KernelConfig:
         the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory.
-    lead: k tiles by which the first warpgroup of a shared tile goes ahead of the second, so that their epilogues fall
-        at different times; 0: none (Hopper).
-    pace: k tiles between two steps of a cluster's progress, by which clusters stay together; 0: they do not.
+    pace: k tiles between two steps of a cluster's progress, by which clusters keep together.
     """
 
     arch: str
@@ -33,7 +31,6 @@ class KernelConfig:
     cluster_m: int = 2
     cluster_n: int = 1
     stages: int = 5
-    lead: int = 0
     pace: int = 8
 
     @property
@@ -78,7 +75,7 @@ DEVICES = {
 
 # Rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves each half of its SMs, and
 # the windows in flight want the rest of it.
-PANEL_BYTES = 16 << 20
+PANEL_BYTES = 22 << 20
 MAX_TILES_PER_WINDOW = 16
 # Partials that a plan allows itself; more make no plan better by much.
 PARTIAL_BYTES = 64 << 20
@@ -90,6 +87,7 @@ class Plan:
 
     tiles_per_window: tiles of cluster_columns that a window has; windows: windows of the vocabulary.
     group_m: rows of clusters whose rows of H share L2. clusters: clusters launched.
+    paced: whether clusters keep together; where the operands fit L2 they need not.
     rounds: tiles that the busiest cluster computes, one after another; ideal_rounds: their number were it divisible.
     """
 
@@ -101,6 +99,7 @@ class Plan:
     windows: int
     group_m: int
     clusters: int
+    paced: bool
     rounds: int
     ideal_rounds: float
 
@@ -166,6 +165,7 @@ def forward(arch: str, n: int, d: int, vocab: int, sms: int, window: int = 0, co
         windows=windows,
         group_m=group_m,
         clusters=max(1, min(clusters, rows * windows)),
+        paced=2 * d * (n + vocab) > DEVICES[arch].l2 // 2 and rows > 1,
         rounds=rounds,
         ideal_rounds=rows * tiles / clusters,
     )
@@ -175,4 +175,4 @@ def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelCon
     pingpong, wide, single = configs(arch)
     if n <= single.cluster_rows:
         return single
-    return wide if n >= 4 * wide.cluster_rows and d >= 2048 else pingpong
+    return wide if n >= 4 * wide.cluster_rows and d >= 4096 else pingpong

@@ -26,12 +26,14 @@ class ForwardTensors(NamedTuple):
     """Global memory of the forward's epilogue, and its sizes.
 
     target (n,) int32 or int64. partials (windows, n, 2) fp32: maximum and sum of every window. target_logit (n,) fp32:
-    written for rows whose target lies in [0, vocab). vocab: V; columns at and beyond it are masked with -inf.
+    written for rows whose target lies in [0, vocab). arrived (1,) int32: the combine kernel's counter, set to zero here.
+    vocab: V; columns at and beyond it are masked with -inf.
     """
 
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
+    arrived: cute.Tensor
     vocab: Int32
 
 
@@ -57,6 +59,8 @@ class ForwardEpilogue:
 
     @cute.jit
     def begin(self, tensors: ForwardTensors, rows: cute.Tensor) -> ForwardState:
+        if rows[0] == 0:
+            tensors.arrived[0] = Int32(0)
         count = cute.size(rows)
         row_max = cute.make_rmem_tensor(count, Float32)
         row_sum = cute.make_rmem_tensor(count, Float32)

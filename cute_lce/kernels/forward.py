@@ -1,4 +1,4 @@
-"""The forward's host function: three launches: counters to zero, the GEMM with the row statistics, combine."""
+"""The forward's host function: the GEMM with the row statistics, then the combine kernel."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -23,7 +23,7 @@ def _mainloop(config: KernelConfig):
 
 @cute.kernel
 def clear(counters: cute.Tensor):
-    """Zero a warp's worth of counters or fewer."""
+    """Zero up to 32 counters."""
     thread = cute.arch.thread_idx()[0]
     if thread < cute.size(counters):
         counters[thread] = Int32(0)
@@ -50,40 +50,42 @@ class Forward:
         target: cute.Tensor,  # (n,)
         ignore_index: Int64,
         reduction: Int32,  # combine's NONE, SUM or MEAN
-        row_max: cute.Tensor,  # (n,)
-        row_sum: cute.Tensor,  # (n,)
-        loss: cute.Tensor,  # (n,) or (1,)
-        num_valid: cute.Tensor,  # (1,)
-        workspace: cute.Tensor,  # 2 counters, partials (windows x partials_per_window, n, 2), target_logit (n,), blocks
+        loss: Int64,  # addresses of what is written: fp32 (n,) or one number,
+        row_max: Int64,  # fp32 (n,)
+        row_sum: Int64,  # fp32 (n,)
+        num_valid: Int64,  # one int64
+        workspace: Int64,  # 2 counters, partials (windows x partials_per_window, n, 2), target_logit (n,), blocks
         windows: Int32,
         tiles_per_window: Int32,
         group_m: Int32,
         clusters: Int32,
+        paced: Int32,
         stream: cuda.CUstream,
     ):
         n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
         count = windows * self.partials_per_window
         # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
-        counters = cute.recast_ptr(workspace.iterator, dtype=Int32)
+        counters = cute.make_ptr(Int32, workspace, cute.AddressSpace.gmem, assumed_align=8)
         progress = cute.make_tensor(counters, cute.make_layout(1))
         arrived = cute.make_tensor(counters + 1, cute.make_layout(1))
-        partials = cute.make_tensor(
-            workspace.iterator + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1))
-        )
+        floats = cute.make_ptr(Float32, workspace, cute.AddressSpace.gmem, assumed_align=8)
+        partials = cute.make_tensor(floats + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1)))
         target_logit = cute.make_tensor(partials.iterator + Int64(count) * n * 2, cute.make_layout(n))
         blocks = cute.make_tensor(
             target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, ROWS), 2), stride=(2, 1))
         )
-        clear(cute.make_tensor(counters, cute.make_layout(2))).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+        if paced != 0:
+            clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
         self.gemm(
             hidden,
             weight,
-            ForwardTensors(target, partials, target_logit, vocab),
+            ForwardTensors(target, partials, target_logit, arrived, vocab),
             progress,
             windows,
             tiles_per_window,
             group_m,
             clusters,
+            paced,
             stream,
         )
         self.combine(
@@ -94,15 +96,22 @@ class Forward:
                 target,
                 partials,
                 target_logit,
-                row_max,
-                row_sum,
-                loss,
-                num_valid,
+                _vector(Float32, row_max, n),
+                _vector(Float32, row_sum, n),
+                _vector(Float32, loss, n),
+                _vector(Int64, num_valid, 1),
                 blocks,
                 arrived,
             ),
             stream,
         )
+
+
+def _vector(kind, address: Int64, count):
+    """The (count,) tensor of 4- or 8-byte numbers at an address."""
+    return cute.make_tensor(
+        cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=kind.width // 8), cute.make_layout(count)
+    )
 
 
 def compile_forward(config: KernelConfig, dtype: str, target_dtype: str, options: str):
@@ -114,25 +123,15 @@ def compile_forward(config: KernelConfig, dtype: str, target_dtype: str, options
     def rows(count):
         return cute.runtime.make_fake_tensor(element, (count, d), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
 
-    def vector(kind, count, align=None):
-        return cute.runtime.make_fake_compact_tensor(kind, (count,), assumed_align=align)
-
     return cute.compile(
         Forward(config),
         rows(n),
         rows(cute.sym_int()),
-        vector(index, n),
+        cute.runtime.make_fake_compact_tensor(index, (n,)),
         Int64(0),
         Int32(0),
-        vector(Float32, n),
-        vector(Float32, n),
-        vector(Float32, cute.sym_int()),
-        vector(Int64, 1),
-        vector(Float32, cute.sym_int64(), 16),
-        Int32(0),
-        Int32(0),
-        Int32(0),
-        Int32(0),
+        *(Int64(0) for _ in range(5)),
+        *(Int32(0) for _ in range(5)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

@@ -100,6 +100,7 @@ class GemmSm100:
         tiles_per_window: Int32,
         group_m: Int32,
         clusters: Int32,
+        paced: Int32,  # the other mainloop's; not used here
         stream: cuda.CUstream,
     ):
         config = self.config

@@ -44,6 +44,7 @@ class GemmSm90:
         tiles_per_window: Int32,
         group_m: Int32,
         clusters: Int32,
+        paced: Int32,
         stream: cuda.CUstream,
     ):
         config = self.config
@@ -73,7 +74,7 @@ class GemmSm90:
         self.storage = SharedStorage
         rows = cute.ceil_div(cute.size(a, mode=[0]), config.tile_m * config.cluster_m)
         self.kernel(
-            tma_a, mA, tma_b, mB, tensors, tiled_mma, a_smem, b_smem, progress, (rows, windows, tiles_per_window, group_m)
+            tma_a, mA, tma_b, mB, tensors, tiled_mma, a_smem, b_smem, progress, (rows, windows, tiles_per_window, group_m, paced)
         ).launch(
             grid=(clusters * config.cluster_m, config.cluster_n, 1),
             block=(self.threads, 1, 1),
@@ -150,12 +151,12 @@ class GemmSm90:
         cluster_layout = cute.make_layout((*self.cluster, 1))
         a_mask = cute.make_layout_image_mask(cluster_layout, coord, mode=1) if config.cluster_n > 1 else None
         b_mask = cute.make_layout_image_mask(cluster_layout, coord, mode=0) if config.cluster_m > 1 else None
-        rows, windows, tiles_per_window, group_m = runs
+        rows, windows, tiles_per_window, group_m, paced = runs
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         tiles = cute.ceil_div(cute.size(gB, mode=[2]), config.cluster_n)
         run = cute.arch.block_idx()[0] // config.cluster_m
         step = cute.arch.grid_dim()[0] // config.cluster_m
-        counts = cutlass.const_expr(config.pace > 0) and coord[0] + coord[1] == 0 and cute.arch.lane_idx() == 0
+        counts = paced != 0 and coord[0] + coord[1] == 0 and cute.arch.lane_idx() == 0
         steps, patience = Int32(0), Int32(PATIENCE)
         while run < rows * windows:
             row, window = schedule.run_coord(run, rows, windows, group_m)
@@ -164,11 +165,10 @@ class GemmSm90:
             for tile in cutlass.range(first, end, unroll=1):
                 n_tile = tile * config.cluster_n + coord[1]
                 for k in cutlass.range(k_tiles, unroll=1):
-                    if cutlass.const_expr(config.pace > 0):
-                        if k % config.pace == 0:
-                            steps += 1
-                            if counts:
-                                patience = _keep_pace(progress, steps * step - step // SLACK, patience)
+                    if k % config.pace == 0:
+                        steps += 1
+                        if counts:
+                            patience = _keep_pace(progress, steps * step - step // SLACK, patience)
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
                     cute.copy(tma_a, tAgA[None, m_tile, k], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_mask)
@@ -176,7 +176,7 @@ class GemmSm90:
                     slot.advance()
             run += step
         if counts:
-            most = cute.ceil_div(rows * windows, step) * (tiles_per_window * cute.ceil_div(k_tiles, max(config.pace, 1)))
+            most = cute.ceil_div(rows * windows, step) * (tiles_per_window * cute.ceil_div(k_tiles, config.pace))
             cute.arch.red(progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu")
         ring.producer_tail(slot)
 
@@ -201,7 +201,7 @@ class GemmSm90:
             cols[c] = where[0, c][1]
         row_index = cute.make_rmem_tensor(rows_in_tile, Int32)
 
-        rows, windows, tiles_per_window, group_m = runs
+        rows, windows, tiles_per_window, group_m, _ = runs
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
         if cutlass.const_expr(turns > 1):
             if turn > 0:
@@ -218,23 +218,19 @@ class GemmSm90:
                 row_index[r] = (row * config.cluster_m + coord[0]) * config.tile_m + where[r, 0][0]
             state = self.epilogue.begin(tensors, row_index)
             for tile in cutlass.range(first + (turn + before) % turns, end, turns, unroll=1):
-                slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, group, k_tiles)
+                slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles)
                 self.epilogue.visit(tensors, state, frag, row_index, cols, tile * config.cluster_n + coord[1])
             self.epilogue.end(tensors, state, row_index, (window * config.cluster_n + coord[1]) * turns + turn)
             before += end - first
             run += step
 
     @cute.jit
-    def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, group, k_tiles: Int32):
+    def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles: Int32):
         """One tile of A B^T into acc, with one k tile's WGMMAs in flight; returns the ring's next slot."""
         config = self.config
         done = slot.clone()
         if cutlass.const_expr(self.turns > 1):
             cute.arch.barrier(barrier_id=TURN_BARRIER + turn, number_of_threads=2 * WARPGROUP)
-        if cutlass.const_expr(config.lead > 0):
-            if group > 0:
-                cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
-        lead = cutlass.min(Int32(config.lead), k_tiles) - 1
         for k in cutlass.range(k_tiles, unroll=1):
             ring.consumer_wait(slot)
             warpgroup.fence()
@@ -243,9 +239,6 @@ class GemmSm90:
                 at = (None, None, block, slot.index)
                 cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
             warpgroup.commit_group()
-            if cutlass.const_expr(config.lead > 0):
-                if k == lead and group == 0:
-                    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
             slot.advance()
             if k > 0:
                 warpgroup.wait_group(1)
