@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from . import ops
 from .options import resolve_ignore_index
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
+_eager = functools.partial(ops.fused_linear_cross_entropy, eager=True)
 
 
 def linear_cross_entropy(
@@ -82,7 +85,7 @@ def linear_cross_entropy(
         raise TypeError(f"window: got {type(window).__name__}, want an int or None")
     call = _fused_linear_cross_entropy
     if ops.is_plain_eager(input, linear_weight, target):
-        call = ops.fused_linear_cross_entropy
+        call = _eager
     return call(
         input,
         linear_weight,

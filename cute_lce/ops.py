@@ -85,16 +85,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain_eager(*tensors: Tensor) -> bool:
-    """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no tensor subclass.
+    """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no subclass, no meta tensor.
 
-    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call has four of them.
+    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call has four.
     """
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
         and forward_ad._current_level < 0
-        and all(type(tensor) in _PLAIN for tensor in tensors)
+        and all(type(tensor) in _PLAIN and not tensor.is_meta for tensor in tensors)
     )
 
 
@@ -130,6 +130,10 @@ def _check_tensors(input: Tensor, linear_weight: Tensor, target: Tensor) -> None
             f"target: got shape {tuple(target.shape)}, want {tuple(input.shape[:-1])} "
             f"for input's shape {tuple(input.shape)}"
         )
+    if not (input.layout is linear_weight.layout is target.layout is torch.strided):
+        for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor")
     device = input.device
     if linear_weight.device != device:
         raise ValueError(f"linear_weight: got device {linear_weight.device}, want input's device, {device}")
@@ -159,8 +163,12 @@ def fused_linear_cross_entropy(
     schedule: str = "auto",
     workspace_mb: float | None = None,
     window: int | None = None,
+    eager: bool = False,
 ) -> Tensor:
-    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
+    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments.
+
+    eager: what `is_plain_eager` says of the tensors; False, which is always right, goes through the dispatcher.
+    """
     device = input.device
     device_type = device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
@@ -208,10 +216,10 @@ def fused_linear_cross_entropy(
     else:
         op, function = _grad_in_forward, _GradInForwardFunction
         arguments = (*arguments, need_dinput, need_dweight)
-    if not is_plain_eager(input, linear_weight, target):
+    if not eager:
         loss = op(*arguments)[0]
     elif need_dinput or need_dweight:
-        loss = function.apply(*arguments)[0]
+        loss = function.apply(_bodies[op], *arguments)[0]
     else:
         loss = _bodies[op](*arguments)[0]
     if shape is not None and reduction == "none":
@@ -236,12 +244,6 @@ _library.impl("fused_linear_cross_entropy", fused_linear_cross_entropy, "Composi
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _bodies: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
-
-
-def _run(op, *arguments) -> tuple[Tensor, ...]:
-    """An op below autograd, by its body where nothing watches."""
-    with _below_autograd():
-        return (_bodies[op] if is_plain_eager(*arguments[:3]) else op)(*arguments)
 
 
 def _define(schema: str):
@@ -425,11 +427,15 @@ _NO_DOUBLE_BACKWARD = (
 
 
 class _ForwardFunction(torch.autograd.Function):
-    """forward, and forward_keep, whose arguments end with one more and whose results end with two more."""
+    """forward, and forward_keep, whose arguments end with one more and whose results end with two more.
+
+    The first argument, `run`, is the op or its body.
+    """
 
     @staticmethod
-    def forward(ctx, *arguments):
-        results = _run(_forward if len(arguments) == 7 else _forward_keep, *arguments)
+    def forward(ctx, run, *arguments):
+        with _below_autograd():
+            results = run(*arguments)
         input, linear_weight, target, *ctx.options = arguments
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[1:])
@@ -438,22 +444,28 @@ class _ForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        need_dinput, need_dweight, *others = ctx.needs_input_grad
+        _, need_dinput, need_dweight, *others = ctx.needs_input_grad
         if dresults[0] is None:
-            return None, None, *(None for _ in others)
+            return None, None, None, *(None for _ in others)
         kept = () if len(dresults) == 6 else (None, None)
         dinput, dweight = _backward(
             dresults[0], *ctx.saved_tensors, *kept, *ctx.options[:4], need_dinput, need_dweight
         )
-        return dinput if need_dinput else None, dweight if need_dweight else None, *(None for _ in others)
+        return (
+            None,
+            dinput if need_dinput else None,
+            dweight if need_dweight else None,
+            *(None for _ in others),
+        )
 
 
 class _GradInForwardFunction(torch.autograd.Function):
-    """grad_in_forward, whose backward is scale_gradients."""
+    """grad_in_forward, or its body, as `run`, whose backward is scale_gradients."""
 
     @staticmethod
-    def forward(ctx, *arguments):
-        results = _run(_grad_in_forward, *arguments)
+    def forward(ctx, run, *arguments):
+        with _below_autograd():
+            results = run(*arguments)
         ctx.dtype, ctx.reduction, ctx.needed = arguments[0].dtype, arguments[4], arguments[-2:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[1:])
@@ -462,9 +474,9 @@ class _GradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        others = (None for _ in ctx.needs_input_grad[2:])
+        others = (None for _ in ctx.needs_input_grad[3:])
         if dresults[0] is None:
-            return None, None, *others
+            return None, None, None, *others
         if torch.is_grad_enabled():
             # The gradients are constants by now: without this a second derivative would silently miss them.
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
@@ -472,7 +484,7 @@ class _GradInForwardFunction(torch.autograd.Function):
         dinput, dweight = _scale_gradients(
             dresults[0], *ctx.saved_tensors, ctx.reduction, ctx.dtype, need_dinput, need_dweight
         )
-        return dinput if need_dinput else None, dweight if need_dweight else None, *others
+        return None, dinput if need_dinput else None, dweight if need_dweight else None, *others
 
 
 class _GradientFunction(torch.autograd.Function):
@@ -499,10 +511,12 @@ def _register_autograd(name: str, op, apply) -> None:
 
 
 # Each op's first three arguments are tensors, and the only ones that can need a gradient.
-_register_autograd("forward", _forward, _ForwardFunction.apply)
-_register_autograd("forward_keep", _forward_keep, _ForwardFunction.apply)
+_register_autograd("forward", _forward, functools.partial(_ForwardFunction.apply, _forward))
+_register_autograd("forward_keep", _forward_keep, functools.partial(_ForwardFunction.apply, _forward_keep))
 _register_autograd("backward", _backward, functools.partial(_GradientFunction.apply, _backward))
-_register_autograd("grad_in_forward", _grad_in_forward, _GradInForwardFunction.apply)
+_register_autograd(
+    "grad_in_forward", _grad_in_forward, functools.partial(_GradInForwardFunction.apply, _grad_in_forward)
+)
 _register_autograd(
     "scale_gradients", _scale_gradients, functools.partial(_GradientFunction.apply, _scale_gradients)
 )
