@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KIB = 1024
 
@@ -13,13 +13,14 @@ class KernelConfig:
     """What a GEMM kernel is compiled for. Everything that a compile depends on is here or an argument of `compiled`.
 
     arch: "sm_90a", "sm_100a" or "sm_103a".
-    tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA (Blackwell: a pair of CTAs) takes at once.
+    tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA takes at once; on Blackwell a tile_m of 256
+        is taken by a pair of CTAs.
     warpgroups: consumer warpgroups of 128 threads (Hopper).
     pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind the MMAs of
         the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory.
-    pace: k tiles between two steps of a cluster's progress, by which clusters keep together.
+    pace: k tiles between two steps of a cluster's progress, by which clusters keep together; 0: they do not.
     """
 
     arch: str
@@ -39,9 +40,14 @@ class KernelConfig:
         return self.warpgroups if self.pingpong else 1
 
     @property
+    def pair(self) -> int:
+        """CTAs that share a tile, each with a part of its operands."""
+        return 2 if is_blackwell(self.arch) and self.tile_m == 256 else 1
+
+    @property
     def cluster_rows(self) -> int:
         """Rows of A that a cluster takes at once."""
-        return self.tile_m * self.cluster_m
+        return self.tile_m * self.cluster_m // self.pair
 
     @property
     def cluster_columns(self) -> int:
@@ -56,26 +62,38 @@ class KernelConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
-        return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 + 16) + KIB
+        return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16) + KIB
 
 
 @dataclass(frozen=True)
 class Device:
-    """Budgets of an architecture. clusters of 2 come in pairs of neighbouring SMs, so all SMs serve."""
+    """Budgets of an architecture. clusters of 2 come in pairs of neighbouring SMs, so all SMs serve.
+
+    panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves each
+        half of its SMs, and the windows in flight want the rest of it. Blackwell's is the same share of its L2.
+    """
 
     sms: int
     shared_memory: int
     l2: int
+    panel: int
     dense_flops_per_clock: int
+    tmem_columns: int = 0
 
 
-DEVICES = {
-    "sm_90a": Device(sms=132, shared_memory=227 * KIB, l2=50 << 20, dense_flops_per_clock=4096),
-}
+_HOPPER = Device(
+    sms=132, shared_memory=227 * KIB, l2=50 << 20, panel=22 << 20, dense_flops_per_clock=4096
+)
+_BLACKWELL = Device(
+    sms=148,
+    shared_memory=227 * KIB,
+    l2=126 << 20,
+    panel=55 << 20,
+    dense_flops_per_clock=8192,
+    tmem_columns=512,
+)
+DEVICES = {"sm_90a": _HOPPER, "sm_100a": _BLACKWELL, "sm_103a": _BLACKWELL}
 
-# Rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves each half of its SMs, and
-# the windows in flight want the rest of it.
-PANEL_BYTES = 22 << 20
 MAX_TILES_PER_WINDOW = 16
 # Partials that a plan allows itself; more make no plan better by much.
 PARTIAL_BYTES = 64 << 20
@@ -118,8 +136,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def is_blackwell(arch: str) -> bool:
+    return arch.startswith("sm_10")
+
+
 def configs(arch: str) -> tuple[KernelConfig, ...]:
     """The configurations among which `forward` chooses, the ones that `cute-lce compile` compiles."""
+    if is_blackwell(arch):
+        pair = KernelConfig(arch, tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7, pace=0)
+        return pair, replace(pair, tile_m=128, cluster_m=1, stages=4)
     return (
         KernelConfig(arch),
         KernelConfig(arch, tile_m=256, pingpong=False, stages=4),
@@ -155,7 +180,7 @@ def forward(arch: str, n: int, d: int, vocab: int, sms: int, window: int = 0, co
         best = min(rounds.values())
         tiles_per_window = max(t for t, r in rounds.items() if r <= best * 1.002)
     windows, rounds = _rounds(config, n, vocab, clusters, tiles_per_window)
-    group_m = max(1, min(rows, PANEL_BYTES // (2 * d * config.cluster_rows)))
+    group_m = max(1, min(rows, DEVICES[arch].panel // (2 * d * config.cluster_rows)))
     return Plan(
         config=config,
         n=n,
@@ -165,13 +190,17 @@ def forward(arch: str, n: int, d: int, vocab: int, sms: int, window: int = 0, co
         windows=windows,
         group_m=group_m,
         clusters=max(1, min(clusters, rows * windows)),
-        paced=2 * d * (n + vocab) > DEVICES[arch].l2 // 2 and rows > 1,
+        paced=config.pace > 0 and 2 * d * (n + vocab) > DEVICES[arch].l2 // 2 and rows > 1,
         rounds=rounds,
         ideal_rounds=rows * tiles / clusters,
     )
 
 
 def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelConfig:
+    if is_blackwell(arch):
+        # A CTA alone asks half as much again of L2 and shared memory; it is for what would leave half a pair idle.
+        pair, single = configs(arch)
+        return single if n <= single.cluster_rows else pair
     pingpong, wide, single = configs(arch)
     if n <= single.cluster_rows:
         return single
