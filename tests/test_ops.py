@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_lce
 from cute_lce import linear_cross_entropy, ops, streaming
@@ -98,6 +99,48 @@ def test_schemas_are_functional():
         schema = getattr(OPS, name).default._schema
         assert not schema.is_mutable
         assert all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
+
+
+class Watching(TorchDispatchMode):
+    """Notes every op that is dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "names"),
+    [
+        ("recompute", ["cute_lce::forward", "cute_lce::backward"]),
+        ("keep", ["cute_lce::forward_keep", "cute_lce::backward"]),
+        ("grad_in_forward", ["cute_lce::grad_in_forward", "cute_lce::scale_gradients"]),
+    ],
+)
+def test_what_watches_the_dispatcher_sees_the_ops(schedule, names):
+    """Plain eager calls run the bodies without the dispatcher; everything else goes through it."""
+    with Watching() as watching:
+        numerics.make("ignored", torch.float32).check(linear_cross_entropy, schedule=schedule)
+    assert [name for name in watching.seen if name.startswith("cute_lce")] == names
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_meta_tensors(schedule, reduction):
+    hidden = torch.empty(4, 5, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(20, 8, device="meta", dtype=torch.bfloat16)
+    target = torch.empty(4, 5, device="meta", dtype=torch.int64)
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, schedule=schedule)
+    assert loss.is_meta
+    assert loss.dtype is torch.float32
+    assert loss.shape == (target.shape if reduction == "none" else ())
+    loss.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == hidden.shape
 
 
 # ----------------------------------------------------------------------------------------------------------
