@@ -167,7 +167,7 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """The body of the public op; cute_lce.linear_cross_entropy documents the arguments.
 
-    eager: what `is_plain_eager` says of the tensors; False, which is always right, goes through the dispatcher.
+    eager: what `is_plain_eager` says of the tensors; False, always right, goes through the dispatcher.
     """
     device = input.device
     device_type = device.type
