@@ -26,7 +26,8 @@ def execute(body: str, inputs: np.ndarray, words: int = 1, target: str = "sm_90a
     .target {target}
     .address_size 64
     .visible .entry k(.param .u64 in, .param .u64 out) {{
-    .reg .pred %p<4>; .reg .b16 %h<9>; .reg .b32 %r<9>; .reg .b32 %a, %b, %c, %o0, %o1, %t; .reg .b64 %d<12>; .reg .f64 %e<4>;
+    .reg .pred %p<4>; .reg .b16 %h<9>; .reg .b32 %r<9>; .reg .b32 %a, %b, %c, %o0, %o1, %t;
+    .reg .b64 %d<12>; .reg .f64 %e<4>;
     ld.param.u64 %d0, [in]; ld.param.u64 %d1, [out]; mov.u32 %t, %tid.x; mul.wide.u32 %d2, %t, 4;
     add.s64 %d3, %d0, %d2; add.s64 %d4, %d1, %d2;
     ld.global.b32 %a, [%d3]; ld.global.b32 %b, [%d3+128]; ld.global.b32 %c, [%d3+256];
@@ -153,11 +154,13 @@ def bf16(x: np.ndarray) -> np.ndarray:
             lambda x, y, z: np.float32(np.isnan(x) | np.isnan(y)),
         ),
         (
-            "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; add.rn.f32x2 %d7, %d5, %d6; mov.b64 {%r0, %o0}, %d7;",
+            "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; add.rn.f32x2 %d7, %d5, %d6;"
+            "mov.b64 {%r0, %o0}, %d7;",
             lambda x, y, z: y + z,
         ),
         (
-            "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; fma.rn.f32x2 %d7, %d5, %d6, %d5; mov.b64 {%o0, %r1}, %d7;",
+            "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; fma.rn.f32x2 %d7, %d5, %d6, %d5;"
+            "mov.b64 {%o0, %r1}, %d7;",
             lambda x, y, z: (x.astype(np.float64) * y + x).astype(np.float32),
         ),
         (
@@ -265,7 +268,8 @@ def test_counts():
     text = """.version 8.7
     .target sm_90a
     .address_size 64
-    .visible .entry k(.param .u32 n) { .reg .b32 %r<4>; .reg .pred %p<2>; ld.param.u32 %r0, [n]; mov.u32 %r1, 0;
+    .visible .entry k(.param .u32 n) { .reg .b32 %r<4>; .reg .pred %p<2>;
+    ld.param.u32 %r0, [n]; mov.u32 %r1, 0;
     again: add.s32 %r1, %r1, 1; setp.lt.u32 %p0, %r1, %r0; @%p0 bra again; bar.sync 0; ret; }"""
     result = emulator.run_ptx(text, 5, grid=(2, 1, 1), block=(96, 1, 1))
     assert result.instructions["add.s32"] == 2 * 3 * 5

@@ -4,8 +4,9 @@ compared with float64."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-import cutlass
+import cutlass  # pyright: ignore[reportMissingImports]
 import pytest
 import torch
 
@@ -23,9 +24,10 @@ def operand(rows: int, k: int, dtype, major: str) -> torch.Tensor:
     return x if major == "k" else x.T.contiguous().T
 
 
-def check_gemm(compiled, m, n, k, dtype=BF16, a_major="k", b_major="k", seeds=SEEDS):
+def check_gemm(compiled, shape, dtype=BF16, majors="kk", seeds: Iterable[int] = SEEDS):
     bound = emulator.build(compiled)
-    a, b = operand(m, k, dtype, a_major), operand(n, k, dtype, b_major)
+    m, n, k = shape
+    a, b = operand(m, k, dtype, majors[0]), operand(n, k, dtype, majors[1])
     reference = a.double() @ b.double().T
     for seed in seeds:
         c = torch.full((m, n), float("nan"))
@@ -56,7 +58,7 @@ def check_gemm(compiled, m, n, k, dtype=BF16, a_major="k", b_major="k", seeds=SE
 )
 def test_wgmma_gemm(tile, cluster, majors, shape, tmp_path):
     compiled = kernels_sm90.compile_gemm(BF16, tile, cluster, majors[0], majors[1], str(tmp_path))
-    check_gemm(compiled, *shape, BF16, *majors)
+    check_gemm(compiled, shape, BF16, majors)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +84,13 @@ def test_tcgen05_gemm(config, majors, shape, tmp_path):
     compiled = kernels_sm100.compile_gemm(
         BF16, a_major=majors[0], b_major=majors[1], folder=str(tmp_path), **config
     )
-    check_gemm(compiled, *shape, BF16, *majors)
+    check_gemm(compiled, shape, BF16, majors)
 
 
 @pytest.mark.parametrize("repeat", [1, 2, 4, 8, 16, 32, 64, 128])
 def test_tmem_load_of_every_repeat(repeat, tmp_path):
     compiled = kernels_sm100.compile_gemm(F16, tile_n=128, repeat=repeat, folder=str(tmp_path))
-    result = check_gemm(compiled, 128, 128, 64, F16, seeds=(0,))
+    result = check_gemm(compiled, (128, 128, 64), F16, seeds=(0,))
     assert result.instructions[f"tcgen05.ld.sync.aligned.32x32b.x{repeat}.b32"] == 4 * 128 // repeat
 
 
@@ -152,3 +154,18 @@ def test_speed(tmp_path):
         start = time.process_time()
         rates.append(emulator.run(compiled, x, out, seed=seed).total / (time.process_time() - start))
     assert max(rates) > 25_000, rates
+
+
+def test_memory_behind_addresses():
+    """Tensors that torch created under known_allocations may be reached through their addresses."""
+    text = """.version 8.7
+    .target sm_90a
+    .address_size 64
+    .visible .entry k(.param .u64 out) { .reg .b64 %d<2>; .reg .b32 %r<2>;
+    ld.param.u64 %d0, [out]; mov.u32 %r0, 7; st.global.b32 [%d0], %r0; ret; }"""
+    with emulator.known_allocations():
+        out = torch.zeros(4, dtype=torch.int32)
+        emulator.run_ptx(text, out.data_ptr())
+    assert out.tolist() == [7, 0, 0, 0]
+    with pytest.raises(emulator.Fault, match="global-bounds"):
+        emulator.run_ptx(text, out.data_ptr())

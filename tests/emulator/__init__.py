@@ -7,7 +7,7 @@ See README.md for what is modelled, what is not, and how to read a fault.
 """
 
 from .faults import FAULTS, Deadlock, EmulatorError, Fault, UnsupportedInstruction
-from .host import Emulated, Launch, Result, build, run, run_ptx
+from .host import Emulated, Launch, Result, build, known_allocations, run, run_ptx
 
 __all__ = [
     "FAULTS",
@@ -19,6 +19,7 @@ __all__ = [
     "Result",
     "UnsupportedInstruction",
     "build",
+    "known_allocations",
     "run",
     "run_ptx",
 ]

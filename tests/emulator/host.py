@@ -135,6 +135,7 @@ class Emulated:
         memory = GlobalMemory()
         for name, tensor in _tensors((*args, *extra_tensors)):
             memory.add(name, bytes_of(tensor))
+        _add_known(memory)
         device = Device(memory, seed, ignore, resident)
         launches: list[Launch] = []
 
@@ -180,7 +181,8 @@ class Emulated:
             raw = ctypes.string_at(config.attributes + 72 * i, 72)
             ids.append(int.from_bytes(raw[:4], "little"))
             if ids[-1] == CLUSTER_ATTRIBUTE:
-                cluster = tuple(int.from_bytes(raw[8 + 4 * j : 12 + 4 * j], "little") for j in range(3))
+                x, y, z = (int.from_bytes(raw[8 + 4 * j : 12 + 4 * j], "little") for j in range(3))
+                cluster = (x, y, z)
         required = entry.directives.get("reqntid")
         block = tuple(config.block)
         if required and tuple(required) + (1,) * (3 - len(required)) != block:
@@ -230,6 +232,7 @@ def run_ptx(
     address."""
     (program,) = decode(ptx).values()
     memory = GlobalMemory()
+    _add_known(memory)
     params = np.zeros(program.entry.param_bytes, np.uint8)
     if len(args) != len(program.entry.params):
         raise EmulatorError(f"{len(args)} arguments for {len(program.entry.params)} parameters")
@@ -285,6 +288,49 @@ def bytes_of(tensor) -> np.ndarray:
     if not span:
         return np.zeros(0, np.uint8)
     return np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(tensor.data_ptr()))
+
+
+_trackers: list[known_allocations] = []
+
+
+def _add_known(memory: GlobalMemory) -> None:
+    for tracker in _trackers:
+        for i, tensor in enumerate(tracker.tensors):
+            memory.add(f"allocation {i} of shape {tuple(tensor.shape)}", bytes_of(tensor))
+
+
+class known_allocations:
+    """While active, CPU tensors that torch creates are memory that kernels may reach through addresses.
+
+    For host code that passes `tensor.data_ptr()` instead of tensors:
+
+        with emulator.known_allocations():
+            out = torch.empty(8)
+            emulator.run(compiled, x, out.data_ptr())
+
+    The tensors are kept alive until the end.
+    """
+
+    def __enter__(self):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        self.tensors = tensors = []
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                if _is_tensor(out) and out.device.type == "cpu" and out.numel():
+                    tensors.append(out)
+                return out
+
+        self._mode = Record()
+        self._mode.__enter__()
+        _trackers.append(self)
+        return self
+
+    def __exit__(self, *error):
+        _trackers.remove(self)
+        return self._mode.__exit__(*error)
 
 
 class _DLDevice(ctypes.Structure):

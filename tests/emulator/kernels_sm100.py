@@ -1,3 +1,4 @@
+# type: ignore  # The DSL traces Python: its types are not Python's.
 """A small Blackwell GEMM of our own that covers the forms of tcgen05 that the project uses, for the
 emulator's tests.
 

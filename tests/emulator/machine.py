@@ -266,7 +266,7 @@ class Device:
                 seen = self.progress
                 still = []
                 for w in blocked:
-                    (runnable if w.blocked.ready() else still).append(w)
+                    (runnable if w.blocked is None or w.blocked.ready() else still).append(w)
                 blocked = still
             if self.progress != last_progress:
                 last_progress, since_progress, timeouts = self.progress, 0, 0
@@ -276,7 +276,7 @@ class Device:
             if not runnable:
                 if not blocked:
                     return []
-                patient = [w for w in blocked if w.blocked.timeout is not None]
+                patient = [w for w in blocked if w.blocked is not None and w.blocked.timeout]
                 timeouts += 1
                 if not patient or timeouts > 3:
                     self._check_bytes(live)

@@ -42,6 +42,7 @@ class GlobalMemory:
         """The region that holds bytes first..last-1."""
         for r in self.regions:
             if r.start <= first and last <= r.end:
+                self._make_first(r)
                 return r
         near = min(self.regions, key=lambda r: min(abs(first - r.start), abs(first - r.end)), default=None)
         hint = (
@@ -51,7 +52,13 @@ class GlobalMemory:
         )
         raise Fault("global-bounds", f"bytes {first:#x}..{last:#x} lie outside every tensor{hint}")
 
-    def locate(self, addresses: np.ndarray, size: int) -> list[tuple[Region, np.ndarray, np.ndarray]]:
+    def _make_first(self, region: Region) -> None:
+        """The regions used last are looked at first."""
+        if self.regions[0] is not region:
+            self.regions.remove(region)
+            self.regions.insert(0, region)
+
+    def locate(self, addresses: np.ndarray, size: int) -> list[tuple]:
         """Active lanes' addresses -> [(region, lane indices, offsets)]."""
         if (addresses % size).any():
             bad = int(addresses[(addresses % size).nonzero()[0][0]])
@@ -59,6 +66,7 @@ class GlobalMemory:
         low, high = int(addresses.min()), int(addresses.max()) + size
         for r in self.regions:
             if r.start <= low and high <= r.end:
+                self._make_first(r)
                 return [(r, slice(None), addresses - r.start)]
         found: dict[int, list[int]] = {}
         for i, a in enumerate(addresses.tolist()):

@@ -70,7 +70,7 @@ def _gemm_check(m: int, n: int, k: int):
 
 def _wgmma(cluster):
     def make(folder):
-        import cutlass
+        import cutlass  # pyright: ignore[reportMissingImports]
 
         from .hardware import kernels_sm90
 
@@ -81,7 +81,7 @@ def _wgmma(cluster):
 
 def _tcgen05(**config):
     def make(folder):
-        import cutlass
+        import cutlass  # pyright: ignore[reportMissingImports]
 
         from . import kernels_sm100
 
@@ -91,7 +91,7 @@ def _tcgen05(**config):
 
 
 def _scale(folder):
-    import cutlass
+    import cutlass  # pyright: ignore[reportMissingImports]
 
     from .hardware import kernels_sm90
 
@@ -129,6 +129,7 @@ KERNELS = [
         _wgmma((2, 1)),
         _gemm_check(128, 64, 320),
         least_mutations=20,
+        missed=1,
         reasons=[TAIL],
     ),
     Subject(

@@ -75,9 +75,7 @@ class Warp:
         self.pc, self.mask = 0, self.live
         self.parked: dict[int, int] = {}  # other groups: program counter -> lanes
         self.counts = [0] * len(program.ops)
-        self.owned: dict[
-            int, tuple[str, str]
-        ] = {}  # registers that an asynchronous instruction owns: (code, what)
+        self.owned: dict[int, tuple] = {}  # registers that an asynchronous instruction owns: (code, what)
         self.clock = cta.cluster.ordering.new_clock(self.id)
         self.blocked: Blocked | None = None
         self.gave_up = False  # the next try_wait returns False instead of blocking
@@ -153,7 +151,7 @@ class Warp:
                         if valid[r] & active != active:
                             self.undefined(r, active)
                     kind = op.kind
-                    if kind == NORMAL or kind == COLLECTIVE:
+                    if kind in (NORMAL, COLLECTIVE):
                         if kind == COLLECTIVE and active != mask and op.collective_mask < 0:
                             raise Fault(
                                 "divergence", f"only lanes {active:#010x} of {mask:#010x} execute this"

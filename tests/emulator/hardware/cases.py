@@ -78,7 +78,7 @@ def approximate(inputs, emulated: np.ndarray, hardware: np.ndarray) -> list[str]
 
 def _gemm(name: str, dtype: str, m: int, n: int, k: int, a_major: str, b_major: str, **config) -> Case:
     def compile_(folder):
-        import cutlass
+        import cutlass  # pyright: ignore[reportMissingImports]
 
         from . import kernels_sm90
 
@@ -99,7 +99,7 @@ def _gemm(name: str, dtype: str, m: int, n: int, k: int, a_major: str, b_major: 
 
 def _scale(name: str, dtype: torch.dtype, tile: tuple[int, int], reduce: bool) -> Case:
     def compile_(folder):
-        import cutlass
+        import cutlass  # pyright: ignore[reportMissingImports]
 
         from . import kernels_sm90
 

@@ -1,3 +1,4 @@
+# type: ignore  # The DSL traces Python: its types are not Python's.
 """Small Hopper kernels that cover what the project's kernels use, for the emulator's tests and for the record
 on hardware.
 

@@ -37,7 +37,7 @@ def main() -> None:
         torch.cuda.synchronize()
         arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / f"{case.name}.npz"
-        arrays = {f"input_{i}": to_numpy(t) for i, t in enumerate(inputs)}
+        arrays: dict = {f"input_{i}": to_numpy(t) for i, t in enumerate(inputs)}
         np.savez_compressed(path, **arrays, output=to_numpy(on_device[-1]))
         total += path.stat().st_size
         print(f"{case.name}: {path.stat().st_size} bytes", flush=True)

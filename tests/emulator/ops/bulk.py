@@ -278,7 +278,7 @@ def _store(d, operands, rank, reduction):
     9.7.9.25.5.2-3)."""
     d.mods.need("bulk_group")
     uniform = []
-    element = None
+    element = ""
     if rank:
         base, coordinates = _tensor_operand(d, operands[0], rank)
         uniform = [("u64", base), *(("u32", c) for c in coordinates)]

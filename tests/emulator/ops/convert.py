@@ -201,7 +201,7 @@ def _cvt(d):
         info = np.iinfo(result_dtype)
         if is_float(source_type):
             # Out of range clamps, NaN becomes 0 (PTX ISA 9.7.9.21, "integer notes").
-            rounded = ROUND_INTEGER[rounding](value.astype(np.float64))
+            rounded = ROUND_INTEGER[str(rounding)](value.astype(np.float64))
             low, high = float(info.min), float(info.max)
             clipped = np.clip(
                 np.where(np.isnan(rounded), 0.0, rounded),

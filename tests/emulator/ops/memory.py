@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from .. import ptx
@@ -53,7 +55,7 @@ def access_modifiers(d, orders):
     return space.removesuffix("::entry"), type_name, int(vector[1]) if vector else 1, order, hint
 
 
-def split_spaces(warp, space: str, addresses: np.ndarray):
+def split_spaces(warp, space: str, addresses: np.ndarray) -> Iterator[tuple]:
     """Active lanes by the memory they address: yields (kind, target, lane indices, offsets)."""
     if space == "generic":
         window = addresses >> 56
