@@ -45,7 +45,10 @@ def gemm(name: str, arch: str = "sm_100a", dtype: str = "bfloat16") -> Kernel:
     return Kernel(
         target[1],
         _only_gemm(re.split(r"(?=\.visible \.entry|\.entry)", module.__ptx__)),
-        {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", _only_gemm(usage.split(" Function ")).split("\n")[1])},
+        {
+            k: int(v)
+            for k, v in re.findall(r"(\w+):(\d+)", _only_gemm(usage.split(" Function ")).split("\n")[1])
+        },
         _only_gemm(sass.split("Function : ")),
     )
 

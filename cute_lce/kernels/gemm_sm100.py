@@ -95,7 +95,7 @@ class GemmSm100:
         a: cute.Tensor,  # (m, k)
         b: cute.Tensor,  # (n, k)
         tensors,
-        progress: cute.Tensor,  # (1,) int32, zero: the other mainloop's; not used here
+        progress: cute.Tensor,  # of Hopper's pacing, not used here
         windows: Int32,
         tiles_per_window: Int32,
         group_m: Int32,
