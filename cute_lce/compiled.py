@@ -25,8 +25,9 @@ import platform
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from .plan import KernelConfig
 
@@ -41,6 +42,14 @@ def forward(config: KernelConfig, dtype: str, target_dtype: str) -> Callable[...
     dtype: "bfloat16" or "float16". target_dtype: "int32" or "int64".
     """
     key = ("forward", config, dtype, target_dtype)
+    return _functions.get(key) or _get(key)
+
+
+def backward(
+    logits: KernelConfig, gradient: KernelConfig, dtype: str, target_dtype: str
+) -> Callable[..., None]:
+    """The compiled kernels.backward.Backward, for any n, d, V and stripe; the types as in `forward`."""
+    key = ("backward", logits, gradient, dtype, target_dtype)
     return _functions.get(key) or _get(key)
 
 
@@ -71,7 +80,9 @@ def _get(key: tuple) -> Callable[..., None]:
 @functools.cache
 def _environment() -> str:
     """Everything but the key that a compiled file depends on."""
-    versions = [f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
+    versions = [
+        f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    ]
     sources = hashlib.sha256()
     folder = Path(__file__).parent
     for path in sorted([*folder.glob("kernels/*.py"), folder / "plan.py", folder / "compiled.py"]):
@@ -95,7 +106,9 @@ def _runtime() -> Any:
             if library.exists():
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
                 return tvm_ffi
-    raise ImportError("nvidia-cutlass-dsl: libcute_dsl_runtime.so is not installed; pip install 'nvidia-cutlass-dsl[cu13]'")
+    raise ImportError(
+        "nvidia-cutlass-dsl: libcute_dsl_runtime.so is not installed; pip install 'nvidia-cutlass-dsl[cu13]'"
+    )
 
 
 def _load(path: Path) -> Callable[..., None] | None:
@@ -117,11 +130,16 @@ def compile_options(arch: str) -> str:
 def trace(key: tuple, extra_options: str = "") -> Any:
     """Compile a key with the DSL, without any cache; the result holds PTX and cubin if the options ask for them."""
     kind, config, *arguments = key
-    if kind != "forward":
-        raise ValueError(f"kind: got {kind!r}, want 'forward'")
-    from .kernels.forward import compile_forward
+    options = f"{compile_options(config.arch)} {extra_options}".strip()
+    if kind == "forward":
+        from .kernels.forward import compile_forward
 
-    return compile_forward(config, *arguments, options=f"{compile_options(config.arch)} {extra_options}".strip())
+        return compile_forward(config, *arguments, options=options)
+    if kind == "backward":
+        from .kernels.backward import compile_backward
+
+        return compile_backward(config, *arguments, options=options)
+    raise ValueError(f"kind: got {kind!r}, want 'forward' or 'backward'")
 
 
 def _build(key: tuple, path: Path) -> None:
@@ -133,9 +151,13 @@ def _build(key: tuple, path: Path) -> None:
         linked = Path(folder, "kernel.so")
         compiler = os.environ.get("CC", "cc")
         try:
-            subprocess.run([compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True
+            )
         except FileNotFoundError:
-            raise RuntimeError(f"{compiler}: not found; a C compiler links the compiled kernels (set CC)") from None
+            raise RuntimeError(
+                f"{compiler}: not found; a C compiler links the compiled kernels (set CC)"
+            ) from None
         except subprocess.CalledProcessError as error:
             raise RuntimeError(f"{compiler}: could not link {compiled}: {error.stderr}") from error
         os.replace(linked, path)

@@ -81,9 +81,7 @@ class Device:
     tmem_columns: int = 0
 
 
-_HOPPER = Device(
-    sms=132, shared_memory=227 * KIB, l2=50 << 20, panel=22 << 20, dense_flops_per_clock=4096
-)
+_HOPPER = Device(sms=132, shared_memory=227 * KIB, l2=50 << 20, panel=22 << 20, dense_flops_per_clock=4096)
 _BLACKWELL = Device(
     sms=148,
     shared_memory=227 * KIB,
@@ -129,7 +127,9 @@ class Plan:
     @property
     def workspace_floats(self) -> int:
         """fp32 numbers of workspace: counters, partials, target logits, and two a block of the combine kernel."""
-        return 2 + self.n * (2 * self.windows * self.config.partials_per_window + 1) + 2 * ceil_div(self.n, 32)
+        return (
+            2 + self.n * (2 * self.windows * self.config.partials_per_window + 1) + 2 * ceil_div(self.n, 32)
+        )
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -152,14 +152,18 @@ def configs(arch: str) -> tuple[KernelConfig, ...]:
     )
 
 
-def _rounds(config: KernelConfig, n: int, vocab: int, clusters: int, tiles_per_window: int) -> tuple[int, int]:
+def _rounds(
+    config: KernelConfig, n: int, vocab: int, clusters: int, tiles_per_window: int
+) -> tuple[int, int]:
     """(windows, tiles that the busiest cluster computes)."""
     windows = ceil_div(ceil_div(vocab, config.cluster_columns), tiles_per_window)
     return windows, ceil_div(ceil_div(n, config.cluster_rows) * windows, clusters) * tiles_per_window
 
 
 @functools.lru_cache(maxsize=4096)
-def forward(arch: str, n: int, d: int, vocab: int, sms: int, window: int = 0, config: KernelConfig | None = None) -> Plan:
+def forward(
+    arch: str, n: int, d: int, vocab: int, sms: int, window: int = 0, config: KernelConfig | None = None
+) -> Plan:
     """Plan a forward of (n, d) x (vocab, d) on `sms` SMs.
 
     window: columns of a window, rounded up to whole tiles; 0: chosen so that the clusters finish together.

@@ -10,7 +10,7 @@ from cute_lce.kernels.epilogues import ForwardEpilogue, ForwardTensors
 from cute_lce.plan import KernelConfig
 
 
-def _mainloop(config: KernelConfig):
+def mainloop(config: KernelConfig):
     """The architecture's GEMM class; only the one that is used is imported."""
     if config.arch.startswith("sm_9"):
         from cute_lce.kernels.gemm_sm90 import GemmSm90
@@ -37,8 +37,8 @@ class Forward:
     """
 
     def __init__(self, config: KernelConfig):
-        mainloop = _mainloop(config)
-        self.gemm = mainloop(config, ForwardEpilogue(config.tile_n, mainloop.threads_per_row))
+        gemm = mainloop(config)
+        self.gemm = gemm(config, ForwardEpilogue(config.tile_n, gemm.threads_per_row))
         self.combine = Combine()
         self.partials_per_window = config.partials_per_window
 
@@ -96,10 +96,10 @@ class Forward:
                 target,
                 partials,
                 target_logit,
-                _vector(Float32, row_max, n),
-                _vector(Float32, row_sum, n),
-                _vector(Float32, loss, n),
-                _vector(Int64, num_valid, 1),
+                vector(Float32, row_max, n),
+                vector(Float32, row_sum, n),
+                vector(Float32, loss, n),
+                vector(Int64, num_valid, 1),
                 blocks,
                 arrived,
             ),
@@ -107,10 +107,11 @@ class Forward:
         )
 
 
-def _vector(kind, address: Int64, count):
+def vector(kind, address: Int64, count):
     """The (count,) tensor of 4- or 8-byte numbers at an address."""
     return cute.make_tensor(
-        cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=kind.width // 8), cute.make_layout(count)
+        cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=kind.width // 8),
+        cute.make_layout(count),
     )
 
 
@@ -121,7 +122,9 @@ def compile_forward(config: KernelConfig, dtype: str, target_dtype: str, options
     n, d = cute.sym_int(), cute.sym_int(divisibility=8)
 
     def rows(count):
-        return cute.runtime.make_fake_tensor(element, (count, d), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+        return cute.runtime.make_fake_tensor(
+            element, (count, d), (cute.sym_int64(divisibility=8), 1), assumed_align=16
+        )
 
     return cute.compile(
         Forward(config),

@@ -4,7 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -74,7 +74,16 @@ class GemmSm90:
         self.storage = SharedStorage
         rows = cute.ceil_div(cute.size(a, mode=[0]), config.tile_m * config.cluster_m)
         self.kernel(
-            tma_a, mA, tma_b, mB, tensors, tiled_mma, a_smem, b_smem, progress, (rows, windows, tiles_per_window, group_m, paced)
+            tma_a,
+            mA,
+            tma_b,
+            mB,
+            tensors,
+            tiled_mma,
+            a_smem,
+            b_smem,
+            progress,
+            (rows, windows, tiles_per_window, group_m, paced),
         ).launch(
             grid=(clusters * config.cluster_m, config.cluster_n, 1),
             block=(self.threads, 1, 1),
@@ -117,15 +126,21 @@ class GemmSm90:
             barrier_storage=storage.ring.data_ptr(),
             num_stages=config.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * config.warpgroups // self.turns * peers),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, 4 * config.warpgroups // self.turns * peers
+            ),
             tx_count=(config.tile_m + config.tile_n) * config.tile_k * (sA.element_type.width // 8),
             cta_layout_vmnk=cute.make_layout((1, *cluster_layout.shape)),
             defer_sync=True,
         )
         pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
-        gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None))  # (tile_m, tile_k, m tiles, k tiles)
-        gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None))  # (tile_n, tile_k, n tiles, k tiles)
+        gA = cute.local_tile(
+            mA, (config.tile_m, config.tile_k), (None, None)
+        )  # (tile_m, tile_k, m tiles, k tiles)
+        gB = cute.local_tile(
+            mB, (config.tile_n, config.tile_k), (None, None)
+        )  # (tile_n, tile_k, n tiles, k tiles)
         k_tiles = cute.size(gA, mode=[3])
         pipeline_init_wait(cluster_shape_mn=self.cluster)
 
@@ -135,7 +150,9 @@ class GemmSm90:
                 self._load(tma_a, gA, sA, tma_b, gB, sB, ring, coord, progress, runs, k_tiles)
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
-            self._mma(tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs, cute.size(gB, mode=[2]), k_tiles)
+            self._mma(
+                tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs, cute.size(gB, mode=[2]), k_tiles
+            )
 
     @cute.jit
     def _load(self, tma_a, gA, sA, tma_b, gB, sB, ring, coord, progress, runs, k_tiles: Int32):
@@ -143,10 +160,18 @@ class GemmSm90:
         config = self.config
         # ((tile bytes), stages) and ((tile bytes), tiles, k tiles)
         tAsA, tAgA = cpasync.tma_partition(
-            tma_a, coord[1], cute.make_layout(config.cluster_n), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
+            tma_a,
+            coord[1],
+            cute.make_layout(config.cluster_n),
+            cute.group_modes(sA, 0, 2),
+            cute.group_modes(gA, 0, 2),
         )
         tBsB, tBgB = cpasync.tma_partition(
-            tma_b, coord[0], cute.make_layout(config.cluster_m), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
+            tma_b,
+            coord[0],
+            cute.make_layout(config.cluster_m),
+            cute.group_modes(sB, 0, 2),
+            cute.group_modes(gB, 0, 2),
         )
         cluster_layout = cute.make_layout((*self.cluster, 1))
         a_mask = cute.make_layout_image_mask(cluster_layout, coord, mode=1) if config.cluster_n > 1 else None
@@ -171,12 +196,27 @@ class GemmSm90:
                             patience = _keep_pace(progress, steps * step - step // SLACK, patience)
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
-                    cute.copy(tma_a, tAgA[None, m_tile, k], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_mask)
-                    cute.copy(tma_b, tBgB[None, n_tile, k], tBsB[None, slot.index], tma_bar_ptr=full, mcast_mask=b_mask, cache_policy=cutlass.Int64(EVICT_FIRST))
+                    cute.copy(
+                        tma_a,
+                        tAgA[None, m_tile, k],
+                        tAsA[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=a_mask,
+                    )
+                    cute.copy(
+                        tma_b,
+                        tBgB[None, n_tile, k],
+                        tBsB[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=b_mask,
+                        cache_policy=cutlass.Int64(EVICT_FIRST),
+                    )
                     slot.advance()
             run += step
         if counts:
-            most = cute.ceil_div(rows * windows, step) * (tiles_per_window * cute.ceil_div(k_tiles, config.pace))
+            most = cute.ceil_div(rows * windows, step) * (
+                tiles_per_window * cute.ceil_div(k_tiles, config.pace)
+            )
             cute.arch.red(progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu")
         ring.producer_tail(slot)
 
@@ -191,7 +231,9 @@ class GemmSm90:
         tCrA = tiled_mma.make_fragment_A(shared.partition_A(sA))  # (MMA, MMA_M, MMA_K, stages)
         tCrB = tiled_mma.make_fragment_B(shared.partition_B(sB))  # (MMA, MMA_N, MMA_K, stages)
         # ((2, 2, tile_n / 8), MMA_M, 1): column pair, row pair, column blocks
-        coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
+        coords = tiled_mma.get_slice(thread).partition_C(
+            cute.make_identity_tensor((config.tile_m, config.tile_n))
+        )
         acc = cute.make_rmem_tensor(coords.shape, Float32)
         frag = _rows_cols(acc)  # (rows, cols)
         where = _rows_cols(coords)
@@ -220,14 +262,15 @@ class GemmSm90:
             for tile in cutlass.range(first + (turn + before) % turns, end, turns, unroll=1):
                 slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles)
                 self.epilogue.visit(tensors, state, frag, row_index, cols, tile * config.cluster_n + coord[1])
-            self.epilogue.end(tensors, state, row_index, (window * config.cluster_n + coord[1]) * turns + turn)
+            self.epilogue.end(
+                tensors, state, row_index, (window * config.cluster_n + coord[1]) * turns + turn
+            )
             before += end - first
             run += step
 
     @cute.jit
     def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles: Int32):
         """One tile of A B^T into acc, with one k tile's WGMMAs in flight; returns the ring's next slot."""
-        config = self.config
         done = slot.clone()
         if cutlass.const_expr(self.turns > 1):
             cute.arch.barrier(barrier_id=TURN_BARRIER + turn, number_of_threads=2 * WARPGROUP)
@@ -284,6 +327,7 @@ def _rows_cols(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(
         acc.iterator,
         cute.make_layout(
-            ((row, m), (pair, block, n)), stride=((row_stride, m_stride), (pair_stride, block_stride, n_stride))
+            ((row, m), (pair, block, n)),
+            stride=((row_stride, m_stride), (pair_stride, block_stride, n_stride)),
         ),
     )

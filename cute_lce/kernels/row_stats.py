@@ -13,7 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 LOG2_E = 1.4426950408889634
-LANES = 8  # independent chains of maxima and sums; two-wide packed instructions on Blackwell come from this width
+LANES = (
+    8  # independent chains of maxima and sums; two-wide packed instructions on Blackwell come from this width
+)
 
 
 @cute.jit
