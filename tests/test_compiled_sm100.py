@@ -1,4 +1,7 @@
-"""What the compiler made of the Blackwell forward: PTX, registers, memory. No GPU, no driver."""
+"""What the compiler made of the Blackwell forward: PTX, registers, memory. No GPU, no driver.
+
+python -m tests.test_compiled_sm100     prints registers and what a slab of the epilogue issues
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import subprocess
 import sysconfig
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,3 +139,43 @@ def test_configs_that_no_kernel_has_are_refused(change: dict, named: str):
 
     with pytest.raises(ValueError, match=named):
         GemmSm100(replace(PAIR, **change), ForwardEpilogue(256, 1))
+
+
+def slab_loop(sass: str) -> tuple[Counter, int]:
+    """(opcode -> instructions, those under the mask's predicate) of the epilogue's loop over slabs.
+
+    Without the block that the loop jumps over where no lane's target is in the tile.
+    """
+    found = (
+        re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\d )?\s*(\S+)(.*)", line) for line in sass.split("\n")
+    )
+    lines = [(int(m[1], 16), m[2], m[3], m[4]) for m in found if m]
+    load = next(at for at, _, op, _ in lines if op.startswith("LDTM"))
+    jumps = [
+        (at, int(t[1], 16))
+        for at, _, op, rest in lines
+        if op == "BRA" or op == "BRA.U"
+        if (t := re.search(r"0x(\w+)", rest))
+    ]
+    start, end = next((to, at) for at, to in jumps if at > load and to <= load)
+    store = next(at for at, _, op, _ in lines if op.startswith("STG") and at > load)
+    skip = max((at, to) for at, to in jumps if load < at < store < to)
+    body = [line for line in lines if start <= line[0] <= end and not skip[0] < line[0] < skip[1]]
+    mask = {guard for at, guard, op, _ in body if op == "FSEL" and guard}
+    return Counter(op.split(".")[0] for _, _, op, _ in body), sum(guard in mask for _, guard, _, _ in body)
+
+
+def test_exponentials_of_a_slab():
+    counts, _ = slab_loop(gemm("pair").sass)
+    assert counts["LDTM"] == 1
+    assert counts["MUFU"] == 64 + 1  # the columns, and a rescaling
+    assert counts["FADD2"] >= 32  # packed
+    assert sum(counts.values()) < 8 * counts["MUFU"]  # the scheduler issues them in an exponential's shadow
+
+
+if __name__ == "__main__":
+    for name in CONFIGS:
+        kernel = gemm(name)
+        counts, masked = slab_loop(kernel.sass)
+        print(name, kernel.usage, f"slab: {sum(counts.values())} instructions, {masked} of them mask,")
+        print("   ", dict(counts.most_common()))

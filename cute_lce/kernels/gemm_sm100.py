@@ -45,8 +45,8 @@ class GemmSm100:
 
     Timeline: load runs up to `stages` k tiles ahead of MMA, across tiles and runs. MMA fills one accumulator
     while the epilogue reads the other, so that an epilogue costs nothing as long as it is shorter than a
-    tile's MMAs, as it is from d of about 512 upwards (docs/kernels.md has the cycles); the last one of a CTA
-    is exposed.
+    tile's MMAs: the forward's is, from a d between 260 and 660 upwards (docs/kernels.md has the cycles). The
+    last one of a CTA is exposed.
 
     Budgets: registers about 120 a thread, without spills; 192 threads could have 255, so setmaxnreg would
     serve nothing. Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256
