@@ -25,12 +25,29 @@ REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-plan = streaming.plan
 empty_kept = streaming.empty_kept
 forward_keep = streaming.forward_keep
-backward = streaming.backward
 grad_in_forward = streaming.grad_in_forward
 scale_gradients = streaming.scale_gradients
+
+
+def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace):
+    """Decide the schedule and how many columns it keeps: (schedule, kept_columns). See streaming.plan.
+
+    "auto" is "recompute", the one that has kernels; the others are the streaming implementation's.
+    """
+    if schedule in ("keep", "grad_in_forward") and (need_dinput or need_dweight):
+        return streaming.plan(
+            n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace
+        )
+    if workspace:
+        least = plans.forward_bytes(n, V)
+        if need_dinput or need_dweight:
+            columns = min(window or plans.LEAST_STRIPE, V)
+            least = max(least, plans.backward_bytes(n, d, V, columns, dtype is torch.float16, need_dinput))
+        if workspace < least:
+            raise streaming.refuse_workspace(schedule, workspace, least)
+    return "recompute", 0
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -46,12 +63,15 @@ def _architecture(device: torch.device) -> tuple[str, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare(device, dtype, target_dtype, n, d, V, window):
+def _prepare(device, dtype, target_dtype, n, d, V, window, workspace):
     """(plan, compiled function) of a forward: one dictionary look-up in the steady state."""
     arch, sms = _architecture(device)
-    chosen = plans.forward(arch, n, d, V, sms, window)
-    names = str(dtype).removeprefix("torch."), str(target_dtype).removeprefix("torch.")
-    return chosen, compiled.forward(chosen.config, *names)
+    chosen = plans.forward(arch, n, d, V, sms, window, workspace)
+    return chosen, compiled.forward(chosen.config, _name(dtype), _name(target_dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rows(name: str, tensor: Tensor) -> Tensor:
@@ -91,7 +111,7 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
     if target.stride(0) != 1:
         target = target.contiguous()
     chosen, function = _prepare(
-        device, hidden.dtype, target.dtype, n, hidden.shape[1], weight.shape[0], window
+        device, hidden.dtype, target.dtype, n, hidden.shape[1], weight.shape[0], window, workspace
     )
     scratch = torch.empty((chosen.workspace_floats,), dtype=torch.float32, device=device)
     function(
@@ -112,3 +132,102 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
         chosen.paced,
     )
     return loss, row_max, row_sum, num_valid
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_backward(device, dtype, target_dtype, n, d, V, need_dinput, window, workspace):
+    """(plan, compiled function) of a backward."""
+    arch, sms = _architecture(device)
+    chosen = plans.backward(arch, n, d, V, sms, dtype is torch.float16, need_dinput, window, workspace)
+    return chosen, compiled.backward(chosen.logits, chosen.gradient, _name(dtype), _name(target_dtype))
+
+
+def backward(
+    dloss,
+    input,
+    linear_weight,
+    target,
+    row_max,
+    row_sum,
+    num_valid,
+    kept,
+    kept_reference,
+    ignore_index,
+    reduction,
+    window,
+    workspace,
+    need_dinput,
+    need_dweight,
+):
+    """The paper's Algorithm 2 in stripes: logits again, dlogits, and the two gradients' GEMMs; see kernels.backward.
+
+    float16 cannot hold upstream / n: its dlogits are softmax - onehot, dinput's rows are scaled when they are rounded,
+    and dweight is made with a copy of the hidden rows scaled by factor / max factor, the maximum applied at the end.
+    """
+    if kept is not None or input.shape[0] == 0:
+        return streaming.backward(
+            dloss,
+            input,
+            linear_weight,
+            target,
+            row_max,
+            row_sum,
+            num_valid,
+            kept,
+            kept_reference,
+            ignore_index,
+            reduction,
+            window,
+            workspace,
+            need_dinput,
+            need_dweight,
+        )
+    device, dtype = input.device, input.dtype
+    hidden, weight = _rows("input", input), _rows("linear_weight", linear_weight)
+    (n, d), V = hidden.shape, weight.shape[0]
+    if target.stride(0) != 1:
+        target = target.contiguous()
+    chosen, function = _prepare_backward(device, dtype, target.dtype, n, d, V, need_dinput, window, workspace)
+    scaled_hidden, factor, weight_factor = hidden, row_sum, row_sum
+    if dtype is torch.float16:
+        factor = torch.where(target != ignore_index, streaming.row_upstream(dloss, num_valid, reduction), 0)
+        weight_factor = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+        scaled_hidden = (hidden * (factor / weight_factor).unsqueeze(1)).to(dtype)
+    several = len(chosen.stripes) > 1
+    dinput = hidden.new_empty((n, d)) if need_dinput else None
+    dweight = weight.new_empty((V, d)) if need_dweight else None
+    dlogits = hidden.new_empty((n, chosen.pitch))
+    accumulator = torch.empty((n, d) if need_dinput and several else (0,), dtype=torch.float32, device=device)
+    progress = torch.zeros((3 * len(chosen.stripes),), dtype=torch.int32, device=device)
+    for i, (first, columns, ints) in enumerate(chosen.stripes):
+        function(
+            hidden,
+            weight,
+            scaled_hidden,
+            target,
+            ignore_index,
+            reduction == "mean",
+            dloss.data_ptr(),
+            dloss.stride(0) if dloss.dim() else 0,
+            row_max.data_ptr(),
+            row_sum.data_ptr(),
+            num_valid.data_ptr(),
+            factor.data_ptr(),
+            weight_factor.data_ptr(),
+            dlogits.data_ptr(),
+            accumulator.data_ptr(),
+            0 if dinput is None else dinput.data_ptr(),
+            0 if dweight is None else dweight.data_ptr(),
+            progress.data_ptr() + 12 * i,
+            chosen.pitch,
+            first,
+            columns,
+            i == 0,
+            i == len(chosen.stripes) - 1,
+            ints,
+        )
+    if d != input.shape[1]:
+        dinput, dweight = (
+            None if gradient is None else gradient[:, : input.shape[1]].contiguous() for gradient in (dinput, dweight)
+        )
+    return dinput, dweight

@@ -162,11 +162,19 @@ def _rounds(
 
 @functools.lru_cache(maxsize=4096)
 def forward(
-    arch: str, n: int, d: int, vocab: int, sms: int, window: int = 0, config: KernelConfig | None = None
+    arch: str,
+    n: int,
+    d: int,
+    vocab: int,
+    sms: int,
+    window: int = 0,
+    workspace: int = 0,
+    config: KernelConfig | None = None,
 ) -> Plan:
     """Plan a forward of (n, d) x (vocab, d) on `sms` SMs.
 
     window: columns of a window, rounded up to whole tiles; 0: chosen so that the clusters finish together.
+    workspace: bytes that may be allocated, at least `forward_bytes`; 0: PARTIAL_BYTES of partials, where it matters.
     config: the kernel's configuration; None: chosen.
     """
     if config is None:
@@ -178,7 +186,8 @@ def forward(
         tiles_per_window = min(ceil_div(window, config.cluster_columns), tiles)
     else:
         # The fewest rounds; among about as good ones the longest windows, which write the fewest partials.
-        shortest = ceil_div(8 * n * config.partials_per_window * tiles, PARTIAL_BYTES)
+        spare = min(PARTIAL_BYTES, (workspace or 2 * PARTIAL_BYTES) - forward_bytes(n, vocab) // 2)
+        shortest = ceil_div(8 * n * config.partials_per_window * tiles, max(spare, 1))
         candidates = range(max(1, min(shortest, tiles)), min(max(MAX_TILES_PER_WINDOW, shortest), tiles) + 1)
         rounds = {t: _rounds(config, n, vocab, clusters, t)[1] for t in candidates}
         best = min(rounds.values())
@@ -200,6 +209,11 @@ def forward(
     )
 
 
+def forward_bytes(n: int, vocab: int) -> int:
+    """The least bytes of workspace and statistics that every forward gets by with: one window."""
+    return 128 * n + 4 * KIB
+
+
 def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelConfig:
     if is_blackwell(arch):
         # A CTA alone asks half as much again of L2 and shared memory; it is for what would leave half a pair idle.
@@ -209,3 +223,98 @@ def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelCon
     if n <= single.cluster_rows:
         return single
     return wide if n >= 4 * wide.cluster_rows and d >= 4096 else pingpong
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """One plain GEMM: tiles of its n dimension, rows of clusters that share L2, clusters launched, whether paced."""
+
+    windows: int
+    group_m: int
+    clusters: int
+    paced: bool
+
+    @property
+    def ints(self) -> tuple[int, int, int, int]:
+        return self.windows, self.group_m, self.clusters, int(self.paced)
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """One backward call, stripe by stripe over the vocabulary.
+
+    stripe: columns of every stripe but the last. pitch: elements of a row of dlogits.
+    stripes: (first column, columns, the three GEMMs' ints) of each stripe.
+    workspace: bytes of dlogits, accumulator and factors.
+    """
+
+    logits: KernelConfig
+    gradient: KernelConfig
+    stripe: int
+    pitch: int
+    stripes: tuple[tuple[int, int, tuple[int, ...]], ...]
+    workspace: int
+
+
+DEFAULT_WORKSPACE = 1 << 30
+"""What workspace_mb=None means, in bytes, where the least needs no more."""
+STRIPE_MULTIPLE = 768  # whole tiles of all three GEMMs
+LEAST_STRIPE = 64
+
+
+def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
+    """Plan an (m, k) x (n, k) product."""
+    rows, windows = ceil_div(m, config.cluster_rows), ceil_div(n, config.cluster_columns)
+    clusters = max(1, min(sms // (config.cluster_m * config.cluster_n), rows * windows))
+    side = max(1, int((clusters * config.cluster_columns / config.cluster_rows) ** 0.5))
+    paced = 2 * k * (m + n) > DEVICES[config.arch].l2 // 2 and rows > 1
+    return GemmPlan(windows, min(rows, side), clusters, paced)
+
+
+def backward_bytes(n: int, d: int, V: int, columns: int, half: bool, need_dinput: bool) -> int:
+    """Bytes that a backward with stripes of `columns` allocates beyond its results.
+
+    half: whether the operands are float16, whose grad_scale is applied outside of dlogits.
+    """
+    fixed = 64 * n + 4 * KIB
+    if need_dinput and columns < V:
+        fixed += 4 * n * d
+    if half:
+        fixed += 6 * n * d
+    return fixed + 2 * n * (ceil_div(columns, 8) * 8)
+
+
+def stripe_columns(n: int, d: int, V: int, half: bool, need_dinput: bool, window: int, workspace: int) -> int:
+    """Columns of a stripe: what the workspace holds, or as `window` says. Not below LEAST_STRIPE, whatever it holds."""
+    if window:
+        return min(window, V)
+    workspace = workspace or DEFAULT_WORKSPACE
+    if backward_bytes(n, d, V, V, half, need_dinput) <= workspace:
+        return V
+    columns = (workspace - backward_bytes(n, d, V, 0, half, need_dinput)) // (2 * max(n, 1))
+    multiple = STRIPE_MULTIPLE if columns >= STRIPE_MULTIPLE else LEAST_STRIPE
+    return min(max(columns // multiple * multiple, LEAST_STRIPE), V)
+
+
+@functools.lru_cache(maxsize=4096)
+def backward(
+    arch: str, n: int, d: int, V: int, sms: int, half: bool, need_dinput: bool, window: int, workspace: int
+) -> BackwardPlan:
+    """Plan a backward of (n, d) x (V, d). window: a stripe's columns, 0: chosen. workspace: bytes, 0: the default."""
+    logits = configs(arch)[0]
+    # Hopper: operands whose rows are not along k come in 64 columns, of which a multicast wants whole halves.
+    gradient = logits if is_blackwell(arch) else KernelConfig(arch, tile_n=256, pingpong=False, stages=4)
+    stripe = stripe_columns(n, d, V, half, need_dinput, window, workspace)
+    stripes = []
+    for first in range(0, V, stripe):
+        columns = min(stripe, V - first)
+        plans = (gemm(logits, n, columns, d, sms), gemm(gradient, n, d, columns, sms), gemm(gradient, columns, d, n, sms))
+        stripes.append((first, columns, tuple(number for plan in plans for number in plan.ints)))
+    return BackwardPlan(
+        logits=logits,
+        gradient=gradient,
+        stripe=stripe,
+        pitch=ceil_div(stripe, 8) * 8,
+        stripes=tuple(stripes),
+        workspace=backward_bytes(n, d, V, stripe, half, need_dinput),
+    )

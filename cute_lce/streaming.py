@@ -126,7 +126,7 @@ def _least_window(V, window):
     return min(window or _WINDOW_MULTIPLE, V)
 
 
-def _refuse_workspace(schedule, workspace, least) -> ValueError:
+def refuse_workspace(schedule, workspace, least) -> ValueError:
     mib = 1 << 20
     least_mb = -(-int(least) * 1000 // mib) / 1000
     return ValueError(
@@ -157,14 +157,14 @@ def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dwe
             fixed, column, token = _chunk_costs(n, d, V, dtype, device_type, need_dinput, need_dweight)
             least = fixed + column * _least_window(V, window) + token * min(_LEAST_CHUNK, n)
             if workspace < least:
-                raise _refuse_workspace(schedule, workspace, least)
+                raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not wants_gradient):
         return "recompute", 0
     fixed, column = _costs(n, d, V, dtype, device_type, need_dinput, need_dweight)
     least = fixed + column * _least_window(V, window)
     if workspace and workspace < least:
-        raise _refuse_workspace(schedule, workspace, least)
+        raise refuse_workspace(schedule, workspace, least)
     if schedule != "keep" or not wants_gradient or n == 0:
         return "recompute", 0
     kept = ((workspace or DEFAULT_WORKSPACE_BYTES) - least) // (n * accumulate_dtype(dtype).itemsize)
@@ -306,7 +306,7 @@ def _reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
     return loss, row_sum, num_valid
 
 
-def _upstream(dloss: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
+def row_upstream(dloss: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
     """The gradient of the result by one row's loss: () or, for "none", (n,)."""
     return dloss / num_valid.clamp(min=1) if reduction == "mean" else dloss
 
@@ -397,7 +397,7 @@ def backward(
     ranges = _windows(input, linear_weight, window, workspace, need_dinput, need_dweight, kept_columns)
     buffer = _Buffer(n, ranges, input, acc)
 
-    upstream = torch.where(valid, _upstream(dloss, num_valid, reduction), 0)
+    upstream = torch.where(valid, row_upstream(dloss, num_valid, reduction), 0)
     inner = None
     outer = torch.where(valid, upstream / row_sum, 0)
     if operands.rounded:
@@ -495,7 +495,7 @@ def grad_in_forward(
 @_without_autocast
 def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, reduction, dtype):
     """The paper's Algorithm 4: round(upstream * accumulator), out of place, in one pass and the only cast."""
-    upstream = _upstream(dloss, num_valid, reduction)
+    upstream = row_upstream(dloss, num_valid, reduction)
     dinput = dweight = None
     if dinput_accumulator is not None:
         factor = upstream.unsqueeze(1) if reduction == "none" else upstream

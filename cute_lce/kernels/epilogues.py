@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_lce.kernels import row_stats
 
@@ -107,3 +107,211 @@ class ForwardEpilogue:
                 if rows[r] < cute.size(tensors.target):
                     tensors.partials[window, rows[r], 0] = state.row_max[r]
                     tensors.partials[window, rows[r], 1] = state.row_sum[r]
+
+
+class DlogitsTensors(NamedTuple):
+    """Global memory of the backward's first epilogue, for a stripe of the vocabulary, and its sizes.
+
+    target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0: one number).
+    num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned: what is written.
+    first: the stripe's first column. vocab: the stripe's columns. mean: whether the loss was divided by num_valid.
+    """
+
+    target: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    dloss: cute.Tensor
+    num_valid: cute.Tensor
+    dlogits: cute.Tensor
+    ignore_index: Int64
+    first: Int32
+    vocab: Int32
+    mean: Int32
+
+
+class DlogitsState(NamedTuple):
+    """Per thread and row: what logits are relative to, what exponentials and the onehot are multiplied by, the column
+    of the target in the stripe, and whether the row counts."""
+
+    ref: cute.Tensor
+    factor: cute.Tensor
+    onehot: cute.Tensor
+    target: cute.Tensor
+    counts: cute.Tensor
+
+
+class DlogitsEpilogue:
+    """dlogits = grad_scale (softmax - onehot), rounded once; an ignored row's are 0, whatever its logits.
+
+    Args:
+        tile_n: columns of a tile.
+        scaled: whether grad_scale, a row's upstream gradient, is in the dlogits. float16 lacks the range for it and
+            leaves it to the gradients' epilogues.
+    """
+
+    def __init__(self, tile_n: int, scaled: bool):
+        self.tile_n = tile_n
+        self.scaled = scaled
+
+    @cute.jit
+    def begin(self, tensors: DlogitsTensors, rows: cute.Tensor) -> DlogitsState:
+        count = cute.size(rows)
+        ref, factor, onehot = (cute.make_rmem_tensor(count, Float32) for _ in range(3))
+        target, counts = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
+        for r in cutlass.range_constexpr(count):
+            ref[r], factor[r], onehot[r] = Float32(0.0), Float32(0.0), Float32(0.0)
+            target[r], counts[r] = Int32(NO_COLUMN), Int32(0)
+            if rows[r] < cute.size(tensors.target):
+                index = Int64(tensors.target[rows[r]])
+                if index != tensors.ignore_index:
+                    counts[r] = Int32(1)
+                    scale = Float32(1.0)
+                    if cutlass.const_expr(self.scaled):
+                        scale = tensors.dloss[rows[r]]
+                        if tensors.mean != 0:
+                            scale = scale / Float32(tensors.num_valid[0])
+                    ref[r] = row_stats.reference(tensors.row_max[rows[r]])
+                    factor[r] = scale / tensors.row_sum[rows[r]]
+                    onehot[r] = scale
+                    index = index - tensors.first
+                    if index >= 0 and index < tensors.vocab:
+                        target[r] = Int32(index)
+        return DlogitsState(ref, factor, onehot, target, counts)
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: DlogitsTensors,
+        state: DlogitsState,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        rows: cute.Tensor,
+        cols: cute.Tensor,
+        tile: Int32,
+    ):
+        first = tile * self.tile_n
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            for c in cutlass.range_constexpr(cute.size(cols)):
+                frag[r, c] = state.factor[r] * cute.math.exp2(
+                    (frag[r, c] - state.ref[r]) * Float32(row_stats.LOG2_E), fastmath=True
+                )
+            column = state.target[r] - first
+            if column >= 0 and column < self.tile_n:
+                for c in cutlass.range_constexpr(cute.size(cols)):
+                    if cols[c] == column:
+                        frag[r, c] = frag[r, c] - state.onehot[r]
+            if state.counts[r] == 0:
+                for c in cutlass.range_constexpr(cute.size(cols)):
+                    frag[r, c] = Float32(0.0)
+        store_pairs(tensors.dlogits, frag, rows, cols, first)
+
+    @cute.jit
+    def end(self, tensors: DlogitsTensors, state: DlogitsState, rows: cute.Tensor, window: Int32):
+        pass
+
+
+class GradientTensors(NamedTuple):
+    """Global memory of a gradient's epilogue.
+
+    out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`, written
+    unless `last`. factor (m,) fp32 with any stride (0: one number), for epilogues with a factor.
+    """
+
+    out: cute.Tensor
+    accumulator: cute.Tensor
+    factor: cute.Tensor
+    first: Int32
+    last: Int32
+
+
+class GradientEpilogue:
+    """A product added to those of earlier stripes in fp32, and after the last one rounded once.
+
+    Args:
+        tile_n: columns of a tile.
+        factored: whether rows are multiplied by `factor` before they are rounded.
+    """
+
+    def __init__(self, tile_n: int, factored: bool):
+        self.tile_n = tile_n
+        self.factored = factored
+
+    @cute.jit
+    def begin(self, tensors: GradientTensors, rows: cute.Tensor):
+        factor = cute.make_rmem_tensor(cute.size(rows), Float32)
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            factor[r] = Float32(1.0)
+            if cutlass.const_expr(self.factored):
+                if rows[r] < cute.size(tensors.out, mode=[0]):
+                    factor[r] = tensors.factor[rows[r]]
+        return factor
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: GradientTensors,
+        factor: cute.Tensor,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        rows: cute.Tensor,
+        cols: cute.Tensor,
+        tile: Int32,
+    ):
+        first = tile * self.tile_n
+        if tensors.first == 0:
+            add_pairs(tensors.accumulator, frag, rows, cols, first)
+        if tensors.last == 0:
+            store_pairs(tensors.accumulator, frag, rows, cols, first)
+        else:
+            if cutlass.const_expr(self.factored):
+                for r in cutlass.range_constexpr(cute.size(rows)):
+                    for c in cutlass.range_constexpr(cute.size(cols)):
+                        frag[r, c] = frag[r, c] * factor[r]
+            store_pairs(tensors.out, frag, rows, cols, first)
+
+    @cute.jit
+    def end(self, tensors: GradientTensors, factor: cute.Tensor, rows: cute.Tensor, window: Int32):
+        pass
+
+
+@cute.jit
+def _pair(matrix: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+    """Two neighbouring elements of a row-major matrix, the first of an even column of rows that are 16-byte aligned."""
+    pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+    return cute.make_tensor(
+        cute.make_ptr(
+            matrix.element_type,
+            pointer.toint(),
+            cute.AddressSpace.gmem,
+            assumed_align=matrix.element_type.width // 4,
+        ),
+        cute.make_layout(2),
+    )
+
+
+@cute.jit
+def store_pairs(matrix: cute.Tensor, frag: cute.Tensor, rows: cute.Tensor, cols: cute.Tensor, first: Int32):
+    """Round a fragment to the matrix's type and store it; cols come in neighbouring pairs. Outside stays untouched,
+    except that where the matrix has an odd number of columns the padding of its rows gets one more."""
+    width = cute.size(matrix, mode=[1])
+    for r in cutlass.range_constexpr(cute.size(rows)):
+        if rows[r] < cute.size(matrix, mode=[0]):
+            for c in cutlass.range_constexpr(0, cute.size(cols), 2):
+                if first + cols[c] < width:
+                    values = cute.make_rmem_tensor(2, Float32)
+                    values[0], values[1] = frag[r, c], frag[r, c + 1]
+                    pair = cute.make_rmem_tensor(2, matrix.element_type)
+                    pair.store(values.load().to(matrix.element_type))
+                    cute.autovec_copy(pair, _pair(matrix, rows[r], first + cols[c]))
+
+
+@cute.jit
+def add_pairs(matrix: cute.Tensor, frag: cute.Tensor, rows: cute.Tensor, cols: cute.Tensor, first: Int32):
+    """Add the matrix's elements to a fragment, in place; cols come in neighbouring pairs."""
+    width = cute.size(matrix, mode=[1])
+    for r in cutlass.range_constexpr(cute.size(rows)):
+        if rows[r] < cute.size(matrix, mode=[0]):
+            for c in cutlass.range_constexpr(0, cute.size(cols), 2):
+                if first + cols[c] < width:
+                    pair = cute.make_rmem_tensor(2, matrix.element_type)
+                    cute.autovec_copy(_pair(matrix, rows[r], first + cols[c]), pair)
+                    frag[r, c] = frag[r, c] + pair[0]
+                    frag[r, c + 1] = frag[r, c + 1] + pair[1]

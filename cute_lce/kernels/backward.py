@@ -1,0 +1,177 @@
+"""The backward's host function: one stripe of the vocabulary, three GEMMs (the paper's Algorithm 2 in stripes).
+
+    dlogits = grad_scale (softmax(hidden @ weight.T) - onehot)     the forward's GEMM, stored in the operands' dtype
+    dhidden += dlogits @ weight                                    fp32 over the stripes, rounded after the last
+    dweight = dlogits.T @ hidden                                   the stripe's rows, written once
+
+All three are the architecture's one mainloop; the operands' orders of dimensions and the epilogues differ.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_lce.kernels.epilogues import DlogitsEpilogue, DlogitsTensors, GradientEpilogue, GradientTensors
+from cute_lce.kernels.forward import mainloop, vector
+from cute_lce.plan import KernelConfig
+
+GEMM_INTS = 4  # windows, group_m, clusters, paced
+
+
+class Backward:
+    """One stripe of the backward; see cute_lce.launch.backward for the tensors.
+
+    Args:
+        logits: the configuration of the logits' GEMM.
+        gradient: the configuration of the two gradients' GEMMs.
+        scaled: whether dlogits hold grad_scale (bfloat16), or the gradients' epilogues apply it (float16).
+    """
+
+    def __init__(self, logits: KernelConfig, gradient: KernelConfig, scaled: bool):
+        gemm = mainloop(logits)
+        self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, scaled))
+        self.dhidden = gemm(gradient, GradientEpilogue(gradient.tile_n, not scaled))
+        self.dweight = gemm(gradient, GradientEpilogue(gradient.tile_n, not scaled))
+
+    @cute.jit
+    def __call__(
+        self,
+        hidden: cute.Tensor,  # (n, d)
+        weight: cute.Tensor,  # (V, d)
+        scaled_hidden: cute.Tensor,  # (n, d), the dW GEMM's operand: hidden itself, or times factor / weight_factor
+        target: cute.Tensor,  # (n,)
+        ignore_index: Int64,
+        mean: Int32,
+        dloss: Int64,  # addresses: fp32 (n,) of stride dloss_stride,
+        dloss_stride: Int64,
+        row_max: Int64,  # fp32 (n,)
+        row_sum: Int64,  # fp32 (n,)
+        num_valid: Int64,  # one int64
+        factor: Int64,  # fp32 (n,): float16's grad_scale
+        weight_factor: Int64,  # one fp32: float16's factor of dweight
+        dlogits: Int64,  # (n, columns) in the operands' dtype, rows of `pitch` elements
+        accumulator: Int64,  # fp32 (n, d)
+        dhidden: Int64,  # (n, d), 0: not wanted
+        dweight: Int64,  # (V, d), 0: not wanted
+        progress: Int64,  # three zeroed int32
+        pitch: Int64,
+        first: Int32,  # the stripe: its first column and its columns
+        columns: Int32,
+        is_first: Int32,
+        is_last: Int32,
+        plans,  # GEMM_INTS Int32 of each GEMM
+        stream: cuda.CUstream,
+    ):
+        dtype = hidden.element_type
+        n, d = cute.size(hidden, mode=[0]), cute.size(hidden, mode=[1])
+        row_pitch = weight.stride[0]
+        stripe = cute.make_tensor(weight.iterator + Int64(first) * row_pitch, cute.make_layout((columns, d), stride=(row_pitch, 1)))
+        matrix = cute.make_tensor(
+            cute.make_ptr(dtype, dlogits, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((n, columns), stride=(cute.assume(pitch, divby=8), 1)),
+        )
+        counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
+        ints = [plans[GEMM_INTS * i : GEMM_INTS * (i + 1)] for i in range(3)]
+        self._gemm(
+            self.dlogits,
+            hidden,
+            stripe,
+            DlogitsTensors(
+                target,
+                vector(Float32, row_max, n),
+                vector(Float32, row_sum, n),
+                cute.make_tensor(
+                    cute.make_ptr(Float32, dloss, cute.AddressSpace.gmem, assumed_align=4),
+                    cute.make_layout(n, stride=dloss_stride),
+                ),
+                vector(Int64, num_valid, 1),
+                matrix,
+                ignore_index,
+                first,
+                columns,
+                mean,
+            ),
+            counters[0],
+            ints[0],
+            stream,
+        )
+        if dhidden != 0:
+            self._gemm(
+                self.dhidden,
+                matrix,
+                _transposed(stripe),
+                GradientTensors(
+                    _matrix(dtype, dhidden, n, d),
+                    _matrix(Float32, accumulator, n, d),
+                    vector(Float32, factor, n),
+                    is_first,
+                    is_last,
+                ),
+                counters[1],
+                ints[1],
+                stream,
+            )
+        if dweight != 0:
+            out = _matrix(dtype, dweight + Int64(first) * d * (dtype.width // 8), columns, d)
+            self._gemm(
+                self.dweight,
+                _transposed(matrix),
+                _transposed(scaled_hidden),
+                GradientTensors(
+                    out,
+                    _matrix(Float32, accumulator, columns, d),
+                    cute.make_tensor(
+                        cute.make_ptr(Float32, weight_factor, cute.AddressSpace.gmem, assumed_align=4),
+                        cute.make_layout(columns, stride=0),
+                    ),
+                    Int32(1),
+                    Int32(1),
+                ),
+                counters[2],
+                ints[2],
+                stream,
+            )
+
+    @cute.jit
+    def _gemm(self, gemm: cutlass.Constexpr, a, b, tensors, progress, ints, stream):
+        windows, group_m, clusters, paced = ints
+        gemm(a, b, tensors, progress, windows, Int32(1), group_m, clusters, paced, stream)
+
+
+def _transposed(matrix: cute.Tensor) -> cute.Tensor:
+    rows, columns = matrix.shape
+    return cute.make_tensor(matrix.iterator, cute.make_layout((columns, rows), stride=(1, matrix.stride[0])))
+
+
+def _matrix(kind, address: Int64, rows, columns) -> cute.Tensor:
+    """The row-major (rows, columns) matrix at a 16-byte aligned address; columns is a multiple of 8."""
+    return cute.make_tensor(
+        cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=16),
+        cute.make_layout((rows, columns), stride=(Int64(columns), 1)),
+    )
+
+
+def compile_backward(logits: KernelConfig, gradient: KernelConfig, dtype: str, target_dtype: str, options: str):
+    """Compile `Backward` for any n, d, V and stripe, and any pitch of rows that begin at multiples of 16 bytes."""
+    element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
+    index = {"int32": cutlass.Int32, "int64": cutlass.Int64}[target_dtype]
+    n, d = cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def rows(count):
+        return cute.runtime.make_fake_tensor(element, (count, d), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+
+    return cute.compile(
+        Backward(logits, gradient, scaled=dtype == "bfloat16"),
+        rows(n),
+        rows(cute.sym_int()),
+        rows(n),
+        cute.runtime.make_fake_compact_tensor(index, (n,)),
+        Int64(0),
+        Int32(0),
+        *(Int64(0) for _ in range(13)),
+        *(Int32(0) for _ in range(4)),
+        tuple(Int32(0) for _ in range(3 * GEMM_INTS)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )
