@@ -193,6 +193,19 @@ def test_mbarrier_arrivals_past_the_count():
     fault(INIT.format(count=40) + "mbarrier.arrive.shared.b64 %d3, [%r1], 30;", "mbarrier-count")
 
 
+def test_storing_to_an_mbarrier():
+    fault(INIT.format(count=1) + "@%p1 st.shared.b32 [%r1+4], %r0;", "mbarrier-overwritten")
+    run(INIT.format(count=1) + "@%p1 mbarrier.inval.shared.b64 [%r1]; @%p1 st.shared.b32 [%r1+4], %r0;")
+
+
+def test_overwriting_what_another_warp_may_still_read():
+    body = """mov.b32 %r1, buffer; setp.eq.u32 %p1, %r0, 0; setp.eq.u32 %p2, %r0, 32; mov.b32 %r5, 7;
+    @%p1 st.shared.b32 [%r1], %r5; bar.sync 0; @%p2 ld.shared.b32 %r2, [%r1]; {}
+    @%p1 st.shared.b32 [%r1], %r5;"""
+    run(body.format("bar.sync 0;"))
+    fault(body.format(""), "stale-read")
+
+
 def test_mbarrier_with_missing_arrivals():
     error = fault(INIT.format(count=65) + "mbarrier.arrive.shared.b64 %d3, [%r1];" + WAIT, "deadlock")
     assert "1 of 65 arrivals pending" in error.message

@@ -20,7 +20,7 @@ def test_every_mutation_is_found_or_explained(subject, tmp_path):
     unexplained = [m for m in missed if subject.reason(m) is None]
     assert not unexplained, unexplained
     # A reason must not come to cover a mutation that used to be found.
-    assert len(missed) == subject.missed
+    assert len(missed) <= subject.missed
 
 
 def test_mutations_change_one_statement_and_leave_the_rest():

@@ -22,6 +22,7 @@ FAULTS = {
     "tcgen05-fence": "tcgen05 operations of different threads ordered by a barrier without tcgen05.fence",
     "mbarrier-init": "an mbarrier was used before mbarrier.init, or remotely before its initialisation was"
     " published",
+    "mbarrier-overwritten": "a store or copy to the bytes of an mbarrier in use",
     "mbarrier-count": "more arrivals than the mbarrier's count, or an invalid count",
     "mbarrier-tx": "bytes arrived in another phase than the one that expected them, or left over at exit",
     "mbarrier-phase": "an mbarrier went through two phases while a warp still waited for the first",

@@ -96,6 +96,8 @@ class SharedMemory:
         self.readers: list[int] = []
         self._reader_row: dict[int, int] = {}
         self.read_epoch = np.zeros((0, self.size // 16), np.int32)
+        self.word_reads: dict[int, np.ndarray] = {}  # warp id -> epochs of its generic reads, per word
+        self.mbarrier_words = np.zeros(self.size // 4, bool)
 
     # ---- addresses
 
@@ -140,7 +142,11 @@ class SharedMemory:
                 f" read after its write"
                 f" by {self.ordering.name(int(writer[k]))}",
             )
-        self._note_read(warp.id, int(warp.clock[0, warp.id]), offsets >> 4)
+        epoch = int(warp.clock[0, warp.id])
+        self._note_read(warp.id, epoch, offsets >> 4)
+        if warp.id not in self.word_reads:
+            self.word_reads[warp.id] = np.zeros(self.size // 4, np.int32)
+        self.word_reads[warp.id][words] = epoch
         return self.data[index]
 
     def store(self, warp, offsets: np.ndarray, values: np.ndarray) -> None:
@@ -149,10 +155,9 @@ class SharedMemory:
         self.check_all(offsets, size, size)
         granules = offsets >> 4
         epoch = int(warp.clock[0, warp.id])
-        # Reads are kept per granule. A narrower store may share its granule with words that other warps read,
-        # so only a store of whole granules is checked against warps' reads; asynchronous engines read whole
-        # granules anyway.
-        self._check_not_read(warp.clock[0], granules, "a generic store", every_agent=size == 16)
+        # A store narrower than a granule may share it with words that other warps read, so warps' reads are
+        # looked up by word; asynchronous engines read whole granules.
+        self._check_not_read(warp.clock[0], granules, "a generic store", every_agent=False)
         if size >= 4:
             words = (offsets[:, None] + np.arange(0, size, 4)).reshape(-1) >> 2
             writer = self.word_writer[words]
@@ -165,8 +170,18 @@ class SharedMemory:
                     f" orders the store after"
                     f" the write by {self.ordering.name(int(writer[k]))}",
                 )
+            for reader, epochs in self.word_reads.items():
+                if (epochs[words] > warp.clock[0, reader]).any():
+                    word = int(words[(epochs[words] > warp.clock[0, reader]).nonzero()[0][0]])
+                    raise Fault(
+                        "stale-read",
+                        f"shared word {word * 4:#x} of CTA rank {self.rank} is overwritten, and nothing"
+                        f" orders the store after the read by {self.ordering.name(reader)}",
+                    )
         else:
             words = offsets >> 2
+        if self.mbarrier_words[words].any():
+            raise Fault("mbarrier-overwritten", f"a generic store to an mbarrier of CTA rank {self.rank}")
         index = offsets[:, None] + np.arange(size)
         self.data[index] = values
         self.valid[index] = True
@@ -237,6 +252,8 @@ class SharedMemory:
         self.writer[g] = agent
         self.epoch[g] = epoch
         words = slice(first >> 2, (first + size) >> 2)
+        if self.mbarrier_words[words].any():
+            raise Fault("mbarrier-overwritten", f"{what} covers an mbarrier of CTA rank {self.rank}")
         self.word_writer[words] = agent
         self.word_epoch[words] = epoch
         self.valid[first : first + size] = True

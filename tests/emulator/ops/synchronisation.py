@@ -62,6 +62,7 @@ def _init(d, form):
                 cta.cluster.ordering,
             )
             cta.mbarriers[offset] = b
+            cta.shared.mbarrier_words[offset // 4 : offset // 4 + 2] = True
             warp.state.setdefault("unpublished", []).append(b)
 
     return d.done(run)
@@ -80,6 +81,7 @@ def _inval(d, form):
             if b.tx or b.waiting:
                 raise Fault("pending-at-exit", f"mbarrier.inval while in use: {b.describe()}")
             del cta.mbarriers[offset]
+            cta.shared.mbarrier_words[offset // 4 : offset // 4 + 2] = False
 
     return d.done(run)
 
