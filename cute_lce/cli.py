@@ -8,7 +8,7 @@ import importlib.metadata
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cute_lce import compiled, plan
 
@@ -143,19 +143,25 @@ def show_plan(args: argparse.Namespace) -> int:
 
 
 def fill_cache(args: argparse.Namespace) -> int:
-    """Compile what a forward of these sizes may need, on a machine with or without a GPU."""
+    """Compile what calls of these sizes may need, on a machine with or without a GPU."""
     print(f"into {compiled.cache_dir()}")
-    for config in plan.configs(args.arch):
-        for dtype in args.dtype:
-            for target_dtype in args.target_dtype:
-                for reduction in args.reduction:
-                    started = time.perf_counter()
-                    compiled.forward(config, dtype, target_dtype, args.d, args.vocab, reduction)
-                    seconds = time.perf_counter() - started
-                    print(
-                        f"{seconds:6.2f} s  forward {dtype} {target_dtype} {reduction} {config}", flush=True
-                    )
+    for dtype in args.dtype:
+        # Which kernels a backward takes does not depend on n, nor on the SMs of the device.
+        half, sms = dtype == "float16", plan.DEVICES[args.arch].sms
+        backward = plan.backward(args.arch, 4096, args.d, args.vocab, sms, half, True, 0, 0)
+        for target_dtype in args.target_dtype:
+            names = dtype, target_dtype
+            for config in plan.configs(args.arch):
+                _report(f"forward {' '.join(names)} {config}", compiled.forward, config, *names)
+            label = f"backward {' '.join(names)} {backward.logits} {backward.gradient}"
+            _report(label, compiled.backward, backward.logits, backward.gradient, *names)
     return 0
+
+
+def _report(label: str, compile_one: Callable[..., object], *key: object) -> None:
+    started = time.perf_counter()
+    compile_one(*key)
+    print(f"{time.perf_counter() - started:6.2f} s  {label}", flush=True)
 
 
 # The command line
@@ -187,7 +193,6 @@ def _parser() -> argparse.ArgumentParser:
     for option, choices, default in (
         ("--dtype", ("bfloat16", "float16"), ["bfloat16"]),
         ("--target-dtype", ("int64", "int32"), ["int64"]),
-        ("--reduction", ("mean", "sum", "none"), ["mean", "none"]),
     ):
         text = f"one or more of {', '.join(choices)} ({' '.join(default)})"
         command.add_argument(option, nargs="+", choices=choices, default=default, metavar="NAME", help=text)

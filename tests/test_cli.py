@@ -1,5 +1,7 @@
 """The command line: what it prints is what the package does."""
 
+import dataclasses
+import re
 import subprocess
 import sys
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 import cute_lce
-from cute_lce import cli, ops
+from cute_lce import cli, compiled, ops, plan
 
 
 def test_info_names_versions_and_the_cpu_path(capsys):
@@ -50,3 +52,73 @@ def test_the_module_runs_as_a_program():
         [sys.executable, "-m", "cute_lce.cli", "--help"], capture_output=True, text=True, check=True
     )
     assert "info" in run.stdout
+
+
+def printed_table(capsys) -> dict[str, str]:
+    """The printed lines as name -> value; names end where two spaces begin."""
+    lines = capsys.readouterr().out.splitlines()
+    pairs = (re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+@pytest.mark.parametrize("arch", plan.DEVICES)
+@pytest.mark.parametrize("options", [[], ["--window", "1000"], ["--sms", "66"]], ids=" ".join)
+def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
+    n, d, vocab = 1000, 512, 50257
+    argv = ["plan", "--n", str(n), "--d", str(d), "--vocab", str(vocab), "--arch", arch]
+    assert cli.main([*argv, *options]) == 0
+    table = printed_table(capsys)
+    given = dict(zip(options[::2], map(int, options[1::2]), strict=True))
+    sms = given.get("--sms", plan.DEVICES[arch].sms)
+    wanted = plan.forward(arch, n, d, vocab, sms, given.get("--window", 0))
+    for part in (wanted, wanted.config):
+        for field in dataclasses.fields(part):
+            if field.name != "config":
+                assert table[field.name] == str(getattr(part, field.name))
+    assert int(table["windows"]) * int(table["window"].split()[0]) >= vocab
+    assert table["arch"] == arch
+    flops = 2 * n * d * vocab
+    assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
+    _, peak, _, full = cli.DATA_SHEETS[arch]
+    assert float(table["compute"].split()[0]) == pytest.approx(flops / (peak * sms / full) * 1e3, abs=1e-3)
+    assert float(table["floor"].split()[0]) >= float(table["memory"].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("plan --n 0 --d 8 --vocab 8 --arch sm_90a", "--n"),
+        ("plan --n 8 --d x --vocab 8 --arch sm_90a", "--d"),
+        ("plan --n 8 --d 8 --vocab 8 --arch sm_70", "--arch"),
+        ("plan --n 8 --d 8 --arch sm_90a", "--vocab"),
+        ("compile --arch sm_90a --d 8 --vocab 8 --dtype float64", "--dtype"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(argv, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv.split())
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the DSL is for Linux")
+def test_compile_fills_the_cache_without_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiled, "_functions", {})
+    one = plan.configs("sm_90a")[:1]
+    monkeypatch.setattr(plan, "configs", lambda arch: one)
+    argv = ["compile", "--arch", "sm_90a", "--d", "64", "--vocab", "1000"]
+    assert cli.main(argv) == 0
+    # One configuration's forward, and the backward.
+    assert len(list(tmp_path.glob("*.so"))) == 2
+    capsys.readouterr()
+    cli.main(["info"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled kernels"))
+    assert f"2 in {tmp_path}" in line
+
+    def no_second_compile(*args):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(compiled, "trace", no_second_compile)
+    assert cli.main(argv) == 0
