@@ -5,19 +5,14 @@ python -m tests.test_compiled_sm100     prints registers and what a slab of the 
 
 from __future__ import annotations
 
-import functools
 import re
-import subprocess
-import sysconfig
-import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from cute_lce import compiled
 from cute_lce.plan import KernelConfig
+from tests import cubin
 
 SHARED_MEMORY = 227 * 1024  # what a block can have on compute capability 10.0 and 10.3
 PAIR = KernelConfig("sm_100a", tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
@@ -26,46 +21,8 @@ CONFIGS = {"pair": PAIR, "single": SINGLE, "two pairs": replace(PAIR, cluster_m=
 TARGETS = ("sm_100a", "sm_103a", "sm_100f")
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One entry of a module."""
-
-    target: str
-    ptx: str
-    usage: dict[str, int]  # REG, STACK, SHARED, LOCAL
-    sass: str
-
-
-@functools.cache
-def gemm(name: str, arch: str = "sm_100a", dtype: str = "bfloat16") -> Kernel:
-    with tempfile.TemporaryDirectory() as folder:
-        key = ("forward", replace(CONFIGS[name], arch=arch), dtype, "int64")
-        module = compiled.trace(key, f"--keep-ptx --keep-cubin --dump-dir {folder}")
-        cubin = Path(folder, "module.cubin")
-        cubin.write_bytes(module.__cubin__)
-        usage, sass = (_cuobjdump(flag, str(cubin)) for flag in ("-res-usage", "-sass"))
-    target = re.search(r"\.target (\S+)", module.__ptx__)
-    assert target
-    return Kernel(
-        target[1],
-        _only_gemm(re.split(r"(?=\.visible \.entry|\.entry)", module.__ptx__)),
-        {
-            k: int(v)
-            for k, v in re.findall(r"(\w+):(\d+)", _only_gemm(usage.split(" Function ")).split("\n")[1])
-        },
-        _only_gemm(sass.split("Function : ")),
-    )
-
-
-def _only_gemm(parts: list[str]) -> str:
-    found = [part for part in parts if "GemmSm100" in part.split("\n")[0]]
-    assert len(found) == 1, [part.split("\n")[0] for part in parts]
-    return found[0]
-
-
-def _cuobjdump(*args: str) -> str:
-    tool = Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "cuobjdump")
-    return subprocess.run([tool, *args], check=True, capture_output=True, text=True).stdout
+def gemm(name: str, arch: str = "sm_100a", dtype: str = "bfloat16") -> cubin.Kernel:
+    return cubin.kernel(("forward", replace(CONFIGS[name], arch=arch), dtype, "int64"), "GemmSm100")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -73,7 +30,7 @@ def _cuobjdump(*args: str) -> str:
 def test_no_spill_and_no_local_memory(name: str, dtype: str):
     kernel = gemm(name, dtype=dtype)
     assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0
-    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
+    assert not kernel.local_accesses
     assert kernel.usage["REG"] <= 128
     assert ".local" not in kernel.ptx
 

@@ -1,0 +1,82 @@
+"""What the compiler made of a key of cute_lce.compiled: each kernel's PTX, registers, memory and SASS.
+
+No GPU and no driver: the DSL brings ptxas, nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm read the cubin.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cute_lce import compiled
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of a module."""
+
+    name: str
+    target: str
+    ptx: str
+    usage: dict[str, int]  # REG, STACK, SHARED, LOCAL
+    sass: str
+
+    @property
+    def local_accesses(self) -> list[str]:
+        """Loads and stores of local memory: what a spill or an indexed register array becomes."""
+        return re.findall(r"\b(?:LDL|STL)\b", self.sass)
+
+    def ptx_of(self, pattern: str) -> list[str]:
+        """Opcodes of the PTX, or what the pattern's group catches."""
+        return re.findall(pattern, self.ptx)
+
+
+@functools.cache
+def kernels(key: tuple) -> dict[str, Kernel]:
+    """Compile a key of cute_lce.compiled; its kernels by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        module = compiled.trace(key, f"--keep-ptx --keep-cubin --dump-dir {folder}")
+        cubin = Path(folder, "module.cubin")
+        cubin.write_bytes(module.__cubin__)
+        usage, sass = (_cuobjdump(flag, str(cubin)) for flag in ("-res-usage", "-sass"))
+    target = re.search(r"\.target (\S+)", module.__ptx__)
+    assert target
+    texts = {
+        "ptx": _by_name(module.__ptx__, r"\.visible \.entry (\w+)"),
+        "usage": _by_name(usage, r" Function (\w+):"),
+        "sass": _by_name(sass, r"Function : (\w+)"),
+    }
+    assert set(texts["ptx"]) == set(texts["usage"]) == set(texts["sass"])
+    return {
+        name: Kernel(
+            name,
+            target[1],
+            texts["ptx"][name],
+            {k: int(v) for k, v in re.findall(r"([A-Z]+):(\d+)", texts["usage"][name])},
+            texts["sass"][name],
+        )
+        for name in texts["ptx"]
+    }
+
+
+def kernel(key: tuple, of: str) -> Kernel:
+    """The only kernel whose name has `of` in it."""
+    found = [kernel for name, kernel in kernels(key).items() if of in name]
+    assert len(found) == 1, (of, list(kernels(key)))
+    return found[0]
+
+
+def _by_name(text: str, heading: str) -> dict[str, str]:
+    """A listing's parts, each from one heading to the next, by the name in the heading."""
+    parts = re.split(heading, text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _cuobjdump(*args: str) -> str:
+    tool = Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "cuobjdump")
+    return subprocess.run([tool, *args], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,123 @@
+"""What the compiler made of the Hopper forward: PTX, registers, memory. No GPU, no driver."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from cute_lce import plan as plans
+from cute_lce.plan import KernelConfig
+from tests import cubin
+
+CONFIGS: dict[str, KernelConfig] = dict(
+    zip(("pingpong", "shared", "single"), plans.configs("sm_90a"), strict=True)
+)
+# Not chosen by any plan, but a caller's: A multicast as well, and other tiles.
+MORE = {
+    "cluster of 2 x 2": replace(plans.configs("sm_90a")[0], cluster_n=2),
+    "one warpgroup": KernelConfig("sm_90a", tile_m=64, tile_n=128, warpgroups=1, pingpong=False, cluster_m=1),
+}
+EVERY = {**CONFIGS, **MORE}
+DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+
+
+def gemm(name: str, dtype: str = "bfloat16", target_dtype: str = "int64") -> cubin.Kernel:
+    return cubin.kernel(("forward", EVERY[name], dtype, target_dtype), "GemmSm90")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_spill_and_no_local_memory(name: str, dtype: str):
+    for kernel in cubin.kernels(("forward", CONFIGS[name], dtype, "int64")).values():
+        assert kernel.target == "sm_90a"
+        assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0, kernel.name
+        assert not kernel.local_accesses, kernel.name
+        assert ".local" not in kernel.ptx
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_registers(name: str, dtype: str):
+    """At launch all warps have the same; then the load warpgroup gives up what the consumers take."""
+    config, kernel = CONFIGS[name], gemm(name, dtype)
+    threads = 128 * (config.warpgroups + 1)
+    assert kernel.usage["REG"] <= 65536 // threads // 8 * 8 == 168
+    (least,), (most,) = (kernel.ptx_of(rf"setmaxnreg\.{way}\S*\s+(\d+)") for way in ("dec", "inc"))
+    assert 128 * (int(least) + config.warpgroups * int(most)) <= 65536
+    assert int(least) < kernel.usage["REG"] < int(most)
+    # The accumulators, the statistics and the addresses fit what the consumers have.
+    assert config.tile_m * config.tile_n * config.turns // (128 * config.warpgroups) + 32 <= int(most)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EVERY)
+def test_wgmma(name: str, dtype: str):
+    config, kernel = EVERY[name], gemm(name, dtype)
+    shape = f"m64n{config.tile_n}k16.f32.{DTYPES[dtype]}.{DTYPES[dtype]}"
+    rows_of_64 = config.tile_m * config.turns // (64 * config.warpgroups)
+    # A k tile of 64 is four blocks of 16, for each 64 rows of a warpgroup.
+    assert kernel.ptx_of(r"wgmma\.mma_async\.sync\.aligned\.(\S+)") == [shape] * (4 * rows_of_64)
+    assert len(kernel.ptx_of(r"wgmma\.fence")) == len(kernel.ptx_of(r"wgmma\.commit_group")) == 1
+    # One k tile's MMAs stay in flight, and none at a tile's end.
+    assert sorted(kernel.ptx_of(r"wgmma\.wait_group\S*\s+(\d)")) == ["0", "1"]
+    assert kernel.sass.count("HGMMA") == 4 * rows_of_64, "the compiler has unrolled or serialised the loop"
+    assert kernel.sass.count("WARPGROUP.DEPBAR") == 2
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_loads_are_multicast_where_ctas_share(name: str):
+    config = EVERY[name]
+    loads = gemm(name).ptx_of(r"cp\.async\.bulk\.tensor\S*")
+    # In order: A, whose slices the CTAs along n fetch for one another, then B, along m.
+    assert ["multicast" in load for load in loads] == [config.cluster_n > 1, config.cluster_m > 1]
+    assert all(".2d." in load and "mbarrier::complete_tx::bytes" in load for load in loads)
+    assert "L2::cache_hint" in loads[1]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_barriers(name: str):
+    config, kernel = EVERY[name], gemm(name)
+    assert len(kernel.ptx_of(r"mbarrier\.init")) == 2 * config.stages
+    # Turns are taken through two named barriers of both warpgroups, an arrival before the first turn.
+    assert bool(kernel.ptx_of(r"bar\.arrive")) == config.pingpong
+    cluster = config.cluster_m * config.cluster_n > 1
+    assert bool(kernel.ptx_of(r"barrier\.cluster\.wait")) == cluster
+    # What a consumer releases, it releases to every CTA that filled the slot.
+    assert bool(kernel.ptx_of(r"mbarrier\.arrive\.shared::cluster")) == cluster
+
+
+def test_exponentials_are_single_instructions():
+    """One ex2 an element, of 192 a thread and row, and no call: log2(e) is folded into its argument."""
+    kernel = gemm("pingpong")
+    assert kernel.ptx_of(r"ex2\.\S+") == ["ex2.approx.ftz.f32"] * len(kernel.ptx_of(r"ex2\.\S+"))
+    elements = 2 * 2 * 48  # 2 blocks of 64 rows, 2 rows in each, 192 / 4 columns
+    # And one to rescale each row's old sum; at a run's end two for each of two shuffles and four rows.
+    assert len(kernel.ptx_of(r"ex2\.\S+")) == elements + 4 + 2 * 2 * 4
+    assert "call" not in kernel.ptx
+
+
+def test_rows_are_reduced_by_shuffles():
+    """A row of WGMMA's accumulator lies in four lanes: two butterflies of a maximum and a sum, four rows."""
+    assert len(gemm("pingpong").ptx_of(r"shfl\.sync\.bfly")) == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("target_dtype", ["int64", "int32"])
+def test_target_dtypes(target_dtype: str):
+    wide = len(gemm("pingpong", target_dtype=target_dtype).ptx_of(r"ld\.global\S*\.[bsu]64"))
+    assert bool(wide) == (target_dtype == "int64")
+
+
+def test_combine():
+    kernel = cubin.kernel(("forward", CONFIGS["pingpong"], "bfloat16", "int64"), "Combine")
+    assert kernel.usage["REG"] <= 64, "less than two blocks of 512 threads fit an SM"
+    assert re.search(r"atom\.global\.acq_rel\.add", kernel.ptx)
+    assert kernel.ptx.count("bar.sync") == 3
+
+
+def test_other_kinds_are_refused():
+    from cute_lce import compiled
+
+    with pytest.raises(ValueError, match="kind: got 'sideways'"):
+        compiled.trace(("sideways", KernelConfig("sm_90a"), "bfloat16", "int64"))
