@@ -262,10 +262,11 @@ HARMLESS = {
     r"tcgen05\.fence::.*": "the PTX ISA asks for it; the emulator's barriers order tcgen05 without",
     r"tcgen05\.relinquish_alloc_permit.*": "nobody else wants to allocate",
     r"fence\.mbarrier_init.*": "there are two; with both removed it is found",
-    r"mbarrier\.try_wait.*": "a producer's tail: the handshake before tcgen05.dealloc keeps CTAs alive too",
+    r"mbarrier\.try_wait.*": "of a producer's tail, and another wait or the handshake of dealloc covers it",
 }
-# Waits of producers' tails: two for the ring's two slots, one for the accumulators.
-TAILS = 3
+# Waits of producers' tails: two for the ring's two slots, one for the accumulators. Between two pairs, which release
+# each other's slots, the ring's last one is needed, and a later schedule finds it.
+TAILS = {"pair": 3, "single": 3, "two pairs": 2}
 
 
 def survey(
@@ -301,12 +302,12 @@ NARROW["two pairs"] = replace(NARROW["pair"], cluster_m=4)
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("name", NARROW)
 def test_every_mutation(name: str):
-    verdicts = survey(NARROW[name])
+    verdicts = survey(NARROW[name], seeds=range(6))
     assert len(verdicts) > 30
     missed = [v.mutation for v in verdicts if not v.found]
     unexplained = [m for m in missed if not any(re.fullmatch(p, m.before) for p in HARMLESS)]
     assert not unexplained
-    assert sum("try_wait" in m.before for m in missed) <= TAILS
+    assert sum("try_wait" in m.before for m in missed) == TAILS[name]
 
 
 def test_mutations():
