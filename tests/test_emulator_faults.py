@@ -316,6 +316,28 @@ def test_touching_a_cta_that_has_ended():
     fault(body.format(""), "pending-at-exit", **shape)
 
 
+@pytest.mark.parametrize("resident", [1, 5, 40])
+def test_cluster_launch_control_gives_each_block_to_somebody_once(resident):
+    body = (
+        INIT.format(count=1)
+        + """add.s32 %r9, %r1, 64; mov.u32 %r10, %ctaid.x; mov.b32 %r11, 0;
+    work: @%p1 mul.wide.u32 %d3, %r10, 4; @%p1 add.s64 %d4, %d1, %d3;
+    @%p1 red.relaxed.gpu.global.add.u32 [%d4], 1;
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 %d5, [%r1], 16;
+    @%p1 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r9], [%r1];
+    { .reg .pred P; again: mbarrier.try_wait.parity.shared.b64 P, [%r1], %r11; @P bra done; bra again; done: }
+    ld.shared.v2.b64 {%d6, %d7}, [%r9]; bar.sync 0; xor.b32 %r11, %r11, 1;
+    { .reg .b128 response; mov.b128 response, {%d6, %d7};
+    clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p3, response;
+    @%p3 clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r10, response; }
+    @%p3 bra work;"""
+    )
+    for seed in range(3):
+        out, result = run(body, seeds=(seed,), target="sm_100a", grid=(40, 1, 1), resident=resident)
+        assert out.tolist() == [1] * 40 + [0] * 216
+        assert result.counters["clusterlaunchcontrol.try_cancel"] == 40
+
+
 # ---- TMEM
 
 ALLOC = """mov.b32 %r1, buffer; setp.lt.u32 %p1, %r0, 32;

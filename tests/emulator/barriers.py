@@ -1,5 +1,4 @@
-"""mbarrier objects, named barriers of a CTA, and the cluster barrier (PTX ISA 9.7.13.15, 9.7.13.1,
-9.7.13.3)."""
+"""mbarrier objects, named barriers of a CTA, and the cluster barrier (PTX ISA 9.7.13)."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import numpy as np
 from .faults import Fault
 from .ordering import CONTROL, ROWS, Ordering, acquire, relaxed_release, release
 
-MAX_COUNT = (1 << 20) - 1  # PTX ISA 9.7.13.15.2: range of the expected and pending counts; tx-count likewise
+MAX_COUNT = (1 << 20) - 1  # PTX ISA 9.7.13: range of the expected and pending counts; tx-count likewise
 
 
 class MBarrier:

@@ -1,6 +1,6 @@
 """Tensor maps, shared-memory matrix descriptors, instruction descriptors, and the swizzles they share.
 
-PTX ISA 5.5 (tensors, swizzling modes), 9.7.15.5.1 and 9.7.16.4 to 9.7.16.5 (matrix and instruction
+PTX ISA 5.5 (tensors, swizzling modes), 9.7.15 and 9.7.16 (matrix and instruction
 descriptors). The layout of the 128-byte tensor map is not documented; it is read off the host code that
 CuTe DSL 4.8.1 emits (docs of the project's shared notes, section 6) and checked against hardware by
 tests/emulator/hardware.
@@ -21,7 +21,7 @@ SPAN = {"none": 16, "32B": 32, "64B": 64, "128B": 128}  # bytes of a row of the 
 
 
 def swizzle(address, mode: str):
-    """Where the byte at `address` (int or array) really lies (PTX ISA 5.5.6)."""
+    """Where the byte at `address` (int or array) really lies (PTX ISA 5.5, swizzling modes)."""
     return address ^ (((address >> 7) & ((1 << SWIZZLE_BITS[mode]) - 1)) << 4)
 
 
@@ -132,7 +132,7 @@ def decode_matrix_descriptor(value: int, tcgen05: bool) -> MatrixDescriptor:
 def tile_granules(d: MatrixDescriptor, rows: int, k: int, k_major: bool, first_row: int = 0) -> np.ndarray:
     """Granules of an operand tile of 16-bit elements: (rows, k / 8) if K-major, (k, rows / 8) if MN-major.
 
-    `rows` is M or N. Canonical layouts of PTX ISA 9.7.15.5.1.2: K-major rows lie a swizzle span apart in
+    `rows` is M or N. Canonical layouts of PTX ISA 9.7.15: K-major rows lie a swizzle span apart in
     groups of 8 rows that are `stride` apart; MN-major columns lie a span apart in groups of 8 that are
     `stride` apart, and spans along M or N are `leading` apart. Without swizzle, leading and stride trade
     places in the MN-major layout.
@@ -171,7 +171,7 @@ def to_float32(raw: np.ndarray, element: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class InstructionDescriptor:
-    """tcgen05.mma kind::f16 (PTX ISA 9.7.16.4.2, table of the instruction descriptor)."""
+    """tcgen05.mma kind::f16 (PTX ISA 9.7.16, table of the instruction descriptor)."""
 
     m: int
     n: int

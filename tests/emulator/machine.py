@@ -168,7 +168,7 @@ class Cluster:
         self.running = [w for c in self.ctas for w in c.warps]
 
     def retire(self, warp: Warp) -> None:
-        """A warp has exited: nothing of its own may be pending (PTX ISA 9.7.9.25.1: bulk copies read after
+        """A warp has exited: nothing of its own may be pending (PTX ISA 9.7.9: bulk copies read after
         exit)."""
         from .ops import exit_checks
 
@@ -206,6 +206,7 @@ class Device:
         self.counters: Counter = Counter()
         self.warnings: Counter = Counter()
         self.global_variables: dict[str, int] = {}
+        self.unlaunched: list[tuple[int, tuple[int, int, int]]] = []  # (number, origin) of waiting clusters
         # Policies by seed: how eagerly asynchronous work completes, and which lane elect.sync picks.
         self.eagerness = (0.0, 0.02, 0.3)[seed % 3]
         self.elected = 0 if seed % 2 == 0 else self.random.randrange(32)
@@ -229,18 +230,26 @@ class Device:
             for y in range(grid[1] // shape[1])
             for x in range(grid[0] // shape[0])
         ]
-        clusters = list(enumerate(origins))
-        self.random.shuffle(clusters)
+        self.unlaunched = list(enumerate(origins))
+        self.random.shuffle(self.unlaunched)
         room = max(1, self.resident // int(np.prod(shape)))
         live: list[Cluster] = []
         with np.errstate(all="ignore"):  # overflow, NaN and division by zero are the kernel's business
-            while clusters or live:
-                while clusters and len(live) < room:
-                    number, origin = clusters.pop()
+            while self.unlaunched or live:
+                while self.unlaunched and len(live) < room:
+                    number, origin = self.unlaunched.pop()
                     live.append(Cluster(self, program, launch, number, origin))
-                live = self._run(live, bool(clusters))
+                live = self._run(live)
             while self.pending:  # stores whose sources were read may still write after the last CTA has ended
                 self._complete_one()
+
+    def cancel_cluster(self, launch) -> tuple[int, int, int]:
+        """Take a cluster that has not started off the list: the ctaid of its first CTA, or all ones."""
+        if not self.unlaunched:
+            return 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF
+        _, origin = self.unlaunched.pop(0)
+        x, y, z = (o * c for o, c in zip(origin, launch.cluster, strict=True))
+        return x, y, z
 
     def _load_globals(self, program: Program) -> None:
         for v in program.module.variables.values():
@@ -251,8 +260,8 @@ class Device:
                 self.memory.add(v.name, data)
                 self.global_variables[v.name] = data.ctypes.data + skip
 
-    def _run(self, live: list[Cluster], more: bool) -> list[Cluster]:
-        """Run until a cluster ends (when `more` wait for room) or all have ended; returns those still
+    def _run(self, live: list[Cluster]) -> list[Cluster]:
+        """Run until a cluster ends (when others wait for room) or all have ended; returns those still
         alive."""
         rng = self.random
         runnable = [w for c in live for w in c.running if w.blocked is None]
@@ -298,7 +307,7 @@ class Device:
                 runnable[i] = runnable[-1]
                 runnable.pop()
                 self.progress += 1
-                if self._retire(warp, live) and more:
+                if self._retire(warp, live) and self.unlaunched:
                     return live
             elif warp.blocked is not None and not warp.blocked.ready():
                 runnable[i] = runnable[-1]

@@ -8,7 +8,7 @@ accessing warp's clock has reached that epoch. Clocks travel with release and ac
 waits, named and cluster barriers. A missing wait is then found whenever the two accesses happen, in whatever
 order the schedule ran them.
 
-A clock has three rows (PTX ISA 8 "Memory Consistency Model", 9.7.13.4 "membar/fence" for the proxy fences):
+A clock has three rows (PTX ISA 8 "Memory Consistency Model", 9.7.13 "membar/fence" for the proxy fences):
 - ORDER: what happened before, as release and acquire carry it;
 - PROXY: which of the warps' generic writes have also passed a fence.proxy.async on the way, which is what a
   read through the async proxy needs;

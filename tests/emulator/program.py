@@ -15,13 +15,13 @@ import numpy as np
 from . import ptx
 from .faults import EmulatorError, UnsupportedInstruction
 
-# PTX type -> numpy type of a 32-lane register row. bf16 has no numpy type: its rows are uint16, converted
-# where they are used.
+# PTX type -> numpy type of a 32-lane register row (half a lane each for f32x2 and b128). bf16 has no numpy
+# type: its rows are uint16, converted where they are used.
 NUMPY = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
     "s16": np.int16, "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32,
     "s32": np.int32, "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64,
-    "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f32x2": np.float32,
+    "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f32x2": np.float32, "b128": np.uint64,
 }  # fmt: skip
 # Views of the register file by width in bytes; pred is a file of its own. f32x2 rows have 64 entries.
 VIEWS = {
@@ -29,6 +29,7 @@ VIEWS = {
     2: ("b16", "u16", "s16", "f16", "bf16"),
     4: ("b32", "u32", "s32", "f32", "f16x2", "bf16x2"),
     8: ("b64", "u64", "s64", "f64", "f32x2"),
+    16: ("b128",),
 }
 
 NORMAL, BRANCH, EXIT, COLLECTIVE = range(4)
@@ -226,8 +227,6 @@ class Program:
         self._constant_rows: dict[tuple, int] = {}
         self.wgmma_registers: set[int] = set()  # registers that wgmma reads or writes
         for name, kind in entry.registers.items():
-            if kind == "b128":
-                raise UnsupportedInstruction(f"{entry.name}: register {name} of type .b128")
             self.numbers[name] = self._new_row(file_of(kind))
         self._lay_out_memory()
         self.ops: list[Op] = []
@@ -250,7 +249,7 @@ class Program:
 
     def _new_row(self, file: int) -> int:
         self.files.append(file)
-        self.view_of_width.append({0: "pred", 2: "u16", 4: "u32", 8: "u64"}[file])
+        self.view_of_width.append({0: "pred", 2: "u16", 4: "u32", 8: "u64", 16: "b128"}[file])
         return len(self.files) - 1
 
     def _lay_out_memory(self) -> None:
@@ -317,7 +316,10 @@ class Program:
         for number, file in enumerate(self.files):
             self.row_in_file[number] = sizes[file]
             sizes[file] += 1
-        self.template = {f: np.zeros((n, 32), NUMPY[VIEWS[f][0]]) for f, n in sizes.items()}
+        # A .b128 row is 32 pairs of 64 bits.
+        self.template = {
+            f: np.zeros((n, 64 if f == 16 else 32), NUMPY[VIEWS[f][0]]) for f, n in sizes.items()
+        }
         for number, _, value in self.initial:
             file = self.files[number]
             row = self.template[file][self.row_in_file[number]]

@@ -1,4 +1,4 @@
-"""Tensor memory of one CTA: 128 lanes x 512 columns of 32-bit cells (PTX ISA 9.7.16.1), its allocation,
+"""Tensor memory of one CTA: 128 lanes x 512 columns of 32-bit cells (PTX ISA 9.7.16), its allocation,
 validity and ordering."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TensorMemory:
         self.allocations: dict[int, int] = {}  # first column -> count
         self.relinquished = False
 
-    # ---- allocation (PTX ISA 9.7.16.7.1 tcgen05.alloc, dealloc, relinquish_alloc_permit)
+    # ---- allocation (PTX ISA 9.7.16 tcgen05.alloc, dealloc, relinquish_alloc_permit)
 
     @staticmethod
     def check_size(columns: int) -> None:

@@ -228,7 +228,7 @@ def _div(d):
         return computed(d, type_name, lambda a, b: flush(flush(a) / flush(b)) if ftz else a / b)
     type_name = d.mods.type(*INT)
     if type_name[0] == "u":
-        # Division by zero gives an unspecified value (PTX ISA 9.7.1.8); all ones is what the hardware's
+        # Division by zero gives an unspecified value (PTX ISA 9.7.1); all ones is what the hardware's
         # routine returns.
         return computed(
             d,
@@ -261,7 +261,7 @@ def _max(d):
 
 def _min_max(d, with_nan, without_nan):
     """Integers, and floats: a NaN operand is dropped unless .NaN is given; three-operand forms on sm_100
-    (PTX ISA 9.7.3.10)."""
+    (PTX ISA 9.7.3)."""
     if d.mods.left[-1] in INT:
         return elementwise(d, d.mods.type(*INT), with_nan, 2)
     type_name = d.mods.type("f32", "f16", "f16x2", "bf16", "bf16x2", "f64")
@@ -353,7 +353,7 @@ def _not(d):
 
 @instruction("shl")
 def _shl(d):
-    """Amounts beyond the width give 0 (PTX ISA 9.7.8.7)."""
+    """Amounts beyond the width give 0 (PTX ISA 9.7.8)."""
     type_name = d.mods.type("b16", "b32", "b64")
     bits = 8 * ptx.TYPE_BYTES[type_name]
     return _shift(
@@ -365,7 +365,7 @@ def _shl(d):
 
 @instruction("shr")
 def _shr(d):
-    """Amounts are clamped to the width: unsigned give 0, signed fill with the sign (PTX ISA 9.7.8.8)."""
+    """Amounts are clamped to the width: unsigned give 0, signed fill with the sign (PTX ISA 9.7.8)."""
     type_name = d.mods.type("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64")
     bits = 8 * ptx.TYPE_BYTES[type_name]
     if type_name[0] == "s":
@@ -507,7 +507,7 @@ SETP_TYPES = ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f3
 
 
 def comparison(mods, type_name: str):
-    """The comparison operator as a function of two arrays (PTX ISA 9.7.6.2 setp; unordered forms are true
+    """The comparison operator as a function of two arrays (PTX ISA 9.7.6 setp; unordered forms are true
     on NaN)."""
     name = mods.need(*COMPARE, *(c + "u" for c in COMPARE), "num", "nan")
     if type_name[0] != "f" and type_name != "bf16":

@@ -1,5 +1,5 @@
 """The async proxy's copies: cp.async.bulk, cp.reduce.async.bulk, with tensor maps (TMA) and without (PTX ISA
-9.7.9.25).
+9.7.9).
 
 A load writes shared memory and then completes bytes at an mbarrier; a store reads shared memory and
 completes through bulk groups. Data moves when the operation completes, which the scheduler delays as long
@@ -123,7 +123,7 @@ def store_box(tm: TensorMap, memory, coordinates: list[int], data: np.ndarray, r
 
 
 def combine(old: np.ndarray, new: np.ndarray, element: str, reduction: str) -> np.ndarray:
-    """Element-wise reduction of arrays of bytes (PTX ISA 9.7.9.25.5.3: .add .min .max .and .or .xor)."""
+    """Element-wise reduction of arrays of bytes (PTX ISA 9.7.9: .add .min .max .and .or .xor)."""
     old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
     ufunc = {
         "add": np.add,
@@ -191,7 +191,7 @@ def _tensor_map_and_coordinates(warp, lane: int, base: int, coordinates: list[in
 def _load(d, operands, rank):
     """Global -> shared memory, completing at an mbarrier; .multicast::cluster writes at the same offset in
     each CTA of the mask and signals the mbarrier there; .cta_group::2 may signal the mbarrier of the CTA
-    pair's other half (9.7.9.25.5.2)."""
+    pair's other half (9.7.9)."""
     d.mods.need("mbarrier::complete_tx::bytes")
     multicast = d.mods.flag("multicast::cluster")
     pair = d.mods.take("cta_group::1", "cta_group::2") == "cta_group::2"
@@ -257,7 +257,7 @@ def _load(d, operands, rank):
             cta.shared.check(offset, size)
             b = owner.mbarrier(signal_offset)
             cta.shared.async_write(warp.clock, b.agent, b.phase + 1, offset, size, what)
-            device.later(what, _finish_load(cta, granules, read, b, b.phase, size, clock))
+            device.later(what, finish_load(cta, granules, read, b, b.phase, size, clock))
         device.counters["bytes loaded by bulk copies"] += size
         device.counters["bytes written to shared memory by bulk copies"] += size * len(targets)
         device.progress += 1
@@ -265,7 +265,7 @@ def _load(d, operands, rank):
     return d.done(run)
 
 
-def _finish_load(cta, granules, read, barrier, phase: int, size: int, issuer: np.ndarray):
+def finish_load(cta, granules, read, barrier, phase: int, size: int, issuer: np.ndarray):
     def finish():
         cta.shared.granules[granules] = read()
         barrier.complete_tx(size, phase, issuer)
@@ -274,8 +274,7 @@ def _finish_load(cta, granules, read, barrier, phase: int, size: int, issuer: np
 
 
 def _store(d, operands, rank, reduction):
-    """Shared -> global memory, completing through a bulk group of the issuing thread (9.7.9.25.4.2,
-    9.7.9.25.5.2-3)."""
+    """Shared -> global memory, completing through a bulk group of the issuing thread (9.7.9)."""
     d.mods.need("bulk_group")
     uniform = []
     element = ""

@@ -35,7 +35,7 @@ def _trap(d):
 
 @instruction("nanosleep")
 def _nanosleep(d):
-    """Suspends for a while (PTX ISA 9.7.19.4): time is not modelled."""
+    """Suspends for a while (PTX ISA 9.7.19): time is not modelled."""
     d.mods.type("u32")
     d.source(d.operands[0], "u32")
     return d.done(lambda warp, lanes: None)
@@ -43,7 +43,7 @@ def _nanosleep(d):
 
 @instruction("griddepcontrol")
 def _griddepcontrol(d):
-    """Programmatic dependent launch (PTX ISA 9.7.13.14). Launches run one after the other here, so both
+    """Programmatic dependent launch (PTX ISA 9.7.13). Launches run one after the other here, so both
     forms only count."""
     form = d.mods.need("launch_dependents", "wait")
 

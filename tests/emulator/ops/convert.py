@@ -14,7 +14,7 @@ from .arithmetic import INT, flush, from_bf16, to_bf16
 def _mov(d):
     """Copies validity with the value: moving an undefined register is not yet an error, using it is."""
     type_name = d.mods.type(
-        "pred", "b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64"
+        "pred", "b16", "b32", "b64", "b128", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64"
     )
     d.count(2)
     to, source = d.operands
@@ -50,7 +50,7 @@ def _mov(d):
 
 def _part_type(type_name: str, n: int) -> str:
     size = ptx.TYPE_BYTES[type_name] // n
-    if size not in (2, 4):
+    if size not in (2, 4, 8):
         raise UnsupportedInstruction(f"mov of {n} parts of {size} bytes")
     return f"b{8 * size}"
 
@@ -113,7 +113,7 @@ def _cvta(d):
 
 @instruction("mapa")
 def _mapa(d):
-    """The address of the same variable in the CTA of another rank (PTX ISA 9.7.9.23)."""
+    """The address of the same variable in the CTA of another rank (PTX ISA 9.7.9)."""
     d.mods.need("shared::cluster")
     type_name = d.mods.type("u32", "u64")
     dest, a, rank = (
@@ -152,7 +152,7 @@ ROUND_INTEGER = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trun
 
 @instruction("cvt")
 def _cvt(d):
-    """Conversions (PTX ISA 9.7.9.21): integers, floats of 16 to 64 bits, and pairs of f32 into f16x2 or
+    """Conversions (PTX ISA 9.7.9): integers, floats of 16 to 64 bits, and pairs of f32 into f16x2 or
     bf16x2."""
     source_type = d.mods.type(*INT, "u8", "s8", "f16", "bf16", "f32", "f64")
     result_type = d.mods.type(*INT, "u8", "s8", "f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
@@ -200,7 +200,7 @@ def _cvt(d):
             return flush(r) if ftz and r.dtype == np.float32 else r
         info = np.iinfo(result_dtype)
         if is_float(source_type):
-            # Out of range clamps, NaN becomes 0 (PTX ISA 9.7.9.21, "integer notes").
+            # Out of range clamps, NaN becomes 0 (PTX ISA 9.7.9, "integer notes").
             rounded = ROUND_INTEGER[str(rounding)](value.astype(np.float64))
             low, high = float(info.min), float(info.max)
             clipped = np.clip(

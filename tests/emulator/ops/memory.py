@@ -1,5 +1,5 @@
-"""ld, st, atom, red, ldmatrix, stmatrix: warps' own accesses to memory (PTX ISA 9.7.9, 9.7.13.5, 9.7.13.6,
-9.7.14.5.15-16)."""
+"""ld, st, atom, red, ldmatrix, stmatrix: warps' own accesses to memory (PTX ISA 9.7.9, 9.7.13,
+9.7.14)."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _st(d):
 
 @instruction("prefetch", "prefetchu", "applypriority", "discard")
 def _prefetch(d):
-    """Hints about caches (PTX ISA 9.7.9.16-18). prefetch.tensormap's descriptor must exist."""
+    """Hints about caches (PTX ISA 9.7.9). prefetch.tensormap's descriptor must exist."""
     d.mods.left.clear() if d.ins.parts[0] != "discard" else d.mods.finish()
     address = d.address_reader(d.operands[0])
     return d.done(lambda warp, lanes: address(warp) is None or None)

@@ -1,4 +1,4 @@
-"""mbarrier, named and cluster barriers, fences, setmaxnreg (PTX ISA 9.7.13, 9.7.19.5)."""
+"""mbarrier, named and cluster barriers, fences, setmaxnreg (PTX ISA 9.7.13, 9.7.19)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def each_lane(warp, lanes):
 
 def _init(d, form):
     """mbarrier.init: the object becomes visible to other CTAs and to the async proxy by
-    fence.mbarrier_init (9.7.13.15.9)."""
+    fence.mbarrier_init (9.7.13)."""
     d.mods.take(*SHARED)
     d.mods.type("b64")
     d.count(2)
@@ -88,7 +88,7 @@ def _inval(d, form):
 
 def _arrive(d, form):
     """arrive, arrive.expect_tx (expect-tx first, then one arrival), remote arrivals; .release unless
-    .relaxed (9.7.13.15.13)."""
+    .relaxed (9.7.13)."""
     expects = d.mods.flag("expect_tx")
     ordered = d.mods.take("release", "relaxed") != "relaxed"
     d.mods.take("cta", "cluster")
@@ -146,7 +146,7 @@ def _expect_tx(d, form):
 
 
 def _wait(d, form):
-    """test_wait and try_wait (9.7.13.15.16). try_wait suspends until the phase completes or a time limit
+    """test_wait and try_wait (9.7.13). try_wait suspends until the phase completes or a time limit
     passes; here it may also give up early, as the PTX ISA allows, and gives up when nothing else can
     happen."""
     parity = d.mods.flag("parity")
@@ -176,7 +176,7 @@ def _wait(d, form):
                 cta, offset = warp.cta.peer(key[0])
                 if cta is not warp.cta:
                     raise Fault(
-                        "value", "waiting on another CTA's mbarrier (PTX ISA 9.7.13.15.16: only .shared::cta)"
+                        "value", "waiting on another CTA's mbarrier (PTX ISA 9.7.13: only .shared::cta)"
                     )
                 b = cta.mbarrier(offset, warp)
                 seen[key] = b.complete_at(key[1]) if parity else b.phase > key[1]
@@ -276,7 +276,7 @@ def _bar(d):
 
 
 def _cluster(d):
-    """barrier.cluster.arrive releases unless .relaxed, .wait acquires (9.7.13.3)."""
+    """barrier.cluster.arrive releases unless .relaxed, .wait acquires (9.7.13)."""
     form = d.mods.need("arrive", "wait")
     order = d.mods.take("release", "acquire", "relaxed")
     d.mods.flag("aligned")
@@ -308,7 +308,7 @@ def _cluster(d):
 
 @instruction("fence")
 def _fence(d):
-    """Memory and proxy fences (9.7.13.4). Lanes share their warp's clock, so a fence counts for all lanes
+    """Memory and proxy fences (9.7.13). Lanes share their warp's clock, so a fence counts for all lanes
     of the warp."""
     d.count(0)
     if d.mods.flag("mbarrier_init"):
@@ -361,7 +361,7 @@ def _thread_fence(warp, lanes):
 
 @instruction("setmaxnreg")
 def _setmaxnreg(d):
-    """Registers per thread of a warpgroup (9.7.19.5). .inc waits until the CTA's pool has enough; the pool
+    """Registers per thread of a warpgroup (9.7.19). .inc waits until the CTA's pool has enough; the pool
     starts with what the launch left of 64 Ki registers."""
     form = d.mods.need("inc", "dec")
     d.mods.need("sync")

@@ -60,7 +60,7 @@ def _pair(cta, group: int) -> list:
     return [cta.cluster.ctas[cta.rank & ~1], cta.cluster.ctas[cta.rank | 1]]
 
 
-# ---- allocation (9.7.16.7)
+# ---- allocation (9.7.16)
 
 
 def _alloc(d):
@@ -149,7 +149,7 @@ def _relinquish(d):
     return d.done(run, COLLECTIVE)
 
 
-# ---- matrix multiply (9.7.16.10)
+# ---- matrix multiply (9.7.16)
 
 
 def _mma(d):
@@ -157,7 +157,7 @@ def _mma(d):
     in each CTA.
 
     A CTA with 128 rows keeps row i in lane i. With 64 rows (M 128 over a pair) lanes 0..63 hold the first
-    half of the columns and lanes 64..127 the second (9.7.16.10.5, data-path layouts).
+    half of the columns and lanes 64..127 the second (9.7.16, data-path layouts).
     """
     if d.mods.take("sp", "ws"):
         raise UnsupportedInstruction("sparse or weight-stationary mma")
@@ -280,7 +280,7 @@ def _tmem_address(d, operand):
 
 
 def _commit(d):
-    """Arrives once at each mbarrier when all mma issued before it are done (9.7.16.12.1)."""
+    """Arrives once at each mbarrier when all mma issued before it are done (9.7.16)."""
     group = _group(d)
     d.mods.need("mbarrier::arrive::one")
     d.mods.take("shared::cluster")
@@ -327,7 +327,7 @@ def _commit(d):
     return d.done(run)
 
 
-# ---- loads and stores of TMEM by warps (9.7.16.8)
+# ---- loads and stores of TMEM by warps (9.7.16)
 
 
 class TensorLoads:
@@ -360,7 +360,7 @@ def _shape(d) -> int:
 
 def _window(warp, tmem: TensorMemory, address: int, repeat: int) -> tuple[int, slice, slice]:
     """(quarter, lanes, columns) of an access; a warp may only touch the quarter of its rank in the
-    warpgroup (9.7.16.2.3.1)."""
+    warpgroup (9.7.16)."""
     quarter = warp.index % 4
     if address >> 16 != 32 * quarter:
         raise Fault(
@@ -464,7 +464,7 @@ def _wait_st(d):
 
 
 def _fence(d):
-    """tcgen05.fence orders tcgen05 instructions around a barrier of threads (9.7.16.6.4). Barriers alone
+    """tcgen05.fence orders tcgen05 instructions around a barrier of threads (9.7.16). Barriers alone
     order them here, as they do in CUTLASS's kernels: see the README's limits."""
     d.count(0)
     return d.done(lambda warp, lanes: None)

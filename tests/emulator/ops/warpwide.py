@@ -1,5 +1,5 @@
-"""Instructions in which the lanes of a warp exchange values (PTX ISA 9.7.9.6 shfl.sync, 9.7.13.7-12 vote,
-match, activemask, redux, elect, 9.7.13.2 bar.warp.sync)."""
+"""Instructions in which the lanes of a warp exchange values (PTX ISA 9.7.9 shfl.sync, 9.7.13 vote,
+match, activemask, redux, elect, 9.7.13 bar.warp.sync)."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _activemask(d):
 @instruction("redux")
 def _redux(d):
     """Integer reductions; on sm_100a also .min and .max of f32, where NaN operands are dropped unless .NaN
-    (9.7.13.11)."""
+    (9.7.13)."""
     d.mods.need("sync")
     mode = d.mods.need("add", "min", "max", "and", "or", "xor")
     absolute, nan = d.mods.flag("abs"), d.mods.flag("NaN")

@@ -74,7 +74,7 @@ def _wgmma(d):
 
 
 def _fence(d):
-    """wgmma.fence orders earlier register accesses before later wgmma (9.7.15.7.1)."""
+    """wgmma.fence orders earlier register accesses before later wgmma (9.7.15)."""
 
     def run(warp, lanes):
         state_of(warp).fenced = True
@@ -240,7 +240,7 @@ def _execute(warp, group: list[Issued]) -> None:
         b = np.concatenate([_operand_b(warp, x) for x in group[i:j]], axis=1)
         product = a @ b.T  # (16, n)
         n = product.shape[1]
-        # Register 4 j + 2 h + e of lane l holds row l / 4 + 8 h, column 8 j + 2 (l % 4) + e (9.7.15.5.1.1).
+        # Register 4 j + 2 h + e of lane l holds row l / 4 + 8 h, column 8 j + 2 (l % 4) + e (9.7.15).
         fragment = product.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)
         rows = [warp.program.row_in_file[r] for r in group[i].d]
         registers = warp.files[4].view(np.float32)
@@ -255,7 +255,7 @@ def _operand_a(warp, x: Issued) -> np.ndarray:
     if not isinstance(x.a, list):
         a = to_float32(read_tile(warp.cta.shared, x.a, x.form.a_k_major), x.form.element)
     else:
-        # Register 2 c + h of lane l holds row l / 4 + 8 h, columns 8 c + 2 (l % 4) + {0, 1} (9.7.15.5.1.1).
+        # Register 2 c + h of lane l holds row l / 4 + 8 h, columns 8 c + 2 (l % 4) + {0, 1} (9.7.15).
         raw = np.stack([warp.views["u32"][r] for r in x.a]).view(np.uint16).reshape(2, 2, 8, 4, 2)
         a = to_float32(raw.transpose(1, 2, 0, 3, 4).reshape(16, 16), x.form.element)
     return -a if x.negate_a else a
