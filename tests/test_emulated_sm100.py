@@ -264,8 +264,8 @@ HARMLESS = {
     r"fence\.mbarrier_init.*": "there are two; with both removed it is found",
     r"mbarrier\.try_wait.*": "of a producer's tail, and another wait or the handshake of dealloc covers it",
 }
-# Waits of producers' tails: two for the ring's two slots, one for the accumulators. Between two pairs, which release
-# each other's slots, the ring's last one is needed, and a later schedule finds it.
+# Waits of producers' tails: two for the ring's two slots, one for the accumulators. Between two pairs, which
+# release each other's slots, the ring's last one is needed, and a later schedule finds it.
 TAILS = {"pair": 3, "single": 3, "two pairs": 2}
 
 
