@@ -13,6 +13,7 @@ import torch
 from tests import emulator
 from tests.emulator import kernels_sm100
 from tests.emulator.hardware import kernels_sm90
+from tests.emulator.mutation_kernels import KERNELS
 
 SEEDS = range(4)
 BF16, F16 = cutlass.BFloat16, cutlass.Float16
@@ -169,3 +170,13 @@ def test_memory_behind_addresses():
     assert out.tolist() == [7, 0, 0, 0]
     with pytest.raises(emulator.Fault, match="global-bounds"):
         emulator.run_ptx(text, out.data_ptr())
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("seed", range(4, 64, 3))
+@pytest.mark.parametrize("subject", KERNELS, ids=lambda s: s.name)
+def test_many_schedules(subject, seed, tmp_path):
+    """The kernels that are mutated, unmutated: no schedule finds fault with them."""
+    emulated = subject.build(str(tmp_path))
+    for s in range(seed, seed + 3):
+        assert subject.check(emulated, s)

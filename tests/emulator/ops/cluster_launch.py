@@ -20,7 +20,7 @@ def _clusterlaunchcontrol(d):
 
 
 def _try_cancel(d):
-    """Writes the response and completes 16 bytes at the mbarrier; with .multicast::cluster::all in every CTA."""
+    """Writes the response and completes 16 bytes at the mbarrier; .multicast::cluster::all in every CTA."""
     d.mods.need("async")
     d.mods.take("shared::cta")
     d.mods.need("mbarrier::complete_tx::bytes")
