@@ -1,13 +1,15 @@
 """The only place that compiles: its arguments are the key of a cache in memory and on disk.
 
-A kernel is looked up in memory, then on disk, then compiled and put into both. What the disk holds is a shared
-library made by the host's C compiler from the object that the DSL exports; loading one needs apache-tvm-ffi and the
-DSL's runtime library but not the DSL itself, so a second process's first call does not import cutlass.
+A kernel is looked up in memory, then on disk, then compiled and put into both. What the disk holds is a
+shared library made by the host's C compiler (`cc`, or what CC names) from the object that the DSL exports;
+loading one needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so a second process's
+first call does not import cutlass.
 
-A file's name is a hash of everything that it depends on: the arguments, the versions of the DSL and of tvm-ffi, the
-sources of cute_lce's kernels and the host's architecture. A file begins its life under a temporary name and is renamed
-when it is whole; a file that cannot be loaded is a miss and is written again. Any number of processes may share a
-folder: two that compile the same kernel write the same file.
+A file's name is a hash of everything that it depends on: the arguments, the versions of the DSL and of
+tvm-ffi, the sources of cute_lce's kernels and the host's architecture. A file begins its life under a
+temporary name and is renamed when it is whole; it ends in a hash of its name and content, and one whose
+hash is another (cut off, altered, copied from another name) is a miss and is written again. Any number of
+processes may share a folder: each that misses compiles, all write the same, and the last one's stays.
 
 CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
 """
@@ -35,11 +37,15 @@ _logger = logging.getLogger("cute_lce")
 _functions: dict[tuple, Callable[..., None]] = {}
 _lock = threading.Lock()
 
+SEAL_BYTES = 32
+
 
 def forward(config: KernelConfig, dtype: str, target_dtype: str) -> Callable[..., None]:
-    """The compiled kernels.forward.Forward, for any n, d and V.
+    """The compiled kernels.forward.Forward, for any n, d and V; from memory in well under 1 us.
 
-    dtype: "bfloat16" or "float16". target_dtype: "int32" or "int64".
+    dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64".
+    What it returns takes the arguments of Forward.__call__ but the stream, which is torch's current one.
+    Raises RuntimeError where there is no C compiler to link with, ImportError where the DSL is not installed.
     """
     key = ("forward", config, dtype, target_dtype)
     return _functions.get(key) or _get(key)
@@ -113,14 +119,26 @@ def _runtime() -> Any:
 
 def _load(path: Path) -> Callable[..., None] | None:
     """The function in a compiled file, or None when there is none that can be used."""
-    if not path.exists():
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return None
     try:
+        # The loader maps what the headers promise: a file that was cut off would end the process.
+        if content[-SEAL_BYTES:] != _seal(path.name, content[:-SEAL_BYTES]):
+            raise ValueError("not what was written under this name")
         return _runtime().load_module(str(path))["kernel"]
-    except Exception as error:  # a truncated or foreign file: compile again
+    except ImportError:
+        raise
+    except Exception as error:
+        # It stays until it is replaced: another process may be about to load what it put there just now.
         _logger.warning("%s: cannot be loaded (%s), compiling it again", path, error)
-        path.unlink(missing_ok=True)
         return None
+
+
+def _seal(name: str, library: bytes) -> bytes:
+    """What a compiled file ends in, behind all that the loader looks at: a hash of its name and content."""
+    return hashlib.sha256(name.encode() + b"\0" + library).digest()
 
 
 def compile_options(arch: str) -> str:
@@ -128,7 +146,12 @@ def compile_options(arch: str) -> str:
 
 
 def trace(key: tuple, extra_options: str = "") -> Any:
-    """Compile a key with the DSL, without any cache; the result holds PTX and cubin if the options ask for them."""
+    """Compile a key with the DSL, without any cache, for an architecture that need not be this machine's.
+
+    key: ("forward", config, dtype, target_dtype) or ("backward", config of the logits, config of the
+    gradients, dtype, target_dtype). extra_options: of cute.compile; with "--keep-ptx --keep-cubin
+    --dump-dir DIR" the result has __ptx__ and __cubin__. Raises ValueError for another kind of key.
+    """
     kind, config, *arguments = key
     options = f"{compile_options(config.arch)} {extra_options}".strip()
     if kind == "forward":
@@ -160,4 +183,5 @@ def _build(key: tuple, path: Path) -> None:
             ) from None
         except subprocess.CalledProcessError as error:
             raise RuntimeError(f"{compiler}: could not link {compiled}: {error.stderr}") from error
+        linked.write_bytes((library := linked.read_bytes()) + _seal(path.name, library))
         os.replace(linked, path)

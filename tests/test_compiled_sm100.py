@@ -22,7 +22,7 @@ TARGETS = ("sm_100a", "sm_103a", "sm_100f")
 
 
 def gemm(name: str, arch: str = "sm_100a", dtype: str = "bfloat16") -> cubin.Kernel:
-    return cubin.kernel(("forward", replace(CONFIGS[name], arch=arch), dtype, "int64"), "GemmSm100")
+    return cubin.kernel(cubin.forward_key(replace(CONFIGS[name], arch=arch), dtype), "GemmSm100")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
