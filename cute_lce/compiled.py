@@ -40,14 +40,14 @@ _lock = threading.Lock()
 SEAL_BYTES = 32
 
 
-def forward(config: KernelConfig, dtype: str, target_dtype: str) -> Callable[..., None]:
+def forward(config: KernelConfig, dtype: str, target_dtype: str, keeps: bool = False) -> Callable[..., None]:
     """The compiled kernels.forward.Forward, for any n, d and V; from memory in well under 1 us.
 
     dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64".
     What it returns takes the arguments of Forward.__call__ but the stream, which is torch's current one.
     Raises RuntimeError where there is no C compiler to link with, ImportError where the DSL is not installed.
     """
-    key = ("forward", config, dtype, target_dtype)
+    key = ("forward", config, dtype, target_dtype, keeps)
     return _functions.get(key) or _get(key)
 
 

@@ -25,8 +25,6 @@ REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-empty_kept = streaming.empty_kept
-forward_keep = streaming.forward_keep
 grad_in_forward = streaming.grad_in_forward
 scale_gradients = streaming.scale_gradients
 
@@ -34,20 +32,31 @@ scale_gradients = streaming.scale_gradients
 def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace):
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns). See streaming.plan.
 
-    "auto" is "recompute", the one that has kernels; the others are the streaming implementation's.
+    "auto" keeps what the workspace holds in bf16 and recomputes in float16, which cannot keep. "grad_in_forward" is
+    the streaming implementation's.
     """
-    if schedule in ("keep", "grad_in_forward") and (need_dinput or need_dweight):
+    wants_gradient = need_dinput or need_dweight
+    half = dtype is torch.float16
+    if schedule == "grad_in_forward" and wants_gradient:
         return streaming.plan(
             n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace
         )
+    if schedule == "keep" and half and wants_gradient:
+        raise ValueError(
+            "schedule: got 'keep' with float16, whose range cannot hold the exponentials; want bfloat16, "
+            "'recompute' or 'auto'"
+        )
     if workspace:
         least = plans.forward_bytes(n, V)
-        if need_dinput or need_dweight:
+        if wants_gradient:
             columns = min(window or plans.LEAST_STRIPE, V)
-            least = max(least, plans.backward_bytes(n, d, V, columns, dtype is torch.float16, need_dinput))
+            least = max(least, plans.backward_bytes(n, d, V, columns, half, need_dinput, need_dweight))
         if workspace < least:
             raise streaming.refuse_workspace(schedule, workspace, least)
-    return "recompute", 0
+    if schedule == "recompute" or half or not wants_gradient or n == 0:
+        return "recompute", 0
+    kept = plans.kept_columns(n, d, V, need_dinput, need_dweight, window, workspace)
+    return ("keep", kept) if kept > 0 else ("recompute", 0)
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -63,11 +72,13 @@ def _architecture(device: torch.device) -> tuple[str, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare(device, dtype, target_dtype, n, d, V, window, workspace):
+def _prepare(device, dtype, target_dtype, n, d, V, window, workspace, keeps):
     """(plan, compiled function) of a forward: one dictionary look-up in the steady state."""
     arch, sms = _architecture(device)
-    chosen = plans.forward(arch, n, d, V, sms, window, workspace)
-    return chosen, compiled.forward(chosen.config, _name(dtype), _name(target_dtype))
+    # What is kept is stored between MMAs, which wants the configuration whose epilogue hides best.
+    config = plans.configs(arch)[0] if keeps else None
+    chosen = plans.forward(arch, n, d, V, sms, window, workspace, config)
+    return chosen, compiled.forward(chosen.config, _name(dtype), _name(target_dtype), keeps)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -100,6 +111,35 @@ def _log_copy(name: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes
 
 def forward(input, linear_weight, target, ignore_index, reduction, window, workspace):
     """The paper's Algorithm 1 with windows: one GEMM whose logits stay in registers, and one small kernel."""
+    return _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, None, None)
+
+
+def empty_kept(input, kept_columns):
+    """Uninitialised (kept, kept_reference): exponentials (n, kept_columns rounded up to 8), and a factor (n,) fp32."""
+    n = input.shape[0]
+    return input.new_empty((n, -(-kept_columns // 8) * 8)), input.new_empty((n,), dtype=torch.float32)
+
+
+def forward_keep(input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns):
+    """forward, which also keeps the exponentials of the first kept_columns of the vocabulary; see kernels.keep."""
+    kept, kept_scale = empty_kept(input, kept_columns)
+    if workspace:
+        workspace = max(workspace - kept.nbytes, 1)
+    results = _forward(
+        input,
+        linear_weight,
+        target,
+        ignore_index,
+        reduction,
+        window,
+        workspace,
+        (kept, kept_columns),
+        kept_scale,
+    )
+    return *results, kept, kept_scale
+
+
+def _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, keep, kept_scale):
     device, n = input.device, input.shape[0]
     loss = torch.empty((n,) if reduction == "none" else (), dtype=torch.float32, device=device)
     row_max = torch.empty((n,), dtype=torch.float32, device=device)
@@ -111,9 +151,22 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
     if target.stride(0) != 1:
         target = target.contiguous()
     chosen, function = _prepare(
-        device, hidden.dtype, target.dtype, n, hidden.shape[1], weight.shape[0], window, workspace
+        device,
+        hidden.dtype,
+        target.dtype,
+        n,
+        hidden.shape[1],
+        weight.shape[0],
+        window,
+        workspace,
+        keep is not None,
     )
     scratch = torch.empty((chosen.workspace_floats,), dtype=torch.float32, device=device)
+    kept_arguments = (0, 0, 0, 0, 0)
+    if keep is not None:
+        kept, columns = keep
+        raised = torch.empty(((8 + -(-columns // plans.LEAST_UNIT)) * n,), dtype=torch.uint8, device=device)
+        kept_arguments = kept.data_ptr(), kept_scale.data_ptr(), raised.data_ptr(), kept.stride(0), columns
     function(
         hidden,
         weight,
@@ -130,16 +183,25 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
         chosen.group_m,
         chosen.clusters,
         chosen.paced,
+        *kept_arguments,
     )
     return loss, row_max, row_sum, num_valid
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare_backward(device, dtype, target_dtype, n, d, V, need_dinput, window, workspace):
+def _prepare_backward(
+    device, dtype, target_dtype, n, d, V, need_dinput, need_dweight, kept, window, workspace
+):
     """(plan, compiled function) of a backward."""
     arch, sms = _architecture(device)
-    chosen = plans.backward(arch, n, d, V, sms, dtype is torch.float16, need_dinput, window, workspace)
+    half = dtype is torch.float16
+    chosen = plans.backward(arch, n, d, V, sms, half, need_dinput, need_dweight, kept, window, workspace)
     return chosen, compiled.backward(chosen.logits, chosen.gradient, _name(dtype), _name(target_dtype))
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def backward(
@@ -163,47 +225,50 @@ def backward(
 
     float16 cannot hold upstream / n: its dlogits are softmax - onehot, dinput's rows are scaled when they are rounded,
     and dweight is made with a copy of the hidden rows scaled by factor / max factor, the maximum applied at the end.
+    Columns that were kept need no dlogits: a row's factor is its upstream gradient times kept_reference.
     """
-    if kept is not None or input.shape[0] == 0:
-        return streaming.backward(
-            dloss,
-            input,
-            linear_weight,
-            target,
-            row_max,
-            row_sum,
-            num_valid,
-            kept,
-            kept_reference,
-            ignore_index,
-            reduction,
-            window,
-            workspace,
-            need_dinput,
-            need_dweight,
+    device, dtype, n = input.device, input.dtype, input.shape[0]
+    if n == 0:
+        return (
+            torch.zeros_like(input, memory_format=torch.contiguous_format) if need_dinput else None,
+            torch.zeros_like(linear_weight, memory_format=torch.contiguous_format) if need_dweight else None,
         )
-    device, dtype = input.device, input.dtype
     hidden, weight = _rows("input", input), _rows("linear_weight", linear_weight)
-    (n, d), V = hidden.shape, weight.shape[0]
+    d, V = hidden.shape[1], weight.shape[0]
     if target.stride(0) != 1:
         target = target.contiguous()
-    chosen, function = _prepare_backward(device, dtype, target.dtype, n, d, V, need_dinput, window, workspace)
-    scaled_hidden, factor, weight_factor = hidden, row_sum, row_sum
-    if dtype is torch.float16:
-        factor = torch.where(target != ignore_index, streaming.row_upstream(dloss, num_valid, reduction), 0)
-        weight_factor = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-        scaled_hidden = (hidden * (factor / weight_factor).unsqueeze(1)).to(dtype)
-    several = len(chosen.stripes) > 1
+    kept_columns = 0 if kept is None else min(kept.shape[1], V)
+    chosen, function = _prepare_backward(
+        device, dtype, target.dtype, n, d, V, need_dinput, need_dweight, kept_columns, window, workspace
+    )
+    one = _one(device)
+    # The factor of dinput's rows and its stride, dweight's operand and its factor: of what is recomputed.
+    factor, factor_stride, scaled_hidden, weight_factor = one, 0, hidden, one
+    # The same of what was kept.
+    kept_factor, kept_hidden = one, hidden
+    if dtype is torch.float16 or kept is not None:
+        upstream = torch.where(target != ignore_index, streaming.row_upstream(dloss, num_valid, reduction), 0)
+        if kept is not None:
+            kept_factor = torch.where(upstream == 0, 0, upstream * kept_reference)
+            if need_dweight:
+                kept_hidden = torch.mul(hidden, kept_factor.unsqueeze(1), out=torch.empty_like(hidden))
+        else:
+            factor, factor_stride = upstream, 1
+            weight_factor = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+            scaled_hidden = (hidden * (factor / weight_factor).unsqueeze(1)).to(dtype)
     dinput = hidden.new_empty((n, d)) if need_dinput else None
     dweight = weight.new_empty((V, d)) if need_dweight else None
     dlogits = hidden.new_empty((n, chosen.pitch))
-    accumulator = torch.empty((n, d) if need_dinput and several else (0,), dtype=torch.float32, device=device)
+    several = need_dinput and len(chosen.stripes) > 1
+    accumulator = torch.empty((n, d) if several else (0,), dtype=torch.float32, device=device)
     progress = torch.zeros((3 * len(chosen.stripes),), dtype=torch.int32, device=device)
     for i, (first, columns, ints) in enumerate(chosen.stripes):
+        is_kept = first < kept_columns
+        matrix = kept if is_kept else dlogits
         function(
             hidden,
             weight,
-            scaled_hidden,
+            kept_hidden if is_kept else scaled_hidden,
             target,
             ignore_index,
             reduction == "mean",
@@ -212,14 +277,16 @@ def backward(
             row_max.data_ptr(),
             row_sum.data_ptr(),
             num_valid.data_ptr(),
-            factor.data_ptr(),
-            weight_factor.data_ptr(),
-            dlogits.data_ptr(),
+            (kept_factor if is_kept else factor).data_ptr(),
+            1 if is_kept else factor_stride,
+            (one if is_kept else weight_factor).data_ptr(),
+            matrix.data_ptr(),
+            not is_kept,
             accumulator.data_ptr(),
             0 if dinput is None else dinput.data_ptr(),
             0 if dweight is None else dweight.data_ptr(),
             progress.data_ptr() + 12 * i,
-            chosen.pitch,
+            matrix.stride(0),
             first,
             columns,
             i == 0,
@@ -228,6 +295,7 @@ def backward(
         )
     if d != input.shape[1]:
         dinput, dweight = (
-            None if gradient is None else gradient[:, : input.shape[1]].contiguous() for gradient in (dinput, dweight)
+            None if gradient is None else gradient[:, : input.shape[1]].contiguous()
+            for gradient in (dinput, dweight)
         )
     return dinput, dweight

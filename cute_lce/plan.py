@@ -243,13 +243,14 @@ class GemmPlan:
 class BackwardPlan:
     """One backward call, stripe by stripe over the vocabulary.
 
-    stripe: columns of every stripe but the last. pitch: elements of a row of dlogits.
-    stripes: (first column, columns, the three GEMMs' ints) of each stripe.
-    workspace: bytes of dlogits, accumulator and factors.
+    kept: columns that the forward kept, the first stripe if there are any. stripe: columns of every other stripe but
+    the last. pitch: elements of a row of dlogits. stripes: (first column, columns, the three GEMMs' ints) of each.
+    workspace: bytes of what is kept, dlogits, accumulator, scaled rows and factors.
     """
 
     logits: KernelConfig
     gradient: KernelConfig
+    kept: int
     stripe: int
     pitch: int
     stripes: tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -260,6 +261,7 @@ DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes, where the least needs no more."""
 STRIPE_MULTIPLE = 768  # whole tiles of all three GEMMs
 LEAST_STRIPE = 64
+LEAST_UNIT = 64  # columns that share one byte of what was raised, at least
 
 
 def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
@@ -271,50 +273,110 @@ def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
     return GemmPlan(windows, min(rows, side), clusters, paced)
 
 
-def backward_bytes(n: int, d: int, V: int, columns: int, half: bool, need_dinput: bool) -> int:
-    """Bytes that a backward with stripes of `columns` allocates beyond its results.
+def backward_bytes(
+    n: int, d: int, V: int, columns: int, half: bool, need_dinput: bool, need_dweight: bool, kept: int = 0
+) -> int:
+    """Bytes that a backward allocates, or finds kept, beyond its results.
 
-    half: whether the operands are float16, whose grad_scale is applied outside of dlogits.
+    columns: of a stripe of dlogits; 0 where everything is kept. half: whether the operands are float16, whose
+    grad_scale is applied outside of dlogits. kept: columns that the forward kept.
     """
-    fixed = 64 * n + 4 * KIB
-    if need_dinput and columns < V:
-        fixed += 4 * n * d
+    total = 64 * n + 4 * KIB + 2 * n * (ceil_div(columns, 8) * 8)
+    if need_dinput and (columns + kept < V or 0 < kept < V):
+        total += 4 * n * d
     if half:
-        fixed += 6 * n * d
-    return fixed + 2 * n * (ceil_div(columns, 8) * 8)
+        total += 6 * n * d
+    if kept:
+        # The operand, a byte a unit of columns, and the scaled copy of the hidden rows.
+        total += (
+            2 * n * (ceil_div(kept, 8) * 8)
+            + n * ceil_div(kept, LEAST_UNIT)
+            + (2 * n * d if need_dweight else 0)
+        )
+    return total
 
 
-def stripe_columns(n: int, d: int, V: int, half: bool, need_dinput: bool, window: int, workspace: int) -> int:
-    """Columns of a stripe: what the workspace holds, or as `window` says. Not below LEAST_STRIPE, whatever it holds."""
-    if window:
-        return min(window, V)
+def stripe_columns(
+    n: int,
+    d: int,
+    V: int,
+    half: bool,
+    need_dinput: bool,
+    need_dweight: bool,
+    kept: int,
+    window: int,
+    workspace: int,
+) -> int:
+    """Columns of a stripe that is not kept: what the workspace holds beside the rest, or as `window` says; not below
+    LEAST_STRIPE, whatever it holds."""
+    left = V - kept
+    if window or not left:
+        return min(window, left)
     workspace = workspace or DEFAULT_WORKSPACE
-    if backward_bytes(n, d, V, V, half, need_dinput) <= workspace:
-        return V
-    columns = (workspace - backward_bytes(n, d, V, 0, half, need_dinput)) // (2 * max(n, 1))
+    if backward_bytes(n, d, V, left, half, need_dinput, need_dweight, kept) <= workspace:
+        return left
+    columns = (workspace - backward_bytes(n, d, V, 0, half, need_dinput, need_dweight, kept)) // (
+        2 * max(n, 1)
+    )
     multiple = STRIPE_MULTIPLE if columns >= STRIPE_MULTIPLE else LEAST_STRIPE
-    return min(max(columns // multiple * multiple, LEAST_STRIPE), V)
+    return min(max(columns // multiple * multiple, LEAST_STRIPE), left)
+
+
+def kept_columns(
+    n: int, d: int, V: int, need_dinput: bool, need_dweight: bool, window: int, workspace: int
+) -> int:
+    """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as leave room for
+    stripes of the rest."""
+    workspace = workspace or DEFAULT_WORKSPACE
+    if backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, V) + forward_bytes(n, V) <= workspace:
+        return V
+    rest = backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, LEAST_UNIT) + forward_bytes(n, V)
+    # Columns that fit: two bytes a row, and a share of the bytes that say what was raised.
+    fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + 1) * max(n, 1)), 0)
+    # A recomputed column costs a GEMM's share, a stripe a pass over the accumulator: stripes want some of the room too.
+    stripe = window or max((V - fit) // 8, STRIPE_MULTIPLE)
+    kept = min(max(fit - stripe, 0), V - 1)
+    return kept // STRIPE_MULTIPLE * STRIPE_MULTIPLE
 
 
 @functools.lru_cache(maxsize=4096)
 def backward(
-    arch: str, n: int, d: int, V: int, sms: int, half: bool, need_dinput: bool, window: int, workspace: int
+    arch: str,
+    n: int,
+    d: int,
+    V: int,
+    sms: int,
+    half: bool,
+    need_dinput: bool,
+    need_dweight: bool,
+    kept: int,
+    window: int,
+    workspace: int,
 ) -> BackwardPlan:
-    """Plan a backward of (n, d) x (V, d). window: a stripe's columns, 0: chosen. workspace: bytes, 0: the default."""
+    """Plan a backward of (n, d) x (V, d) whose first `kept` columns the forward kept.
+
+    window: a stripe's columns, 0: chosen. workspace: bytes, 0: the default.
+    """
     logits = configs(arch)[0]
     # Hopper: operands whose rows are not along k come in 64 columns, of which a multicast wants whole halves.
     gradient = logits if is_blackwell(arch) else KernelConfig(arch, tile_n=256, pingpong=False, stages=4)
-    stripe = stripe_columns(n, d, V, half, need_dinput, window, workspace)
+    stripe = stripe_columns(n, d, V, half, need_dinput, need_dweight, kept, window, workspace)
+    ranges = [(0, kept)] if kept else []
+    ranges += [(first, min(stripe, V - first)) for first in range(kept, V, stripe or V)]
     stripes = []
-    for first in range(0, V, stripe):
-        columns = min(stripe, V - first)
-        plans = (gemm(logits, n, columns, d, sms), gemm(gradient, n, d, columns, sms), gemm(gradient, columns, d, n, sms))
+    for first, columns in ranges:
+        plans = (
+            gemm(logits, n, columns, d, sms),
+            gemm(gradient, n, d, columns, sms),
+            gemm(gradient, columns, d, n, sms),
+        )
         stripes.append((first, columns, tuple(number for plan in plans for number in plan.ints)))
     return BackwardPlan(
         logits=logits,
         gradient=gradient,
+        kept=kept,
         stripe=stripe,
         pitch=ceil_div(stripe, 8) * 8,
         stripes=tuple(stripes),
-        workspace=backward_bytes(n, d, V, stripe, half, need_dinput),
+        workspace=backward_bytes(n, d, V, stripe, half, need_dinput, need_dweight, kept),
     )

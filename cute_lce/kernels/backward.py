@@ -31,15 +31,14 @@ class Backward:
     def __init__(self, logits: KernelConfig, gradient: KernelConfig, scaled: bool):
         gemm = mainloop(logits)
         self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, scaled))
-        self.dhidden = gemm(gradient, GradientEpilogue(gradient.tile_n, not scaled))
-        self.dweight = gemm(gradient, GradientEpilogue(gradient.tile_n, not scaled))
+        self.gradient = gemm(gradient, GradientEpilogue(gradient.tile_n))
 
     @cute.jit
     def __call__(
         self,
         hidden: cute.Tensor,  # (n, d)
         weight: cute.Tensor,  # (V, d)
-        scaled_hidden: cute.Tensor,  # (n, d), the dW GEMM's operand: hidden itself, or times factor / weight_factor
+        scaled_hidden: cute.Tensor,  # (n, d), the dW GEMM's operand: hidden itself, or its rows scaled
         target: cute.Tensor,  # (n,)
         ignore_index: Int64,
         mean: Int32,
@@ -48,9 +47,11 @@ class Backward:
         row_max: Int64,  # fp32 (n,)
         row_sum: Int64,  # fp32 (n,)
         num_valid: Int64,  # one int64
-        factor: Int64,  # fp32 (n,): float16's grad_scale
-        weight_factor: Int64,  # one fp32: float16's factor of dweight
+        factor: Int64,  # fp32 (n,) of stride factor_stride: what rows of dlogits @ weight are multiplied by
+        factor_stride: Int64,
+        weight_factor: Int64,  # one fp32: what dlogits.T @ scaled_hidden is multiplied by
         dlogits: Int64,  # (n, columns) in the operands' dtype, rows of `pitch` elements
+        recompute: Int32,  # whether dlogits are to be computed, or are there: kept
         accumulator: Int64,  # fp32 (n, d)
         dhidden: Int64,  # (n, d), 0: not wanted
         dweight: Int64,  # (V, d), 0: not wanted
@@ -66,45 +67,51 @@ class Backward:
         dtype = hidden.element_type
         n, d = cute.size(hidden, mode=[0]), cute.size(hidden, mode=[1])
         row_pitch = weight.stride[0]
-        stripe = cute.make_tensor(weight.iterator + Int64(first) * row_pitch, cute.make_layout((columns, d), stride=(row_pitch, 1)))
+        stripe = cute.make_tensor(
+            weight.iterator + Int64(first) * row_pitch, cute.make_layout((columns, d), stride=(row_pitch, 1))
+        )
         matrix = cute.make_tensor(
             cute.make_ptr(dtype, dlogits, cute.AddressSpace.gmem, assumed_align=16),
             cute.make_layout((n, columns), stride=(cute.assume(pitch, divby=8), 1)),
         )
         counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
         ints = [plans[GEMM_INTS * i : GEMM_INTS * (i + 1)] for i in range(3)]
-        self._gemm(
-            self.dlogits,
-            hidden,
-            stripe,
-            DlogitsTensors(
-                target,
-                vector(Float32, row_max, n),
-                vector(Float32, row_sum, n),
-                cute.make_tensor(
-                    cute.make_ptr(Float32, dloss, cute.AddressSpace.gmem, assumed_align=4),
-                    cute.make_layout(n, stride=dloss_stride),
+        if recompute != 0:
+            self._gemm(
+                self.dlogits,
+                hidden,
+                stripe,
+                DlogitsTensors(
+                    target,
+                    vector(Float32, row_max, n),
+                    vector(Float32, row_sum, n),
+                    cute.make_tensor(
+                        cute.make_ptr(Float32, dloss, cute.AddressSpace.gmem, assumed_align=4),
+                        cute.make_layout(n, stride=dloss_stride),
+                    ),
+                    vector(Int64, num_valid, 1),
+                    matrix,
+                    ignore_index,
+                    first,
+                    columns,
+                    mean,
                 ),
-                vector(Int64, num_valid, 1),
-                matrix,
-                ignore_index,
-                first,
-                columns,
-                mean,
-            ),
-            counters[0],
-            ints[0],
-            stream,
-        )
+                counters[0],
+                ints[0],
+                stream,
+            )
         if dhidden != 0:
             self._gemm(
-                self.dhidden,
+                self.gradient,
                 matrix,
                 _transposed(stripe),
                 GradientTensors(
                     _matrix(dtype, dhidden, n, d),
                     _matrix(Float32, accumulator, n, d),
-                    vector(Float32, factor, n),
+                    cute.make_tensor(
+                        cute.make_ptr(Float32, factor, cute.AddressSpace.gmem, assumed_align=4),
+                        cute.make_layout(n, stride=factor_stride),
+                    ),
                     is_first,
                     is_last,
                 ),
@@ -115,7 +122,7 @@ class Backward:
         if dweight != 0:
             out = _matrix(dtype, dweight + Int64(first) * d * (dtype.width // 8), columns, d)
             self._gemm(
-                self.dweight,
+                self.gradient,
                 _transposed(matrix),
                 _transposed(scaled_hidden),
                 GradientTensors(
@@ -152,14 +159,18 @@ def _matrix(kind, address: Int64, rows, columns) -> cute.Tensor:
     )
 
 
-def compile_backward(logits: KernelConfig, gradient: KernelConfig, dtype: str, target_dtype: str, options: str):
+def compile_backward(
+    logits: KernelConfig, gradient: KernelConfig, dtype: str, target_dtype: str, options: str
+):
     """Compile `Backward` for any n, d, V and stripe, and any pitch of rows that begin at multiples of 16 bytes."""
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     index = {"int32": cutlass.Int32, "int64": cutlass.Int64}[target_dtype]
     n, d = cute.sym_int(), cute.sym_int(divisibility=8)
 
     def rows(count):
-        return cute.runtime.make_fake_tensor(element, (count, d), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+        return cute.runtime.make_fake_tensor(
+            element, (count, d), (cute.sym_int64(divisibility=8), 1), assumed_align=16
+        )
 
     return cute.compile(
         Backward(logits, gradient, scaled=dtype == "bfloat16"),
@@ -169,7 +180,9 @@ def compile_backward(logits: KernelConfig, gradient: KernelConfig, dtype: str, t
         cute.runtime.make_fake_compact_tensor(index, (n,)),
         Int64(0),
         Int32(0),
-        *(Int64(0) for _ in range(13)),
+        *(Int64(0) for _ in range(9)),
+        Int32(0),
+        *(Int64(0) for _ in range(5)),
         *(Int32(0) for _ in range(4)),
         tuple(Int32(0) for _ in range(3 * GEMM_INTS)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint8
 
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.keep import KeepTensors
 
 NO_COLUMN = -(2**30)  # a target column that no tile contains
 
@@ -85,7 +86,20 @@ class ForwardEpilogue:
         cols: cute.Tensor,
         tile: Int32,
     ):
-        first = tile * self.tile_n
+        self.mask_and_catch(tensors, state, frag, rows, cols, tile * self.tile_n)
+        row_stats.update(state.row_max, state.row_sum, frag)
+
+    @cute.jit
+    def mask_and_catch(
+        self,
+        tensors: ForwardTensors,
+        state: ForwardState,
+        frag: cute.Tensor,
+        rows: cute.Tensor,
+        cols: cute.Tensor,
+        first: Int32,
+    ):
+        """Columns beyond the vocabulary become -inf; a row's target logit is written when it is in the fragment."""
         if first + self.tile_n > tensors.vocab:
             for c in cutlass.range_constexpr(cute.size(cols)):
                 if first + cols[c] >= tensors.vocab:
@@ -97,7 +111,6 @@ class ForwardEpilogue:
                 for c in cutlass.range_constexpr(cute.size(cols)):
                     if cols[c] == column:
                         tensors.target_logit[rows[r]] = frag[r, c]
-        row_stats.update(state.row_max, state.row_sum, frag)
 
     @cute.jit
     def end(self, tensors: ForwardTensors, state: ForwardState, rows: cute.Tensor, window: Int32):
@@ -107,6 +120,94 @@ class ForwardEpilogue:
                 if rows[r] < cute.size(tensors.target):
                     tensors.partials[window, rows[r], 0] = state.row_max[r]
                     tensors.partials[window, rows[r], 1] = state.row_sum[r]
+
+
+class KeepForwardTensors(NamedTuple):
+    """The forward's tensors, those of what it keeps, and the ignored target, whose rows keep zeros."""
+
+    forward: ForwardTensors
+    keep: KeepTensors
+    ignore_index: Int64
+
+
+class KeepState(NamedTuple):
+    """The forward's state; per row, K and whether the row counts."""
+
+    forward: ForwardState
+    reference: cute.Tensor
+    counts: cute.Tensor
+
+
+class KeepEpilogue:
+    """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
+
+    A kept fragment's exponentials are computed once, relative to the row's K, for the operand and for the statistics.
+    A fragment of a row has one j: `unit` columns, the tile or the slab that a visit sees.
+    """
+
+    def __init__(self, tile_n: int, unit: int, threads_per_row: int):
+        self.tile_n = tile_n
+        self.unit = unit
+        self.threads_per_row = threads_per_row
+        self.forward = ForwardEpilogue(tile_n, threads_per_row)
+
+    @cute.jit
+    def begin(self, tensors: KeepForwardTensors, rows: cute.Tensor) -> KeepState:
+        count = cute.size(rows)
+        reference, counts = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Int32)
+        for r in cutlass.range_constexpr(count):
+            reference[r], counts[r] = Float32(0.0), Int32(0)
+            if rows[r] < cute.size(tensors.forward.target):
+                reference[r] = tensors.keep.reference[rows[r]]
+                if Int64(tensors.forward.target[rows[r]]) != tensors.ignore_index:
+                    counts[r] = Int32(1)
+        return KeepState(self.forward.begin(tensors.forward, rows), reference, counts)
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: KeepForwardTensors,
+        state: KeepState,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        rows: cute.Tensor,
+        cols: cute.Tensor,
+        tile: Int32,
+    ):
+        first = tile * self.tile_n
+        self.forward.mask_and_catch(tensors.forward, state.forward, frag, rows, cols, first)
+        if first < tensors.keep.columns:
+            for r in cutlass.range_constexpr(cute.size(rows)):
+                steps = row_stats.update_relative(
+                    state.forward.row_max,
+                    state.forward.row_sum,
+                    frag,
+                    state.reference[r],
+                    r,
+                    self.threads_per_row,
+                )
+                if state.counts[r] == 0:
+                    for c in cutlass.range_constexpr(cute.size(cols)):
+                        frag[r, c] = Float32(0.0)
+                if rows[r] < cute.size(tensors.forward.target):
+                    # One of the threads that share the row.
+                    if cols[0] % 8 == 0:
+                        tensors.keep.raised[(first + cols[0]) // self.unit, rows[r]] = Uint8(steps)
+                        if steps > 0:
+                            cute.arch.red(
+                                (tensors.keep.most_raised.iterator + rows[r]),
+                                steps,
+                                op="max",
+                                dtype="s32",
+                                sem="relaxed",
+                                scope="gpu",
+                            )
+            store_pairs(tensors.keep.kept, frag, rows, cols, first)
+        else:
+            row_stats.update(state.forward.row_max, state.forward.row_sum, frag)
+
+    @cute.jit
+    def end(self, tensors: KeepForwardTensors, state: KeepState, rows: cute.Tensor, window: Int32):
+        self.forward.end(tensors.forward, state.forward, rows, window)
 
 
 class DlogitsTensors(NamedTuple):
@@ -213,7 +314,7 @@ class GradientTensors(NamedTuple):
     """Global memory of a gradient's epilogue.
 
     out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`, written
-    unless `last`. factor (m,) fp32 with any stride (0: one number), for epilogues with a factor.
+    unless `last`. factor (m,) fp32 with any stride (0: one number): what the product's rows are multiplied by.
     """
 
     out: cute.Tensor
@@ -224,25 +325,22 @@ class GradientTensors(NamedTuple):
 
 
 class GradientEpilogue:
-    """A product added to those of earlier stripes in fp32, and after the last one rounded once.
+    """A product whose rows are scaled, added to those of earlier stripes in fp32, and after the last one rounded once.
 
     Args:
         tile_n: columns of a tile.
-        factored: whether rows are multiplied by `factor` before they are rounded.
     """
 
-    def __init__(self, tile_n: int, factored: bool):
+    def __init__(self, tile_n: int):
         self.tile_n = tile_n
-        self.factored = factored
 
     @cute.jit
     def begin(self, tensors: GradientTensors, rows: cute.Tensor):
         factor = cute.make_rmem_tensor(cute.size(rows), Float32)
         for r in cutlass.range_constexpr(cute.size(rows)):
-            factor[r] = Float32(1.0)
-            if cutlass.const_expr(self.factored):
-                if rows[r] < cute.size(tensors.out, mode=[0]):
-                    factor[r] = tensors.factor[rows[r]]
+            factor[r] = Float32(0.0)
+            if rows[r] < cute.size(tensors.out, mode=[0]):
+                factor[r] = tensors.factor[rows[r]]
         return factor
 
     @cute.jit
@@ -256,15 +354,14 @@ class GradientEpilogue:
         tile: Int32,
     ):
         first = tile * self.tile_n
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            for c in cutlass.range_constexpr(cute.size(cols)):
+                frag[r, c] = frag[r, c] * factor[r]
         if tensors.first == 0:
             add_pairs(tensors.accumulator, frag, rows, cols, first)
         if tensors.last == 0:
             store_pairs(tensors.accumulator, frag, rows, cols, first)
         else:
-            if cutlass.const_expr(self.factored):
-                for r in cutlass.range_constexpr(cute.size(rows)):
-                    for c in cutlass.range_constexpr(cute.size(cols)):
-                        frag[r, c] = frag[r, c] * factor[r]
             store_pairs(tensors.out, frag, rows, cols, first)
 
     @cute.jit

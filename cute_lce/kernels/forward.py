@@ -3,10 +3,11 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint8
 
 from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
-from cute_lce.kernels.epilogues import ForwardEpilogue, ForwardTensors
+from cute_lce.kernels.epilogues import ForwardEpilogue, ForwardTensors, KeepEpilogue, KeepForwardTensors
+from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.plan import KernelConfig
 
 
@@ -34,11 +35,21 @@ class Forward:
 
     Args:
         config: tiles, cluster, stages.
+        keeps: whether it also keeps the exponentials of the first columns; see kernels.keep.
     """
 
-    def __init__(self, config: KernelConfig):
+    def __init__(self, config: KernelConfig, keeps: bool):
         gemm = mainloop(config)
-        self.gemm = gemm(config, ForwardEpilogue(config.tile_n, gemm.threads_per_row))
+        self.keeps = keeps
+        self.unit = gemm.fragment_columns(config)
+        self.gemm = gemm(
+            config,
+            KeepEpilogue(config.tile_n, self.unit, gemm.threads_per_row)
+            if keeps
+            else ForwardEpilogue(config.tile_n, gemm.threads_per_row),
+        )
+        self.references = References()
+        self.finish = Finish(self.unit)
         self.combine = Combine()
         self.partials_per_window = config.partials_per_window
 
@@ -60,6 +71,11 @@ class Forward:
         group_m: Int32,
         clusters: Int32,
         paced: Int32,
+        kept: Int64,  # addresses, if it keeps: (n, kept_columns) bf16, rows of kept_pitch elements,
+        kept_scale: Int64,  # fp32 (n,)
+        kept_workspace: Int64,  # reference (n,), most_raised (n,), raised (units, n) bytes
+        kept_pitch: Int64,
+        kept_columns: Int32,
         stream: cuda.CUstream,
     ):
         n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
@@ -76,10 +92,28 @@ class Forward:
         )
         if paced != 0:
             clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+        tensors = ForwardTensors(target, partials, target_logit, arrived, vocab)
+        keep = KeepTensors(
+            cute.make_tensor(
+                cute.make_ptr(hidden.element_type, kept, cute.AddressSpace.gmem, assumed_align=16),
+                cute.make_layout((n, kept_columns), stride=(cute.assume(kept_pitch, divby=8), 1)),
+            ),
+            vector(Float32, kept_workspace, n),
+            cute.make_tensor(
+                cute.make_ptr(Uint8, kept_workspace + Int64(n) * 8, cute.AddressSpace.gmem, assumed_align=1),
+                cute.make_layout((cute.ceil_div(kept_columns, self.unit), n), stride=(Int64(n), 1)),
+            ),
+            vector(Int32, kept_workspace + Int64(n) * 4, n),
+            vector(Float32, kept_scale, n),
+            kept_columns,
+        )
+        if cutlass.const_expr(self.keeps):
+            self.references(hidden, weight, target, keep, stream)
+            tensors = KeepForwardTensors(tensors, keep, ignore_index)
         self.gemm(
             hidden,
             weight,
-            ForwardTensors(target, partials, target_logit, arrived, vocab),
+            tensors,
             progress,
             windows,
             tiles_per_window,
@@ -105,6 +139,16 @@ class Forward:
             ),
             stream,
         )
+        if cutlass.const_expr(self.keeps):
+            self.finish(
+                keep,
+                target,
+                target_logit,
+                vector(Float32, row_max, n),
+                vector(Float32, row_sum, n),
+                ignore_index,
+                stream,
+            )
 
 
 def vector(kind, address: Int64, count):
@@ -115,7 +159,9 @@ def vector(kind, address: Int64, count):
     )
 
 
-def compile_forward(config: KernelConfig, dtype: str, target_dtype: str, options: str):
+def compile_forward(
+    config: KernelConfig, dtype: str, target_dtype: str, keeps: bool = False, *, options: str
+):
     """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     index = {"int32": cutlass.Int32, "int64": cutlass.Int64}[target_dtype]
@@ -127,7 +173,7 @@ def compile_forward(config: KernelConfig, dtype: str, target_dtype: str, options
         )
 
     return cute.compile(
-        Forward(config),
+        Forward(config, keeps),
         rows(n),
         rows(cute.sym_int()),
         cute.runtime.make_fake_compact_tensor(index, (n,)),
@@ -135,6 +181,8 @@ def compile_forward(config: KernelConfig, dtype: str, target_dtype: str, options
         Int32(0),
         *(Int64(0) for _ in range(5)),
         *(Int32(0) for _ in range(5)),
+        *(Int64(0) for _ in range(4)),
+        Int32(0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

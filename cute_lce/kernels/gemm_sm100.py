@@ -70,6 +70,16 @@ class GemmSm100:
 
     threads_per_row = 1
 
+    @staticmethod
+    def fragment_columns(config: KernelConfig) -> int:
+        """Columns of a tile that one visit of the epilogue sees."""
+        return SLAB
+
+    @staticmethod
+    def fragment_columns(config: KernelConfig) -> int:
+        """Columns of a tile that one visit of the epilogue sees, over all threads that share a row."""
+        return SLAB
+
     def __init__(self, config: KernelConfig, epilogue):
         if config.tile_m not in (128, 256) or config.tile_n % SLAB or not 0 < config.tile_n <= 256:
             raise ValueError(

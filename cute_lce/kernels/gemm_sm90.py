@@ -23,6 +23,11 @@ EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads: what streams past le
 class GemmSm90:
     threads_per_row = 4
 
+    @staticmethod
+    def fragment_columns(config: KernelConfig) -> int:
+        """Columns of a tile that one visit of the epilogue sees, over all threads that share a row."""
+        return config.tile_n
+
     def __init__(self, config: KernelConfig, epilogue):
         self.config = config
         self.epilogue = epilogue

@@ -10,12 +10,14 @@ logits costs nothing. That is an FADD, an FMUL and a MUFU an element, beside the
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 LOG2_E = 1.4426950408889634
-LANES = (
-    8  # independent chains of maxima and sums; two-wide packed instructions on Blackwell come from this width
-)
+# Independent chains of maxima and sums; two-wide packed instructions on Blackwell come from this width.
+LANES = 8
+HEADROOM = 64.0  # base-2 exponent above a row's K up to which update_relative stays relative to it
+STEP = 128.0  # by how much K is raised at a time
+MOST_STEPS = 255.0
 
 
 @cute.jit
@@ -57,6 +59,58 @@ def update(row_max: cute.Tensor, row_sum: cute.Tensor, frag: cute.Tensor):
             total.store(terms if cutlass.const_expr(block == 0) else total.load() + terms)
         row_sum[r] = row_sum[r] * rescale(row_max[r], ref) + _tree([total[i] for i in range(LANES)], _add)
         row_max[r] = both
+
+
+@cute.jit
+def update_relative(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    frag: cute.Tensor,
+    reference_exponent: Float32,
+    r: cutlass.Constexpr[int],
+    threads_per_row: cutlass.Constexpr[int],
+):
+    """Take row r of the fragment into the statistics, and turn it into 2^(z log2 e - K - STEP j), in place.
+
+    reference_exponent: K, an integer. j, which is returned, is the least from 0 to MOST_STEPS that leaves no exponent
+    above HEADROOM; all threads that share the row agree on it.
+    """
+    cols = cute.size(frag, mode=[1])
+    chains = [frag[r, i] for i in range(LANES)]
+    for c in cutlass.range_constexpr(LANES, cols):
+        chains[c % LANES] = cute.arch.fmax(chains[c % LANES], frag[r, c])
+    highest = _tree(chains, cute.arch.fmax)
+    step = 1
+    while cutlass.const_expr(step < threads_per_row):
+        highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=step))
+        step *= 2
+    above = cute.math.fma(highest, Float32(LOG2_E), -(reference_exponent + Float32(HEADROOM)))
+    steps = cute.arch.fmin(
+        cute.arch.fmax(cute.math.ceil(above * Float32(1 / STEP)), Float32(0.0)), Float32(MOST_STEPS)
+    )
+    base = reference_exponent + Float32(STEP) * steps
+    both = cute.arch.fmax(row_max[r], highest)
+    ref = reference(both)
+    scale = cute.make_rmem_tensor(LANES, Float32)
+    scale.fill(LOG2_E)
+    shift = cute.make_rmem_tensor(LANES, Float32)
+    shift.fill(-base)
+    lanes = cute.make_rmem_tensor(LANES, Float32)
+    total = cute.make_rmem_tensor(LANES, Float32)
+    for block in cutlass.range_constexpr(cols // LANES):
+        for i in cutlass.range_constexpr(LANES):
+            lanes[i] = frag[r, block * LANES + i]
+        lanes.store(cute.math.exp2(cute.math.fma(lanes.load(), scale.load(), shift.load()), fastmath=True))
+        total.store(lanes.load() if cutlass.const_expr(block == 0) else total.load() + lanes.load())
+        for i in cutlass.range_constexpr(LANES):
+            frag[r, block * LANES + i] = lanes[i]
+    # From 2^base to exp(ref). Where nothing lies near K the sum is 0 and the exponent may be beyond fp32.
+    back = cute.arch.fmin(cute.math.fma(ref, Float32(-LOG2_E), base), Float32(126.0))
+    row_sum[r] = row_sum[r] * rescale(row_max[r], ref) + _tree(
+        [total[i] for i in range(LANES)], _add
+    ) * cute.math.exp2(back, fastmath=True)
+    row_max[r] = both
+    return Int32(steps)
 
 
 @cute.jit

@@ -1,0 +1,154 @@
+"""What "keep" adds to the forward: the rows' references before its GEMM, and the kept operand's last touch after it.
+
+Kept is E = bf16(2^(z log2 e - K)) with one integer K a row: bf16 has fp32's exponent range, so E is as precise as
+dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) a row
+
+    dhidden = v (E' weight)        dweight = E'^T (v hidden)        E' = E - onehot 2^(lse log2 e - K)
+
+are plain GEMMs, for any upstream vector. K is the target's logit rounded down in base 2: no logit that matters lies
+far below it. A row and tile that rises above K by more than 64 is stored relative to K + 128 j and notes j in a byte;
+`Finish` brings such rows, which are rare, to one K, and subtracts the onehot. Both steps are exact in bf16 but for the
+target's own entry, which is rounded once.
+"""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8
+
+from cute_lce.kernels.row_stats import LOG2_E, STEP
+
+FAR = float(2**22)  # references stay finite and integers of fp32
+WARPS = 4
+ROWS = 32
+
+
+class KeepTensors(NamedTuple):
+    """Global memory of a forward that keeps.
+
+    kept (n, columns) bf16: E. reference (n,) fp32: K. raised (units, n) uint8: j of a row and a unit of columns.
+    most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse), K as raised: v without
+    grad_scale. columns: how many are kept: whole tiles, or V.
+    """
+
+    kept: cute.Tensor
+    reference: cute.Tensor
+    raised: cute.Tensor
+    most_raised: cute.Tensor
+    kept_scale: cute.Tensor
+    columns: Int32
+
+
+class References:
+    """K of every row, floor(<hidden, weight of the target> log2 e), and zeros for `most_raised`.
+
+    A warp a row, 8 elements a lane at once; a row whose target is no class takes class 0. 4 d bytes are read a row.
+    """
+
+    @cute.jit
+    def __call__(self, hidden, weight, target, keep: KeepTensors, stream: cuda.CUstream):
+        n = cute.size(target)
+        self.kernel(hidden, weight, target, keep).launch(
+            grid=(cute.ceil_div(n, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, hidden: cute.Tensor, weight: cute.Tensor, target: cute.Tensor, keep: KeepTensors):
+        lane = cute.arch.lane_idx()
+        row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
+        if row < cute.size(target):
+            index = Int64(target[row])
+            if index < 0 or index >= cute.size(weight, mode=[0]):
+                index = Int64(0)
+            total = Float32(0.0)
+            for chunk in cutlass.range(lane, cute.size(hidden, mode=[1]) // 8, 32, unroll=1):
+                a, b = _eight(hidden, Int64(row), chunk * 8), _eight(weight, index, chunk * 8)
+                for i in cutlass.range_constexpr(8):
+                    total += a[i].to(Float32) * b[i].to(Float32)
+            total = cute.arch.warp_reduction(total, lambda a, b: a + b)
+            if lane == 0:
+                bound = cute.arch.fmin(cute.arch.fmax(total * Float32(LOG2_E), Float32(-FAR)), Float32(FAR))
+                keep.reference[row] = cute.math.floor(bound)
+                keep.most_raised[row] = Int32(0)
+
+
+class Finish:
+    """After the statistics: raised rows to one K, the target's entry, and kept_scale. A block for 32 rows."""
+
+    def __init__(self, unit: int):
+        self.unit = unit
+
+    @cute.jit
+    def __call__(
+        self, keep: KeepTensors, target, target_logit, row_max, row_sum, ignore_index, stream: cuda.CUstream
+    ):
+        self.kernel(keep, target, target_logit, row_max, row_sum, ignore_index).launch(
+            grid=(cute.ceil_div(cute.size(target), ROWS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        keep: KeepTensors,
+        target: cute.Tensor,
+        target_logit: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        ignore_index: Int64,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        first = cute.arch.block_idx()[0] * ROWS
+        for r in cutlass.range(ROWS, unroll=1):
+            if first + r < cute.size(target):
+                self._level(keep, first + r, thread)
+        cute.arch.sync_threads()
+        row = first + thread
+        if thread < ROWS and row < cute.size(target):
+            k = keep.reference[row] + Float32(STEP) * keep.most_raised[row].to(Float32)
+            # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
+            total = row_sum[row] * cute.math.exp2(
+                cute.math.fma(row_max[row], Float32(LOG2_E), -k), fastmath=True
+            )
+            keep.kept_scale[row] = (
+                cute.math.exp2(cute.math.fma(row_max[row], Float32(-LOG2_E), k)) / row_sum[row]
+            )
+            index = Int64(target[row])
+            if index != ignore_index and index >= 0 and index < keep.columns:
+                own = cute.math.exp2(cute.math.fma(target_logit[row], Float32(LOG2_E), -k), fastmath=True)
+                keep.kept[row, Int32(index)] = (own - total).to(keep.kept.element_type)
+
+    @cute.jit
+    def _level(self, keep: KeepTensors, row: Int32, thread: Int32):
+        """All tiles of a row relative to the K of its highest one."""
+        most = keep.most_raised[row]
+        if most > 0:
+            for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
+                behind = most - keep.raised[column // self.unit, row].to(Int32)
+                if behind > 0:
+                    value = (
+                        keep.kept[row, column].to(Float32)
+                        * Float32(2.0 ** (-STEP / 2))
+                        * Float32(2.0 ** (-STEP / 2))
+                    )
+                    if behind > 1:
+                        value = Float32(0.0)
+                    keep.kept[row, column] = value.to(keep.kept.element_type)
+
+
+@cute.jit
+def _eight(matrix: cute.Tensor, row: Int64, column: Int32) -> cute.Tensor:
+    """Eight neighbouring elements of a row, 16-byte aligned, in registers."""
+    source = cute.make_tensor(
+        cute.make_ptr(
+            matrix.element_type,
+            (matrix.iterator + (row * matrix.stride[0] + column)).toint(),
+            cute.AddressSpace.gmem,
+            assumed_align=16,
+        ),
+        cute.make_layout(8),
+    )
+    values = cute.make_rmem_tensor(8, matrix.element_type)
+    cute.autovec_copy(source, values)
+    return values
