@@ -72,11 +72,6 @@ class GemmSm100:
 
     @staticmethod
     def fragment_columns(config: KernelConfig) -> int:
-        """Columns of a tile that one visit of the epilogue sees."""
-        return SLAB
-
-    @staticmethod
-    def fragment_columns(config: KernelConfig) -> int:
         """Columns of a tile that one visit of the epilogue sees, over all threads that share a row."""
         return SLAB
 
