@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .. import hopper_forward
+
 
 @dataclass(frozen=True)
 class Case:
@@ -159,44 +161,13 @@ def _row_sum_inputs():
     return [torch.randint(-9, 10, (5, 256), generator=generator(5)).float(), torch.full((5,), float("nan"))]
 
 
-def _forward_parts():
-    """The Hopper forward's configuration, plan and shape here: ragged, two windows, ignored rows."""
-    from cute_lce import plan
-    from cute_lce.plan import KernelConfig
-
-    n, d, vocab, window = 200, 136, 200, 128
-    config = KernelConfig("sm_90a", tile_n=64, stages=2)
-    return config, plan.forward(config.arch, n, d, vocab, 4, window, config=config), (n, d, vocab, window)
-
-
 def _forward_inputs():
-    n, d, vocab, _ = _forward_parts()[2]
-    g = generator(9)
-    hidden = torch.randn(n, d, generator=g).bfloat16()
-    weight = (torch.randn(vocab, d, generator=g) / d**0.5).bfloat16()
-    target = torch.randint(0, vocab, (n,), generator=g)
-    target[::7] = -100
-    return [hidden, weight, target, torch.full((3, n), float("nan"))]
-
-
-def _forward_compile(folder):
-    from cute_lce import compiled
-
-    keep = f"--keep-ptx --dump-dir {folder}" if folder else ""
-    return compiled.trace(("forward", _forward_parts()[0], "bfloat16", "int64"), keep)
+    tensors = hopper_forward.inputs()
+    return [*tensors, torch.full((3, hopper_forward.N), float("nan"))]
 
 
 def _forward_call(function, tensors):
-    """launch.forward with the given compiled function: loss, row_max and row_sum into the last tensor."""
-    from unittest import mock
-
-    from cute_lce import launch
-
-    _, chosen, (*_, window) = _forward_parts()
-    hidden, weight, target, out = tensors
-    with mock.patch.object(launch, "_prepare", return_value=(chosen, function)):
-        results = launch.forward(hidden, weight, target, -100, "none", window, None)
-    out.copy_(torch.stack(results[:3]))
+    tensors[-1].copy_(hopper_forward.call(function, False, *tensors[:-1]))
 
 
 def forward_statistics(inputs, emulated: np.ndarray, hardware: np.ndarray) -> list[str]:
@@ -225,7 +196,13 @@ CASES = [
     _gemm("gemm_n256", "bf16", 64, 256, 64, "k", "k", tile=(64, 256, 64)),
     _gemm("gemm_multicast_b", "f16", 128, 64, 136, "k", "k", tile=(64, 64, 64), cluster=(2, 1)),
     _gemm("gemm_multicast_both", "bf16", 128, 128, 136, "k", "k", tile=(64, 64, 64), cluster=(2, 2)),
-    Case("hopper_forward", _forward_compile, _forward_inputs, forward_statistics, _forward_call),
+    Case(
+        "hopper_forward",
+        lambda folder: hopper_forward.trace(False, folder),
+        _forward_inputs,
+        forward_statistics,
+        _forward_call,
+    ),
     _simple("row_sum", "compile_row_sum", _row_sum_inputs, same_bits),
     _simple("maths", "compile_maths", _maths_inputs, approximate),
     _simple("integers", "compile_integers", _integer_inputs, same_bits),
