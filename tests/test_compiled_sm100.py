@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from cute_lce.plan import KernelConfig
+from cute_lce import plan
 from tests import cubin
 
 SHARED_MEMORY = 227 * 1024  # what a block can have on compute capability 10.0 and 10.3
-PAIR = KernelConfig("sm_100a", tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
-SINGLE = KernelConfig("sm_100a", tile_m=128, tile_n=256, pingpong=False, cluster_m=1, stages=4)
+PAIR, SINGLE = plan.configs("sm_100a")
 CONFIGS = {"pair": PAIR, "single": SINGLE, "two pairs": replace(PAIR, cluster_m=4)}
 TARGETS = ("sm_100a", "sm_103a", "sm_100f")
 

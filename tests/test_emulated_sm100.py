@@ -20,12 +20,11 @@ import torch
 from cute_lce import compiled, launch
 from cute_lce import plan as plans
 from cute_lce.plan import KernelConfig
-from tests import emulator
+from tests import cubin, emulator
 from tests.emulator import mutate
 from tests.numerics import Case, assert_close, random_case
 
-PAIR = KernelConfig("sm_100a", tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
-SINGLE = KernelConfig("sm_100a", tile_m=128, tile_n=256, pingpong=False, cluster_m=1, stages=4)
+PAIR, SINGLE = plans.configs("sm_100a")
 CONFIGS = {
     "pair": PAIR,
     "single": SINGLE,
@@ -34,13 +33,13 @@ CONFIGS = {
     "singles share A and B": replace(SINGLE, cluster_m=2, cluster_n=2, stages=2),
     "two accumulators of 192 columns": replace(PAIR, tile_n=192, stages=3),
 }
-HOPPER = KernelConfig("sm_90a")
+HOPPER = plans.configs("sm_90a")[0]
 
 
 @functools.cache
 def emulated(config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64") -> emulator.Emulated:
     with tempfile.TemporaryDirectory() as folder:
-        key = ("forward", config, dtype, target_dtype)
+        key = cubin.forward_key(config, dtype, target_dtype)
         return emulator.build(compiled.trace(key, f"--keep-ptx --dump-dir {folder}"))
 
 
