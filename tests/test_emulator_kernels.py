@@ -172,6 +172,11 @@ def test_memory_behind_addresses():
         emulator.run_ptx(text, out.data_ptr())
 
 
+def test_a_function_without_ptx_is_refused():
+    with pytest.raises(emulator.EmulatorError, match="--keep-ptx"):
+        emulator.build(kernels_sm90.compile_row_sum())
+
+
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("seed", range(4, 64, 3))
 @pytest.mark.parametrize("subject", KERNELS, ids=lambda s: s.name)

@@ -159,7 +159,9 @@ class Cluster:
             ctaid = tuple(o * s + p for o, s, p in zip(origin, shape, place, strict=False))
             self.ctas.append(CTA(self, rank, ctaid))
         self.barrier = ClusterBarrier(self)
-        per_thread = min(255, REGISTER_FILE // threads // 8 * 8)
+        # What ptxas gave each thread is not in the PTX: as much as the register file or .maxnreg allows.
+        most = program.entry.directives.get("maxnreg", (256,))[0]
+        per_thread = min(256, most, REGISTER_FILE // threads // 8 * 8)
         for cta in self.ctas:
             cta.make_warps()
             cta.free_registers = REGISTER_FILE - per_thread * threads

@@ -210,12 +210,14 @@ def _st(d):
     return d.done(run)
 
 
-@instruction("prefetch", "prefetchu", "applypriority", "discard")
+@instruction("prefetch")
 def _prefetch(d):
-    """Hints about caches (PTX ISA 9.7.9). prefetch.tensormap's descriptor must exist."""
-    d.mods.left.clear() if d.ins.parts[0] != "discard" else d.mods.finish()
-    address = d.address_reader(d.operands[0])
-    return d.done(lambda warp, lanes: address(warp) is None or None)
+    """A hint about caches (PTX ISA 9.7.9); the address is computed, nothing is touched."""
+    d.mods.take("param", "const", "global")
+    d.mods.need("tensormap", "L1", "L2", "L2::evict_last", "L2::evict_normal")
+    d.count(1)
+    d.address(d.operands[0])
+    return d.done(lambda warp, lanes: None)
 
 
 ATOMICS = {

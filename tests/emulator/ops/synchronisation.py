@@ -377,15 +377,16 @@ def _setmaxnreg(d):
             raise Fault("value", f"setmaxnreg {n}: must be a multiple of 8 from 24 to 256")
         have = warp.state["registers"]
         more = 32 * (n - have)
-        if (form == "inc") != (more >= 0) and more:
+        known = "setmaxnreg" in warp.state  # until its first setmaxnreg the warp may have had fewer
+        if known and (form == "inc") != (more >= 0) and more:
             raise Fault("value", f"setmaxnreg.{form} from {have} to {n} registers")
-        if form == "inc" and cta.free_registers < more:
+        if cta.free_registers < more:
             return Blocked(
                 lambda: f"waits for {more} registers, {cta.free_registers} are free (setmaxnreg.inc {n})",
                 lambda: cta.free_registers >= more,
             )
         cta.free_registers -= more
-        warp.state["registers"] = n
+        warp.state["registers"], warp.state["setmaxnreg"] = n, True
         cta.cluster.device.progress += 1
         return None
 
