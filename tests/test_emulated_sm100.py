@@ -219,6 +219,15 @@ def test_out_of_range_target_is_nan_and_touches_nothing():
     assert run.loss[1:139].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["pair", "single"])
+def test_launch(name: str):
+    config = CONFIGS[name]
+    launched = forward(random_case(1, 64, 300, BF16), config).counts.launches[0]
+    assert launched.block == (192, 1, 1)
+    assert launched.cluster == (config.cluster_m, config.cluster_n, 1)
+    assert launched.shared <= config.shared_memory <= plans.DEVICES[config.arch].shared_memory
+
+
 SEEDED = {
     "pair": PAIR,
     "pair, narrow and shallow": replace(PAIR, tile_n=64, stages=2),
