@@ -276,3 +276,58 @@ def test_counts():
     assert result.by_warp_opcode[2]["bar.sync"] == 2
     assert result.by_warp[0] == 2 * (2 + 15 + 2)
     assert result.counters["named barrier waits"] == 6
+
+
+WGMMA = """.version 8.7
+.target sm_90a
+.address_size 64
+.shared .align 128 .b8 b[256];
+.visible .entry k(.param .u64 a, .param .u64 bt, .param .u64 out) {
+.reg .pred %p<2>; .reg .b16 %h<2>; .reg .b32 %t, %l, %w, %r<20>; .reg .b32 %f<4>; .reg .b64 %d<20>;
+ld.param.u64 %d0, [a]; ld.param.u64 %d1, [bt]; ld.param.u64 %d2, [out];
+mov.u32 %t, %tid.x; and.b32 %l, %t, 31; shr.u32 %w, %t, 5;
+// B is K-major without swizzle: element (n, k) of 8 x 16 at 128 (k / 8) + 16 n + 2 (k % 8).
+mul.wide.u32 %d3, %t, 2; add.s64 %d4, %d1, %d3; ld.global.b16 %h0, [%d4];
+shr.u32 %r0, %t, 4; and.b32 %r1, %t, 15; shr.u32 %r2, %r1, 3; and.b32 %r3, %r1, 7;
+shl.b32 %r2, %r2, 7; shl.b32 %r0, %r0, 4; shl.b32 %r3, %r3, 1; mov.b32 %r4, b;
+add.s32 %r4, %r4, %r0; add.s32 %r4, %r4, %r2; add.s32 %r4, %r4, %r3; st.shared.b16 [%r4], %h0;
+fence.proxy.async.shared::cta; bar.sync 0;
+// A from registers: row 16 w + l / 4 + 8 h, columns 8 c + 2 (l % 4) of a row-major 64 x 16 matrix.
+shr.u32 %r5, %l, 2; shl.b32 %r6, %w, 4; add.s32 %r5, %r5, %r6; and.b32 %r7, %l, 3;
+mul.lo.s32 %r8, %r5, 32; mul.lo.s32 %r9, %r7, 4; add.s32 %r8, %r8, %r9; cvt.u64.u32 %d5, %r8;
+add.s64 %d6, %d0, %d5;
+ld.global.b32 %r10, [%d6]; ld.global.b32 %r11, [%d6+256]; ld.global.b32 %r12, [%d6+16];
+ld.global.b32 %r13, [%d6+272];
+mov.b32 %r14, b; shr.u32 %r14, %r14, 4; cvt.u64.u32 %d7, %r14; or.b64 %d7, %d7, 524288;
+// leading offset 128
+setp.ne.b32 %p0, 0, 0;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16
+  {%f0, %f1, %f2, %f3}, {%r10, %r11, %r12, %r13}, %d7, %p0, 1, 1, 0;
+wgmma.commit_group.sync.aligned; {before} wgmma.wait_group.sync.aligned 0;
+mul.lo.s32 %r15, %r5, 32; mul.lo.s32 %r16, %r7, 8; add.s32 %r15, %r15, %r16; cvt.u64.u32 %d8, %r15;
+add.s64 %d9, %d2, %d8;
+st.global.v2.b32 [%d9], {%f0, %f1}; st.global.v2.b32 [%d9+256], {%f2, %f3}; ret; }
+"""
+
+
+def test_wgmma_with_a_in_registers_and_b_without_swizzle():
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 16).half(), torch.randn(8, 16).half()
+    for seed in range(3):
+        out = torch.full((64, 8), float("nan"))
+        emulator.run_ptx(WGMMA.replace("{before}", ""), a, b, out, block=(128, 1, 1), seed=seed)
+        assert torch.allclose(out.double(), a.double() @ b.double().T, atol=1e-5)
+
+
+@pytest.mark.parametrize("register", ["%r10", "%f1"])
+def test_registers_of_a_wgmma_in_flight(register):
+    text = WGMMA.replace("{before}", f"mov.b32 {register}, 0;")
+    with pytest.raises(emulator.Fault, match="register-in-flight"):
+        emulator.run_ptx(
+            text,
+            torch.ones(64, 16).half(),
+            torch.ones(8, 16).half(),
+            torch.zeros(64, 8),
+            block=(128, 1, 1),
+        )

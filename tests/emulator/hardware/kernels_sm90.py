@@ -48,8 +48,8 @@ class Gemm:
     cluster's tile; k is any multiple of 8: TMA fills with zeros.
     """
 
-    def __init__(self, tile=(64, 64, 64), cluster=(1, 1), a_from_registers=False):
-        self.tile, self.cluster, self.a_from_registers = tile, cluster, a_from_registers
+    def __init__(self, tile=(64, 64, 64), cluster=(1, 1)):
+        self.tile, self.cluster = tile, cluster
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
