@@ -1,0 +1,165 @@
+"""The forward on the emulator: launch.forward as on a GPU, its kernels executed here, against float64."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from cute_lce import compiled, launch
+from cute_lce import plan as plans
+from cute_lce.plan import KernelConfig
+from tests import cubin, emulator
+from tests.numerics import Case, assert_close, random_case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@functools.cache
+def emulated(config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64") -> emulator.Emulated:
+    with tempfile.TemporaryDirectory() as folder:
+        key = cubin.forward_key(config, dtype, target_dtype)
+        return emulator.build(compiled.trace(key, f"--keep-ptx --dump-dir {folder}"))
+
+
+@dataclass
+class Run:
+    """What a forward gave, its plan, and what the emulator counted."""
+
+    loss: torch.Tensor
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    num_valid: torch.Tensor
+    plan: plans.Plan
+    counts: emulator.Result
+
+
+def forward(
+    case: Case,
+    config: KernelConfig,
+    *,
+    sms: int = 4,
+    window: int = 0,
+    seed: int = 0,
+    reduction: str = "none",
+    paced: bool | None = None,
+    group_m: int | None = None,
+    resident: int = 16,
+) -> Run:
+    """launch.forward with the emulator in place of the GPU; memory that nobody writes holds nan.
+
+    sms: of the device that the plan is for. paced, group_m: instead of the plan's. resident: CTAs at once.
+    """
+    n, V = case.input.shape[0], case.linear_weight.shape[0]
+    bound = emulated(config, *(str(t.dtype).removeprefix("torch.") for t in (case.input, case.target)))
+    d = -(-case.input.shape[1] // 8) * 8
+    chosen = plans.forward(config.arch, n, d, V, sms, window, config=config)
+    chosen = replace(
+        chosen,
+        paced=chosen.paced if paced is None else paced,
+        group_m=chosen.group_m if group_m is None else group_m,
+    )
+    counts = []
+
+    def function(*args):
+        counts.append(emulator.run(bound, *args, seed=seed, resident=resident))
+
+    with pytest.MonkeyPatch.context() as patch, emulator.known_allocations():
+        patch.setattr(launch, "_prepare", lambda *_: (chosen, function))
+        results = launch.forward(
+            case.input, case.linear_weight, case.target, case.ignore_index, reduction, window, 0
+        )
+    return Run(*results, chosen, counts[0])
+
+
+def reference(case: Case, dtype: torch.dtype):
+    """(loss, lse, row_max, valid) of each row in `dtype`."""
+    logits = case.input.to(dtype) @ case.linear_weight.to(dtype).mT
+    valid = case.target != case.ignore_index
+    lse = logits.logsumexp(1)
+    picked = logits.gather(1, case.target.long().where(valid, 0).unsqueeze(1))[:, 0]
+    return (lse - picked).where(valid, 0), lse, logits.amax(1), valid
+
+
+def check(case: Case, run: Run) -> None:
+    """Loss and statistics against float64."""
+    expected, baseline = reference(case, torch.float64), reference(case, torch.float32)
+    assert_close("loss", run.loss, expected[0], baseline[0])
+    lse = run.row_max.double() + run.row_sum.double().log()
+    assert_close("lse", lse.float(), expected[1], baseline[1])
+    assert_close("row_max", run.row_max, expected[2], baseline[2])
+    assert int(run.num_valid) == int(expected[3].sum())
+
+
+def rows(case: Case, which: torch.Tensor) -> Case:
+    """The case of some of its rows."""
+    return replace(case, input=case.input[which], target=case.target[which])
+
+
+def ignoring(case: Case) -> Case:
+    target = case.target.clone()
+    target[1::3] = case.ignore_index
+    return replace(case, target=target)
+
+
+def scaled(case: Case, scale: float) -> Case:
+    """Logits whose largest are about +-scale."""
+    logits = case.input.float() @ case.linear_weight.float().mT
+    return replace(case, linear_weight=case.linear_weight * (scale / logits.abs().max()))
+
+
+def last_column(case: Case) -> Case:
+    return replace(case, target=torch.full_like(case.target, case.linear_weight.shape[0] - 1))
+
+
+def offset(case: Case, by: float) -> Case:
+    """All logits of about `by` and more."""
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    hidden[:, 0], weight[:, 0] = 1, by
+    return replace(case, input=hidden, linear_weight=weight)
+
+
+def sick_rows(case: Case, which: list[int]) -> Case:
+    """A nan in each of these rows."""
+    hidden = case.input.clone()
+    hidden[which, case.input.shape[1] // 2] = torch.nan
+    return replace(case, input=hidden)
+
+
+def minus_infinity(case: Case, first_tile: int) -> Case:
+    """Every other logit and a whole tile of them -inf, the first columns too; targets are finite."""
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    hidden[:, 0] = 1
+    weight[::2, 0] = -torch.inf
+    weight[:first_tile, 0] = -torch.inf
+    V = weight.shape[0]
+    finite = torch.arange(first_tile | 1, V, 2)
+    return replace(case, input=hidden, linear_weight=weight, target=finite[case.target % len(finite)])
+
+
+CORNERS = {
+    "ragged": lambda: random_case(140, 72, 201, BF16),
+    "ragged, fp16": lambda: random_case(140, 72, 201, FP16),
+    "whole tiles": lambda: random_case(128, 64, 192, BF16),
+    "one token": lambda: random_case(1, 64, 257, BF16),
+    "one class": lambda: random_case(130, 64, 1, BF16),
+    "V below a tile": lambda: random_case(129, 40, 7, BF16),
+    "V one above a tile": lambda: random_case(40, 64, 193, BF16),
+    "d of one 16-byte row": lambda: random_case(64, 8, 200, BF16),
+    "d padded": lambda: random_case(64, 37, 200, BF16),
+    "d of many k tiles": lambda: random_case(40, 1000, 150, BF16),
+    "ignored rows": lambda: ignoring(random_case(140, 64, 200, BF16)),
+    "all ignored": lambda: replace(random_case(70, 64, 200, BF16), target=torch.full((70,), -100)),
+    "targets in the last column": lambda: last_column(random_case(140, 64, 193, BF16)),
+    "int32 targets": lambda: replace(
+        random_case(40, 64, 200, BF16), target=random_case(40, 64, 200, BF16).target.int()
+    ),
+    "logits of +-1e4": lambda: scaled(random_case(70, 64, 200, BF16), 1e4),
+    "logits of +-1e4, fp16": lambda: scaled(random_case(70, 64, 200, FP16, scale=8), 1e4),
+    "logits of +-60": lambda: scaled(random_case(70, 64, 200, BF16), 60),
+    "common offset of 300": lambda: offset(random_case(70, 64, 200, BF16), 300),
+    "common offset of -10000, fp16": lambda: offset(random_case(70, 64, 200, FP16), -10000),
+}

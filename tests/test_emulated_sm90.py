@@ -1,0 +1,241 @@
+"""The Hopper forward, executed: its PTX on the emulator, launched by the host code, against float64.
+
+docs/emulator-mutations.md has what happens when its synchronisation is removed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_lce import plan as plans
+from cute_lce.plan import KernelConfig
+from tests.emulated_forward import (
+    BF16,
+    CORNERS,
+    FP16,
+    check,
+    forward,
+    ignoring,
+    minus_infinity,
+    reference,
+    rows,
+    sick_rows,
+)
+from tests.numerics import assert_close, random_case
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+PINGPONG, SHARED, SINGLE = plans.configs("sm_90a")
+CHOSEN = {"pingpong": PINGPONG, "shared": SHARED, "single": SINGLE}
+# The same with narrow tiles and two stages: an emulated tile costs by its columns, and rings wrap soon.
+NARROW = {
+    "pingpong": replace(PINGPONG, tile_n=64, stages=2),
+    "shared": replace(SHARED, tile_m=128, tile_n=64, stages=2),
+    "single": replace(SINGLE, tile_n=64, stages=2),
+}
+# Not chosen by plans, but the kernel takes them.
+MORE = {
+    "A multicast": replace(NARROW["shared"], cluster_m=1, cluster_n=2),
+    "A and B multicast": replace(NARROW["pingpong"], cluster_m=2, cluster_n=2),
+    "one warpgroup": KernelConfig(
+        "sm_90a", tile_m=64, tile_n=64, warpgroups=1, pingpong=False, cluster_m=1, stages=2
+    ),
+    "three warpgroups": replace(NARROW["shared"], tile_m=192, warpgroups=3),
+}
+
+
+@pytest.mark.parametrize("config", ["pingpong", "shared"])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner(corner: str, config: str):
+    case = CORNERS[corner]()
+    check(case, forward(case, NARROW[config], seed=len(corner)))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, BF16) for name in CHOSEN), ("pingpong", FP16)])
+def test_chosen_config(name: str, dtype: torch.dtype):
+    """The configurations that plans choose, their ring wrapped, with more runs than clusters."""
+    config = CHOSEN[name]
+    case = ignoring(random_case(150, 136, 400, dtype))
+    run = forward(case, config, sms=config.cluster_m, seed=2)
+    assert run.plan.clusters == 1
+    check(case, run)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_shared_memory_is_what_the_plan_says(name: str):
+    config = CHOSEN[name]
+    run = forward(random_case(3, 8, 5, BF16), config)
+    (gemm,) = (launch for launch in run.counts.launches if "Gemm" in launch.kernel)
+    assert gemm.cluster == (config.cluster_m, config.cluster_n, 1)
+    assert gemm.block == (128 * (config.warpgroups + 1), 1, 1)
+    ring = config.stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+    assert ring < gemm.shared <= config.shared_memory
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_other_configs(name: str):
+    case = ignoring(random_case(300, 72, 330, BF16))
+    check(case, forward(case, MORE[name], sms=8, seed=1))
+
+
+@pytest.mark.parametrize("config", ["pingpong", "shared"])
+@pytest.mark.parametrize("window", [64, 128, 192, 100_000])
+def test_windows(config: str, window: int):
+    case = random_case(140, 64, 500, BF16)
+    run = forward(case, NARROW[config], window=window, seed=window % 7)
+    assert run.plan.windows == -(-8 // run.plan.tiles_per_window)
+    check(case, run)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5])
+def test_turns(tiles: int):
+    """Odd and even numbers of tiles a run, several runs a cluster: turns go on across runs."""
+    case = ignoring(random_case(300, 72, 5 * 64 - 9, BF16))
+    run = forward(case, NARROW["single"], sms=2, window=64 * tiles, seed=tiles)
+    assert run.plan.tiles_per_window == tiles
+    assert run.plan.clusters == 2
+    check(case, run)
+
+
+@pytest.mark.parametrize(("sms", "group_m"), [(2, 2), (4, 1), (4, 3), (6, 2)])
+def test_fewer_clusters_than_runs(sms: int, group_m: int):
+    """5 rows of clusters in groups, the last one narrower, and 3 windows: 15 runs for 1 to 3 clusters."""
+    config = replace(NARROW["shared"], tile_m=64, warpgroups=1)
+    case = random_case(5 * 128 - 30, 24, 3 * 64 - 1, BF16)
+    run = forward(case, config, sms=sms, window=64, group_m=group_m, seed=sms)
+    assert (run.plan.clusters, run.plan.windows) == (sms // 2, 3)
+    check(case, run)
+
+
+@pytest.mark.parametrize("config", ["pingpong", "shared"])
+@pytest.mark.parametrize("paced", [False, True])
+def test_pace(paced: bool, config: str):
+    """4 clusters of different loads; those with fewer runs count the steps that they do not make."""
+    case = random_case(300, 200, 5 * 64, BF16)
+    run = forward(case, replace(NARROW[config], pace=1), sms=8, window=64, paced=paced, seed=3)
+    check(case, run)
+    counted = sum(count for opcode, count in run.counts.instructions.items() if opcode.startswith("red."))
+    assert bool(counted) == paced
+
+
+def test_clusters_that_are_not_resident_do_not_stop_the_others():
+    """Another kernel may hold their SMs: clusters wait a bounded time for progress that cannot come."""
+    case = random_case(300, 72, 4 * 64, BF16)
+    run = forward(case, replace(NARROW["shared"], pace=1), sms=8, window=64, paced=True, resident=2)
+    assert run.plan.clusters == 4
+    check(case, run)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reduction(reduction: str):
+    case = ignoring(random_case(140, 64, 200, BF16))
+    run = forward(case, NARROW["pingpong"], reduction=reduction)
+    losses, baseline = (getattr(reference(case, t)[0], reduction)() for t in (torch.float64, torch.float32))
+    share = 140 / int(run.num_valid) if reduction == "mean" else 1
+    assert_close("loss", run.loss, losses * share, baseline * share)
+
+
+@pytest.mark.parametrize("config", ["pingpong", "shared"])
+def test_minus_infinity_and_nan(config: str):
+    """Columns of -inf count as nothing, the first tile among them; a nan stays in its row."""
+    sick = [5, 77, 139]
+    clean = minus_infinity(random_case(140, 64, 300, BF16), 70)
+    run = forward(sick_rows(clean, sick), NARROW[config], seed=3)
+    well = torch.ones(140, dtype=torch.bool)
+    well[sick] = False
+    assert run.loss[~well].isnan().all()
+    part = replace(
+        run,
+        loss=run.loss[well],
+        row_max=run.row_max[well],
+        row_sum=run.row_sum[well],
+        num_valid=run.num_valid - len(sick),
+    )
+    check(rows(clean, well), part)
+
+
+def test_out_of_range_target_is_nan_and_touches_nothing():
+    case = random_case(140, 64, 200, BF16)
+    target = case.target.clone()
+    bad = {0: 200, 3: 255, 77: 2**40, 139: -1}
+    for row, value in bad.items():
+        target[row] = value
+    run = forward(replace(case, target=target), NARROW["pingpong"])
+    well = torch.ones(140, dtype=torch.bool)
+    well[list(bad)] = False
+    assert run.loss[~well].isnan().all()
+    assert run.row_sum[~well].isnan().all()
+    assert run.loss[well].isfinite().all()
+
+
+def test_strided_operands_are_read_where_they_are():
+    """Rows of larger matrices: no copy, and what lies between rows is not read."""
+    case = random_case(70, 64, 130, BF16)
+    hidden, weight = torch.full((70, 80), torch.nan, dtype=BF16), torch.full((130, 72), torch.nan, dtype=BF16)
+    hidden[:, 8:72], weight[:, :64] = case.input, case.linear_weight
+    strided = replace(case, input=hidden[:, 8:72], linear_weight=weight[:, :64])
+    check(case, forward(strided, NARROW["pingpong"], seed=1))
+
+
+SCHEDULES = {
+    "pingpong": (NARROW["pingpong"], 6),
+    "shared": (NARROW["shared"], 6),
+    "A and B multicast": (MORE["A and B multicast"], 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [(name, seed) for name, (_, seeds) in SCHEDULES.items() for seed in range(seeds)]
+)
+def test_schedules(name: str, seed: int):
+    """Orders of warps and engines, each with several tiles of several k tiles, so that the ring wraps."""
+    config, _ = SCHEDULES[name]
+    case = ignoring(random_case(140, 136, 3 * 64 - 7, BF16, seed))
+    run = forward(case, config, sms=4, window=100_000, paced=seed % 2 == 1, seed=seed)
+    check(case, run)
+
+
+def test_the_same_bits_in_every_schedule():
+    case = random_case(140, 72, 200, BF16)
+    first, *others = (forward(case, NARROW["pingpong"], window=64, seed=seed) for seed in range(3))
+    for other in others:
+        for name in ("loss", "row_max", "row_sum"):
+            assert torch.equal(getattr(first, name), getattr(other, name)), name
+
+
+def test_the_same_bits_in_every_order_of_rows():
+    """A row's result depends on the row and the plan, not on the other rows or where it lies in a tile.
+
+    The logits are exact in fp32: numpy, which multiplies here, does not add up every row in the same order.
+    """
+    case = random_case(140, 72, 200, BF16)
+    hidden, weight = (case.input * 4).round() / 4, (case.linear_weight * 16).round() / 16
+    case = replace(case, input=hidden, linear_weight=weight)
+    order = torch.randperm(140, generator=torch.Generator().manual_seed(3))
+    straight = forward(case, NARROW["pingpong"], window=64)
+    permuted = forward(rows(case, order), NARROW["pingpong"], window=64, seed=1)
+    for name in ("loss", "row_max", "row_sum"):
+        assert torch.equal(getattr(straight, name)[order], getattr(permuted, name)), name
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("name", [*CHOSEN, *MORE])
+@pytest.mark.parametrize("seed", range(20))
+def test_many_schedules(name: str, seed: int):
+    config = CHOSEN.get(name) or MORE[name]
+    dtype = (BF16, FP16)[seed % 2]
+    case = ignoring(random_case(200 + 37 * seed, 8 + 24 * seed, 300 + 31 * seed, dtype, seed))
+    window = (0, 192, 400, 100_000)[seed % 4]
+    run = forward(case, config, sms=2 + 2 * (seed % 4), window=window, paced=seed % 3 == 0, seed=seed)
+    check(case, run)
+
+
+@pytest.mark.emulator_full
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("corner", CORNERS)
+def test_every_corner_in_every_config(corner: str, name: str):
+    case = CORNERS[corner]()
+    check(case, forward(case, CHOSEN[name], sms=4, seed=len(corner)))
