@@ -146,16 +146,35 @@ def fill_cache(args: argparse.Namespace) -> int:
     """Compile what calls of these sizes may need, on a machine with or without a GPU."""
     print(f"into {compiled.cache_dir()}")
     for dtype in args.dtype:
-        # Which kernels a backward takes does not depend on n, nor on the SMs of the device.
-        half, sms = dtype == "float16", plan.DEVICES[args.arch].sms
-        backward = plan.backward(args.arch, 4096, args.d, args.vocab, sms, half, True, 0, 0)
         for target_dtype in args.target_dtype:
-            names = dtype, target_dtype
-            for config in plan.configs(args.arch):
-                _report(f"forward {' '.join(names)} {config}", compiled.forward, config, *names)
-            label = f"backward {' '.join(names)} {backward.logits} {backward.gradient}"
-            _report(label, compiled.backward, backward.logits, backward.gradient, *names)
+            _compile_for(args, dtype, target_dtype)
     return 0
+
+
+def _compile_for(args: argparse.Namespace, dtype: str, target_dtype: str) -> None:
+    """What launch.py asks of `compiled` for these types."""
+    names, configs = (dtype, target_dtype), plan.configs(args.arch)
+    for config in configs:
+        _report(f"forward {' '.join(names)} {config}", compiled.forward, config, *names, False)
+    half = dtype == "float16"
+    if not half:
+        _report(f"forward, keep {' '.join(names)} {configs[0]}", compiled.forward, configs[0], *names, True)
+    # Which kernel a backward takes depends neither on n nor on the SMs of the device.
+    backward = plan.backward(
+        args.arch,
+        n=4096,
+        d=args.d,
+        V=args.vocab,
+        sms=plan.DEVICES[args.arch].sms,
+        half=half,
+        need_dinput=True,
+        need_dweight=True,
+        kept=0,
+        window=0,
+        workspace=0,
+    )
+    pair = backward.logits, backward.gradient
+    _report(f"backward {' '.join(names)} {pair[0]} {pair[1]}", compiled.backward, *pair, *names)
 
 
 def _report(label: str, compile_one: Callable[..., object], *key: object) -> None:

@@ -59,7 +59,7 @@ _CHUNK_BYTES = 128 << 20
 _WINDOW_MULTIPLE = 64
 _LEAST_CHUNK = 16
 # Vectors of n elements that live at once: statistics, targets, masks and their successors.
-_ROW_BYTES = 128
+_ROW_BYTES = 512
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -271,6 +271,8 @@ torch.cuda.synchronize()
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_host_synchronisation(schedule, dtype):
     case = numerics.make("ignored", dtype, "cuda")
+    if not serves(schedule, case):
+        pytest.skip(f"{schedule} is refused by name for {dtype}")
     hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     # The first call may compile and load.
     linear_cross_entropy(hidden, weight, case.target, schedule=schedule).backward()
@@ -360,7 +362,9 @@ def test_autocast(dtype, compiled):
     hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     torch._dynamo.reset()
     call = torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
-    with torch.autocast("cuda", dtype):
+    # torch 2.11's cache of compiled graphs leaves autocast's dtype out of its key: F.linear compiled under bf16 and
+    # then under float16 gives bf16 again.
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch.autocast("cuda", dtype):
         loss = call(hidden, weight, case.target)
         assert loss.dtype is torch.float32
         loss.backward()
