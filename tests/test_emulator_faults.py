@@ -421,3 +421,36 @@ def test_unknown_instructions_and_modifiers_are_refused_before_anything_runs(ins
 def test_ignored_codes_must_exist():
     with pytest.raises(emulator.EmulatorError, match="no-such-rule"):
         run("", ignore={"no-such-rule"})
+
+
+def test_operands_that_lanes_must_share():
+    fault("bar.sync %r0, 64;", "mismatch")
+
+
+def test_something_that_is_not_a_tensor_map():
+    body = (
+        INIT.format(count=1)
+        + """@%p1 mbarrier.arrive.expect_tx.shared.b64 %d3, [%r1], 128;
+    @%p1 cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+        [%r1+1024], [%d1, {%r0}], [%r1];"""
+    )
+    aligned = torch.full((256,), -1, dtype=torch.int32)
+    where = aligned.data_ptr() % 64 // 4
+    assert where % 16 == 0, "torch aligns its tensors to 64 bytes"
+    fault(body, "descriptor", out=aligned)
+
+
+def test_a_wgmma_descriptor_that_is_not_modelled():
+    body = """mov.b64 %d7, 562949953421312; mov.b32 %f0, 0f00000000; mov.b32 %f1, %f0; mov.b32 %f2, %f0;
+    mov.b32 %f3, %f0; setp.ne.b32 %p2, 0, 0; wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0, %f1, %f2, %f3}, %d7, %d7, %p2, 1, 1, 0, 0;"""
+    fault(body, "descriptor", block=(128, 1, 1))
+
+
+def test_every_code_is_raised_somewhere():
+    """The table of faults promises nothing that no file raises."""
+    from pathlib import Path
+
+    folder = Path(emulator.__file__).parent
+    sources = "".join(p.read_text() for p in folder.rglob("*.py") if p.name != "faults.py")
+    assert [code for code in emulator.FAULTS if f'"{code}"' not in sources and code != "deadlock"] == []

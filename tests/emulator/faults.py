@@ -19,7 +19,6 @@ FAULTS = {
     "register-in-flight": "a register was touched while wgmma or tcgen05.ld still owns it",
     "tcgen05-wait-ld": "the result of tcgen05.ld was used before tcgen05.wait::ld",
     "wgmma-fence": "wgmma without wgmma.fence after other accesses to its registers",
-    "tcgen05-fence": "tcgen05 operations of different threads ordered by a barrier without tcgen05.fence",
     "mbarrier-init": "an mbarrier was used before mbarrier.init, or remotely before its initialisation was"
     " published",
     "mbarrier-overwritten": "a store or copy to the bytes of an mbarrier in use",
