@@ -52,10 +52,10 @@ def forward(config: KernelConfig, dtype: str, target_dtype: str, keeps: bool = F
 
 
 def backward(
-    logits: KernelConfig, gradient: KernelConfig, dtype: str, target_dtype: str
+    logits: KernelConfig, dhidden: KernelConfig, dweight: KernelConfig, dtype: str, target_dtype: str
 ) -> Callable[..., None]:
     """The compiled kernels.backward.Backward, for any n, d, V and stripe; the types as in `forward`."""
-    key = ("backward", logits, gradient, dtype, target_dtype)
+    key = ("backward", logits, dhidden, dweight, dtype, target_dtype)
     return _functions.get(key) or _get(key)
 
 

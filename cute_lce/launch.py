@@ -114,6 +114,11 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
     return _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, None, None)
 
 
+def _raised_bytes(columns: int) -> int:
+    """Bytes a row of what a forward that keeps notes: its reference, its highest raise, a raise for each unit."""
+    return 8 + -(-columns // plans.LEAST_UNIT)
+
+
 def empty_kept(input, kept_columns):
     """Uninitialised (kept, kept_reference): exponentials (n, kept_columns rounded up to 8), and a factor (n,) fp32."""
     n = input.shape[0]
@@ -124,7 +129,7 @@ def forward_keep(input, linear_weight, target, ignore_index, reduction, window, 
     """forward, which also keeps the exponentials of the first kept_columns of the vocabulary; see kernels.keep."""
     kept, kept_scale = empty_kept(input, kept_columns)
     if workspace:
-        workspace = max(workspace - kept.nbytes, 1)
+        workspace = max(workspace - kept.nbytes - _raised_bytes(kept_columns) * input.shape[0], 1)
     results = _forward(
         input,
         linear_weight,
@@ -196,7 +201,9 @@ def _prepare_backward(
     arch, sms = _architecture(device)
     half = dtype is torch.float16
     chosen = plans.backward(arch, n, d, V, sms, half, need_dinput, need_dweight, kept, window, workspace)
-    return chosen, compiled.backward(chosen.logits, chosen.gradient, _name(dtype), _name(target_dtype))
+    return chosen, compiled.backward(
+        chosen.logits, chosen.dhidden, chosen.dweight, _name(dtype), _name(target_dtype)
+    )
 
 
 @functools.cache
@@ -244,18 +251,17 @@ def backward(
     one = _one(device)
     # The factor of dinput's rows and its stride, dweight's operand and its factor: of what is recomputed.
     factor, factor_stride, scaled_hidden, weight_factor = one, 0, hidden, one
-    # The same of what was kept.
+    if dtype is torch.float16:
+        factor = torch.where(target != ignore_index, streaming.row_upstream(dloss, num_valid, reduction), 0)
+        factor_stride = 1
+        weight_factor = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+        scaled_hidden = (hidden * (factor / weight_factor).unsqueeze(1)).to(dtype)
+    # The same of what was kept, which the kernels write.
     kept_factor, kept_hidden = one, hidden
-    if dtype is torch.float16 or kept is not None:
-        upstream = torch.where(target != ignore_index, streaming.row_upstream(dloss, num_valid, reduction), 0)
-        if kept is not None:
-            kept_factor = torch.where(upstream == 0, 0, upstream * kept_reference)
-            if need_dweight:
-                kept_hidden = torch.mul(hidden, kept_factor.unsqueeze(1), out=torch.empty_like(hidden))
-        else:
-            factor, factor_stride = upstream, 1
-            weight_factor = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-            scaled_hidden = (hidden * (factor / weight_factor).unsqueeze(1)).to(dtype)
+    if kept is not None:
+        kept_factor = torch.empty((n,), dtype=torch.float32, device=device)
+        if need_dweight:
+            kept_hidden = torch.empty_like(hidden)
     dinput = hidden.new_empty((n, d)) if need_dinput else None
     dweight = weight.new_empty((V, d)) if need_dweight else None
     dlogits = hidden.new_empty((n, chosen.pitch))
@@ -281,10 +287,10 @@ def backward(
             1 if is_kept else factor_stride,
             (one if is_kept else weight_factor).data_ptr(),
             matrix.data_ptr(),
-            not is_kept,
             accumulator.data_ptr(),
             0 if dinput is None else dinput.data_ptr(),
             0 if dweight is None else dweight.data_ptr(),
+            kept_reference.data_ptr() if is_kept else 0,
             progress.data_ptr() + 12 * i,
             matrix.stride(0),
             first,

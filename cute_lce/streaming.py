@@ -59,7 +59,9 @@ _CHUNK_BYTES = 128 << 20
 _WINDOW_MULTIPLE = 64
 _LEAST_CHUNK = 16
 # Vectors of n elements that live at once: statistics, targets, masks and their successors.
-_ROW_BYTES = 512
+_ROW_BYTES = 128
+# What CUDA's reductions over long rows allocate.
+_REDUCTION_BYTES = 4 << 20
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -95,7 +97,7 @@ def _costs(n, d, V, dtype, device_type, need_dinput, need_dweight):
     narrow = dtype.itemsize < acc
     rounded = narrow and _multiplies_narrow(device_type)
     widened = narrow and not rounded
-    fixed, column = _ROW_BYTES * n, n * acc
+    fixed, column = _ROW_BYTES * n + (_REDUCTION_BYTES if device_type == "cuda" else 0), n * acc
     if widened:
         fixed += n * d * acc
         column += d * acc

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_lce.kernels.epilogues import DlogitsEpilogue, DlogitsTensors, GradientEpilogue, GradientTensors
 from cute_lce.kernels.forward import mainloop, vector
+from cute_lce.kernels.scale import ScaleRows, ScaleTensors
 from cute_lce.plan import KernelConfig
 
 GEMM_INTS = 4  # windows, group_m, clusters, paced
@@ -24,14 +25,16 @@ class Backward:
 
     Args:
         logits: the configuration of the logits' GEMM.
-        gradient: the configuration of the two gradients' GEMMs.
+        dhidden, dweight: the configurations of the gradients' GEMMs.
         scaled: whether dlogits hold grad_scale (bfloat16), or the gradients' epilogues apply it (float16).
     """
 
-    def __init__(self, logits: KernelConfig, gradient: KernelConfig, scaled: bool):
+    def __init__(self, logits: KernelConfig, dhidden: KernelConfig, dweight: KernelConfig, scaled: bool):
         gemm = mainloop(logits)
         self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, scaled))
-        self.gradient = gemm(gradient, GradientEpilogue(gradient.tile_n))
+        self.dhidden = gemm(dhidden, GradientEpilogue(dhidden.tile_n))
+        self.dweight = gemm(dweight, GradientEpilogue(dweight.tile_n))
+        self.scale = ScaleRows()
 
     @cute.jit
     def __call__(
@@ -51,10 +54,10 @@ class Backward:
         factor_stride: Int64,
         weight_factor: Int64,  # one fp32: what dlogits.T @ scaled_hidden is multiplied by
         dlogits: Int64,  # (n, columns) in the operands' dtype, rows of `pitch` elements
-        recompute: Int32,  # whether dlogits are to be computed, or are there: kept
         accumulator: Int64,  # fp32 (n, d)
         dhidden: Int64,  # (n, d), 0: not wanted
         dweight: Int64,  # (V, d), 0: not wanted
+        kept_scale: Int64,  # fp32 (n,), 0: dlogits are recomputed; else factor and scaled_hidden are written here
         progress: Int64,  # three zeroed int32
         pitch: Int64,
         first: Int32,  # the stripe: its first column and its columns
@@ -76,7 +79,9 @@ class Backward:
         )
         counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
         ints = [plans[GEMM_INTS * i : GEMM_INTS * (i + 1)] for i in range(3)]
-        if recompute != 0:
+        upstream = _strided(dloss, n, dloss_stride)
+        factors = _strided(factor, n, factor_stride)
+        if kept_scale == 0:
             self._gemm(
                 self.dlogits,
                 hidden,
@@ -85,10 +90,7 @@ class Backward:
                     target,
                     vector(Float32, row_max, n),
                     vector(Float32, row_sum, n),
-                    cute.make_tensor(
-                        cute.make_ptr(Float32, dloss, cute.AddressSpace.gmem, assumed_align=4),
-                        cute.make_layout(n, stride=dloss_stride),
-                    ),
+                    upstream,
                     vector(Int64, num_valid, 1),
                     matrix,
                     ignore_index,
@@ -100,18 +102,31 @@ class Backward:
                 ints[0],
                 stream,
             )
+        else:
+            self.scale(
+                ScaleTensors(
+                    hidden,
+                    target,
+                    upstream,
+                    vector(Int64, num_valid, 1),
+                    vector(Float32, kept_scale, n),
+                    factors,
+                    scaled_hidden,
+                    ignore_index,
+                    mean,
+                    Int32(dweight != 0),
+                ),
+                stream,
+            )
         if dhidden != 0:
             self._gemm(
-                self.gradient,
+                self.dhidden,
                 matrix,
                 _transposed(stripe),
                 GradientTensors(
                     _matrix(dtype, dhidden, n, d),
                     _matrix(Float32, accumulator, n, d),
-                    cute.make_tensor(
-                        cute.make_ptr(Float32, factor, cute.AddressSpace.gmem, assumed_align=4),
-                        cute.make_layout(n, stride=factor_stride),
-                    ),
+                    factors,
                     is_first,
                     is_last,
                 ),
@@ -122,16 +137,13 @@ class Backward:
         if dweight != 0:
             out = _matrix(dtype, dweight + Int64(first) * d * (dtype.width // 8), columns, d)
             self._gemm(
-                self.gradient,
+                self.dweight,
                 _transposed(matrix),
                 _transposed(scaled_hidden),
                 GradientTensors(
                     out,
                     _matrix(Float32, accumulator, columns, d),
-                    cute.make_tensor(
-                        cute.make_ptr(Float32, weight_factor, cute.AddressSpace.gmem, assumed_align=4),
-                        cute.make_layout(columns, stride=0),
-                    ),
+                    _strided(weight_factor, columns, 0),
                     Int32(1),
                     Int32(1),
                 ),
@@ -144,6 +156,14 @@ class Backward:
     def _gemm(self, gemm: cutlass.Constexpr, a, b, tensors, progress, ints, stream):
         windows, group_m, clusters, paced = ints
         gemm(a, b, tensors, progress, windows, Int32(1), group_m, clusters, paced, stream)
+
+
+def _strided(address: Int64, count, stride) -> cute.Tensor:
+    """The fp32 (count,) tensor of a stride at an address."""
+    return cute.make_tensor(
+        cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4),
+        cute.make_layout(count, stride=stride),
+    )
 
 
 def _transposed(matrix: cute.Tensor) -> cute.Tensor:
@@ -160,7 +180,12 @@ def _matrix(kind, address: Int64, rows, columns) -> cute.Tensor:
 
 
 def compile_backward(
-    logits: KernelConfig, gradient: KernelConfig, dtype: str, target_dtype: str, options: str
+    logits: KernelConfig,
+    dhidden: KernelConfig,
+    dweight: KernelConfig,
+    dtype: str,
+    target_dtype: str,
+    options: str,
 ):
     """Compile `Backward` for any n, d, V and stripe, and any pitch of rows that begin at multiples of 16 bytes."""
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
@@ -173,16 +198,14 @@ def compile_backward(
         )
 
     return cute.compile(
-        Backward(logits, gradient, scaled=dtype == "bfloat16"),
+        Backward(logits, dhidden, dweight, scaled=dtype == "bfloat16"),
         rows(n),
         rows(cute.sym_int()),
         rows(n),
         cute.runtime.make_fake_compact_tensor(index, (n,)),
         Int64(0),
         Int32(0),
-        *(Int64(0) for _ in range(9)),
-        Int32(0),
-        *(Int64(0) for _ in range(5)),
+        *(Int64(0) for _ in range(15)),
         *(Int32(0) for _ in range(4)),
         tuple(Int32(0) for _ in range(3 * GEMM_INTS)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

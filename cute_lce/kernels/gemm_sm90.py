@@ -21,6 +21,63 @@ EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads: what streams past le
 
 
 class GemmSm90:
+    """A (m, k) times B (n, k) transposed, persistent, its fp32 tiles given to an epilogue in registers.
+
+    A and B are bf16 or fp16 and may be major along k or along m and n. A run is a row of clusters and a
+    window (schedule.py); a cluster takes runs cluster_id, cluster_id + clusters, ... and a run's tiles in
+    order.
+
+    Warps of a CTA (128 (warpgroups + 1) threads, one CTA to an SM):
+        warpgroup 0     warp 0 loads: TMA of A and B, for all consumers. Warps 1 to 3 only give up registers.
+        warpgroups 1-   MMA and epilogue: WGMMA from shared memory into registers, then epilogue.visit there.
+    With config.pingpong the two consumer warpgroups take turns at whole tiles of tile_m rows; otherwise each
+    has tile_m / warpgroups rows of every tile.
+
+    Pipeline "ring" (load -> MMA), config.stages slots of a k tile of A and one of B:
+        full    1 arrival (expect_tx) and (tile_m + tile_n) tile_k 2 bytes. With a cluster some of the bytes
+                come from its other CTAs: B is sliced along cluster_m and A along cluster_n, and each CTA
+                multicasts its slice.
+        empty   4 warps of each warpgroup that reads the slot (all; with pingpong the one whose turn it is),
+                in each of the cluster_m + cluster_n - 1 CTAs that the slot's slices go to or come from.
+    Named barriers TURN_BARRIER and TURN_BARRIER + 1 (pingpong only), 256 threads: "warpgroup 0 (1) may
+    issue its MMAs". The other warpgroup arrives when it has issued a tile's last MMA; at the start
+    warpgroup 1 arrives for warpgroup 0.
+
+    Timeline. Load runs up to `stages` k tiles ahead of the MMAs, across tiles and runs. A tile of a consumer
+    is, for each k tile: wait full; WGMMAs; commit; wait until the k tile before is done; release its slot.
+    Two k tiles' MMAs are queued at most, one while it is waited for.
+        shared tiles  every warpgroup:  MMA tile 0 | epilogue 0 | MMA tile 1 | epilogue 1 | ...
+                      The tensor cores idle during epilogues; load fills the ring meanwhile.
+        pingpong      warpgroup 0:  MMA 0      | epilogue 0 | wait | MMA 2      | epilogue 2 | ...
+                      warpgroup 1:  wait       | MMA 1             | epilogue 1 | wait | MMA 3 ...
+                      An epilogue costs nothing while it is shorter than a tile's MMAs. Slots are read in the
+                      order of tiles, so a warpgroup skips the k tiles of the other's turn; turns go on across
+                      runs, whatever their numbers of tiles.
+    The last epilogue of a CTA is exposed.
+
+    Budgets. Registers: 384 threads are launched with 168; then the load warpgroup drops to 24 and two
+    consumers rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). A consumer thread holds 192 accumulators in
+    each of the configurations of plan.py: 128 x 192 a warpgroup. Nothing is spilled and no local memory
+    used (tests/test_compiled_sm90.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes a stage, 40 KiB for
+    128 x 192 x 64 and 5 stages, 56 KiB for 256 x 192 x 64 and 4; one stage more would not fit 227 KiB. All
+    of it is the ring: logits have no place in it.
+
+    Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
+    are close together. Every `pace` k tiles a cluster counts a step in `progress` and, if it is ahead,
+    looks again until all clusters together have made as many as if each had made its own number but one in
+    SLACK of them one step fewer. At its end a cluster counts the steps of the runs and tiles that it did
+    not have, so that no one waits for it. Only the load warp of the cluster's first CTA does so; the others
+    follow through the ring. It changes speed alone: who has looked PATIENCE times in vain never waits
+    again, so that nothing depends on all clusters being resident.
+
+    Hazards. A slot may be overwritten only when every WGMMA that reads it has completed: it is released after
+    the wait for its group, which is a k tile later, so that a ring needs 2 stages. Accumulators may be read
+    only behind wait_group 0. A CTA must not end while others of its cluster may still signal its barriers:
+    the load warp's producer_tail waits for the last releases. TMA fills what lies outside A and B with
+    zeros; the epilogue masks columns beyond n and does not write rows beyond m. Each of these waits and
+    arrivals, removed, is found by the emulator (docs/emulator-mutations.md).
+    """
+
     threads_per_row = 4
 
     @staticmethod
@@ -29,6 +86,7 @@ class GemmSm90:
         return config.tile_n
 
     def __init__(self, config: KernelConfig, epilogue):
+        _check(config)
         self.config = config
         self.epilogue = epilogue
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
@@ -52,6 +110,11 @@ class GemmSm90:
         paced: Int32,
         stream: cuda.CUstream,
     ):
+        """Launch on `clusters` clusters: `windows` windows of `tiles_per_window` tiles of cluster_n tile_n columns.
+
+        tensors: what the epilogue reads and writes. group_m: rows of clusters that share L2 (schedule.py).
+        paced: 0 or 1.
+        """
         config = self.config
         dtype = a.element_type
         a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
@@ -140,12 +203,9 @@ class GemmSm90:
         )
         pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
-        gA = cute.local_tile(
-            mA, (config.tile_m, config.tile_k), (None, None)
-        )  # (tile_m, tile_k, m tiles, k tiles)
-        gB = cute.local_tile(
-            mB, (config.tile_n, config.tile_k), (None, None)
-        )  # (tile_n, tile_k, n tiles, k tiles)
+        # (tile_m, tile_k, m tiles, k tiles) and (tile_n, tile_k, n tiles, k tiles)
+        gA = cute.local_tile(mA, (config.tile_m, config.tile_k), (None, None))
+        gB = cute.local_tile(mB, (config.tile_n, config.tile_k), (None, None))
         k_tiles = cute.size(gA, mode=[3])
         pipeline_init_wait(cluster_shape_mn=self.cluster)
 
@@ -195,10 +255,11 @@ class GemmSm90:
             for tile in cutlass.range(first, end, unroll=1):
                 n_tile = tile * config.cluster_n + coord[1]
                 for k in cutlass.range(k_tiles, unroll=1):
-                    if k % config.pace == 0:
-                        steps += 1
-                        if counts:
-                            patience = _keep_pace(progress, steps * step - step // SLACK, patience)
+                    if cutlass.const_expr(config.pace > 0):
+                        if k % config.pace == 0:
+                            steps += 1
+                            if counts:
+                                patience = _keep_pace(progress, steps * step - step // SLACK, patience)
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
                     cute.copy(
@@ -218,11 +279,14 @@ class GemmSm90:
                     )
                     slot.advance()
             run += step
-        if counts:
-            most = cute.ceil_div(rows * windows, step) * (
-                tiles_per_window * cute.ceil_div(k_tiles, config.pace)
-            )
-            cute.arch.red(progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu")
+        if cutlass.const_expr(config.pace > 0):
+            if counts:
+                most = cute.ceil_div(rows * windows, step) * (
+                    tiles_per_window * cute.ceil_div(k_tiles, config.pace)
+                )
+                cute.arch.red(
+                    progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu"
+                )
         ring.producer_tail(slot)
 
     @cute.jit
@@ -300,13 +364,29 @@ class GemmSm90:
         return slot
 
 
+def _check(config: KernelConfig) -> None:
+    """Raise ValueError for a configuration that the kernel does not have."""
+    if config.warpgroups not in (1, 2, 3) or (config.pingpong and config.warpgroups != 2):
+        raise ValueError(f"config: got {config.warpgroups} warpgroups, want 1 to 3, and 2 with pingpong")
+    rows = 64 * config.warpgroups // config.turns
+    if config.tile_m <= 0 or config.tile_m % rows or config.tile_n % 32 or not 0 < config.tile_n <= 256:
+        raise ValueError(
+            f"config: got a tile of {config.tile_m} x {config.tile_n}, want a multiple of {rows} rows and"
+            " up to 256 columns, a multiple of 32"
+        )
+    if config.stages < 2:
+        raise ValueError(
+            f"config: got {config.stages} stages, want 2 or more: a slot is released a k tile later"
+        )
+
+
 @cute.jit
 def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
-    """Count one step of this cluster; wait until all clusters together have made `enough` steps, for `patience` looks.
+    """Count one step of this cluster; wait until all together have made `enough`, for at most `patience` looks.
 
-    Clusters that read the same tiles find them in L2 only while they stay close together; those ahead wait a little for
-    the rest. Nothing but speed depends on it: a cluster that has waited in vain, as when some clusters are not resident
-    because another kernel holds their SMs, never waits again. Returns the patience that is left.
+    Clusters that read the same tiles find them in L2 only while they stay close together; those ahead wait a
+    little for the rest. Nothing but speed depends on it: a cluster that has waited in vain, as when some are
+    not resident because another kernel holds their SMs, never waits again. Returns the patience that is left.
     """
     cute.arch.red(progress.iterator, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
     seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
@@ -318,7 +398,7 @@ def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
 
 
 def _tma_load(tensor, smem_layout, tile, multicast):
-    """(copy atom, tensor of coordinates) of a TMA load of `tile`, whose slices `multicast` CTAs fetch for one another."""
+    """(copy atom, tensor of coordinates) of a TMA load of `tile`, of which `multicast` CTAs fetch a slice each."""
     op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     return cpasync.make_tiled_tma_atom(
         op, tensor, cute.slice_(smem_layout, (None, None, 0)), tile, num_multicast=multicast

@@ -64,7 +64,10 @@ class References:
                 index = Int64(0)
             total = Float32(0.0)
             for chunk in cutlass.range(lane, cute.size(hidden, mode=[1]) // 8, 32, unroll=1):
-                a, b = _eight(hidden, Int64(row), chunk * 8), _eight(weight, index, chunk * 8)
+                a = cute.make_rmem_tensor(8, hidden.element_type)
+                b = cute.make_rmem_tensor(8, weight.element_type)
+                cute.autovec_copy(eight(hidden, Int64(row), chunk * 8), a)
+                cute.autovec_copy(eight(weight, index, chunk * 8), b)
                 for i in cutlass.range_constexpr(8):
                     total += a[i].to(Float32) * b[i].to(Float32)
             total = cute.arch.warp_reduction(total, lambda a, b: a + b)
@@ -138,9 +141,9 @@ class Finish:
 
 
 @cute.jit
-def _eight(matrix: cute.Tensor, row: Int64, column: Int32) -> cute.Tensor:
-    """Eight neighbouring elements of a row, 16-byte aligned, in registers."""
-    source = cute.make_tensor(
+def eight(matrix: cute.Tensor, row: Int64, column: Int32) -> cute.Tensor:
+    """Eight neighbouring elements of a row of 16-bit numbers, 16-byte aligned."""
+    return cute.make_tensor(
         cute.make_ptr(
             matrix.element_type,
             (matrix.iterator + (row * matrix.stride[0] + column)).toint(),
@@ -149,6 +152,3 @@ def _eight(matrix: cute.Tensor, row: Int64, column: Int32) -> cute.Tensor:
         ),
         cute.make_layout(8),
     )
-    values = cute.make_rmem_tensor(8, matrix.element_type)
-    cute.autovec_copy(source, values)
-    return values

@@ -1,0 +1,63 @@
+"""Before the backward's GEMMs over kept columns: the rows' factors, and the hidden rows times them."""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_lce.kernels.keep import eight
+
+WARPS = 4
+
+
+class ScaleTensors(NamedTuple):
+    """Global memory of the scaling kernel, and the numbers it needs.
+
+    Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 of any stride (0: one number), num_valid (1,)
+    int64, kept_scale (n,) fp32. mean: whether the loss was divided by num_valid.
+    Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored or its gradient is 0;
+    scaled (n, d), hidden's rows times factor, if `wanted`.
+    """
+
+    hidden: cute.Tensor
+    target: cute.Tensor
+    dloss: cute.Tensor
+    num_valid: cute.Tensor
+    kept_scale: cute.Tensor
+    factor: cute.Tensor
+    scaled: cute.Tensor
+    ignore_index: Int64
+    mean: Int32
+    wanted: Int32
+
+
+class ScaleRows:
+    """A warp a row, 8 elements a lane at once. 4 bytes an element are moved, once."""
+
+    @cute.jit
+    def __call__(self, tensors: ScaleTensors, stream: cuda.CUstream):
+        blocks = cute.ceil_div(cute.size(tensors.target), WARPS)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: ScaleTensors):
+        lane = cute.arch.lane_idx()
+        row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
+        if row < cute.size(tensors.target):
+            factor = Float32(0.0)
+            if Int64(tensors.target[row]) != tensors.ignore_index:
+                gradient = tensors.dloss[row]
+                if tensors.mean != 0:
+                    gradient = gradient / Float32(tensors.num_valid[0])
+                if gradient != Float32(0.0):
+                    factor = gradient * tensors.kept_scale[row]
+            if lane == 0:
+                tensors.factor[row] = factor
+            if tensors.wanted != 0:
+                for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
+                    source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
+                    cute.autovec_copy(eight(tensors.hidden, Int64(row), chunk * 8), source)
+                    source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
+                    cute.autovec_copy(source, eight(tensors.scaled, Int64(row), chunk * 8))
