@@ -116,6 +116,26 @@ def test_combine():
     assert kernel.ptx.count("bar.sync") == 3
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tile_n": 80}, "128 x 80"),
+        ({"tile_n": 288}, "128 x 288"),
+        ({"tile_m": 96}, "96 x 192"),
+        ({"tile_m": 192, "pingpong": False}, "192 x 192.*multiple of 128 rows"),
+        ({"stages": 1}, "1 stages"),
+        ({"warpgroups": 4}, "4 warpgroups"),
+        ({"warpgroups": 3}, "2 with pingpong"),
+    ],
+)
+def test_configs_that_no_kernel_has_are_refused(change: dict, named: str):
+    from cute_lce.kernels.epilogues import ForwardEpilogue
+    from cute_lce.kernels.gemm_sm90 import GemmSm90
+
+    with pytest.raises(ValueError, match=named):
+        GemmSm90(replace(CONFIGS["pingpong"], **change), ForwardEpilogue(192, 4))
+
+
 def test_other_kinds_are_refused():
     from cute_lce import compiled
 

@@ -44,6 +44,7 @@ MORE = {
         "sm_90a", tile_m=64, tile_n=64, warpgroups=1, pingpong=False, cluster_m=1, stages=2
     ),
     "three warpgroups": replace(NARROW["shared"], tile_m=192, warpgroups=3),
+    "no pace": replace(NARROW["shared"], pace=0),
 }
 
 

@@ -110,7 +110,7 @@ class GemmSm90:
         paced: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch on `clusters` clusters: `windows` windows of `tiles_per_window` tiles of cluster_n tile_n columns.
+        """Launch on `clusters` clusters; a window has tiles_per_window tiles of cluster_n tile_n columns.
 
         tensors: what the epilogue reads and writes. group_m: rows of clusters that share L2 (schedule.py).
         paced: 0 or 1.
@@ -382,7 +382,7 @@ def _check(config: KernelConfig) -> None:
 
 @cute.jit
 def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
-    """Count one step of this cluster; wait until all together have made `enough`, for at most `patience` looks.
+    """Count one step of this cluster; look up to `patience` times whether all together have made `enough`.
 
     Clusters that read the same tiles find them in L2 only while they stay close together; those ahead wait a
     little for the rest. Nothing but speed depends on it: a cluster that has waited in vain, as when some are
@@ -398,7 +398,7 @@ def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
 
 
 def _tma_load(tensor, smem_layout, tile, multicast):
-    """(copy atom, tensor of coordinates) of a TMA load of `tile`, of which `multicast` CTAs fetch a slice each."""
+    """(copy atom, tensor of coordinates) of a TMA load of `tile`, a slice by each of `multicast` CTAs."""
     op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     return cpasync.make_tiled_tma_atom(
         op, tensor, cute.slice_(smem_layout, (None, None, 0)), tile, num_multicast=multicast
