@@ -464,7 +464,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--steps", type=int, default=180, help="training steps of each run (%(default)s)")
+    add("--steps", type=int, default=150, help="training steps of each run (%(default)s)")
     add("--batch", type=int, default=8, help="sequences in a batch (%(default)s)")
     add("--length", type=int, default=128, help="tokens in a sequence (%(default)s)")
     add("--d", type=int, default=256, help="hidden size (%(default)s)")
