@@ -1,7 +1,7 @@
-"""The kernels' host side: what one call allocates and launches. Same functions and signatures as streaming.py.
+"""The kernels' host side: what a call allocates and launches. Functions and signatures of streaming.py.
 
-Arch-neutral: what differs between architectures is in the plan and behind `compiled`. Where a kernel does not exist
-yet, the streaming implementation takes over from the kernels' row statistics.
+Arch-neutral: what differs between architectures is in the plan and behind `compiled`. Where a kernel does
+not exist yet, the streaming implementation takes over from the kernels' row statistics.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ scale_gradients = streaming.scale_gradients
 def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace):
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns). See streaming.plan.
 
-    "auto" keeps what the workspace holds in bf16 and recomputes in float16, which cannot keep. "grad_in_forward" is
-    the streaming implementation's.
+    "auto" keeps what the workspace holds in bf16 and recomputes in float16, which cannot keep.
+    "grad_in_forward" is the streaming implementation's.
     """
     wants_gradient = need_dinput or need_dweight
     half = dtype is torch.float16
@@ -86,7 +86,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rows(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself if TMA can read its rows, else a copy whose rows are padded with zeros to 16 bytes."""
+    """The tensor if TMA can read its rows, else a copy whose rows are padded with zeros to 16 bytes."""
     rows, d = tensor.shape
     pitch = tensor.stride(0) if rows > 1 else d
     if tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d and tensor.data_ptr() % 16 == 0:
@@ -100,8 +100,8 @@ def _rows(name: str, tensor: Tensor) -> Tensor:
 @functools.cache
 def _log_copy(name: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> None:
     _logger.warning(
-        "%s of shape %s and strides %s: the kernels want consecutive features, a multiple of 8 of them, and rows that "
-        "begin at multiples of 16 bytes; every call makes a padded copy of %d bytes",
+        "%s of shape %s and strides %s: the kernels want consecutive features, a multiple of 8 of them, and "
+        "rows that begin at multiples of 16 bytes; every call makes a padded copy of %d bytes",
         name,
         shape,
         stride,
@@ -110,23 +110,34 @@ def _log_copy(name: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes
 
 
 def forward(input, linear_weight, target, ignore_index, reduction, window, workspace):
-    """The paper's Algorithm 1 with windows: one GEMM whose logits stay in registers, and one small kernel."""
+    """The paper's Algorithm 1 with windows: one GEMM whose logits stay in registers, and one small kernel.
+
+    input (n, d) and linear_weight (V, d), both bfloat16 or both float16, any strides; target (n,) int64 or
+    int32. What the kernels cannot read in place is copied (`_rows`). ignore_index: an int. reduction: "none",
+    "sum" or "mean". window: columns of a window, rounded up to whole tiles, 0 or None: the plan's choice.
+    workspace: bytes that may be allocated, 0: no cap.
+    Returns loss fp32, (n,) or (); row_max and row_sum (n,) fp32, of the logits; num_valid () int64, the
+    targets that are not ignored. A target out of range makes its row's loss and row_sum nan. With n = 0
+    nothing is launched. Allocates these, the plan's workspace (4 workspace_floats bytes) and the copies;
+    never synchronises; runs on torch's current stream of input's device. Arguments are checked in ops.py.
+    Raises what `compiled.forward` does, on the first call of a configuration.
+    """
     return _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, None, None)
 
 
 def _raised_bytes(columns: int) -> int:
-    """Bytes a row of what a forward that keeps notes: its reference, its highest raise, a raise for each unit."""
+    """Bytes a row of a keeping forward's notes: its reference, its highest raise, a raise for each unit."""
     return 8 + -(-columns // plans.LEAST_UNIT)
 
 
 def empty_kept(input, kept_columns):
-    """Uninitialised (kept, kept_reference): exponentials (n, kept_columns rounded up to 8), and a factor (n,) fp32."""
+    """Uninitialised: exponentials (n, kept_columns rounded up to 8), and a factor a row, (n,) fp32."""
     n = input.shape[0]
     return input.new_empty((n, -(-kept_columns // 8) * 8)), input.new_empty((n,), dtype=torch.float32)
 
 
 def forward_keep(input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns):
-    """forward, which also keeps the exponentials of the first kept_columns of the vocabulary; see kernels.keep."""
+    """forward, which also keeps the first kept_columns columns' exponentials; see kernels.keep."""
     kept, kept_scale = empty_kept(input, kept_columns)
     if workspace:
         workspace = max(workspace - kept.nbytes - _raised_bytes(kept_columns) * input.shape[0], 1)
@@ -228,10 +239,11 @@ def backward(
     need_dinput,
     need_dweight,
 ):
-    """The paper's Algorithm 2 in stripes: logits again, dlogits, and the two gradients' GEMMs; see kernels.backward.
+    """The paper's Algorithm 2 in stripes: logits again, dlogits, the gradients' GEMMs; see kernels.backward.
 
-    float16 cannot hold upstream / n: its dlogits are softmax - onehot, dinput's rows are scaled when they are rounded,
-    and dweight is made with a copy of the hidden rows scaled by factor / max factor, the maximum applied at the end.
+    float16 cannot hold upstream / n: its dlogits are softmax - onehot, dinput's rows are scaled when they
+    are rounded, and dweight is made with a copy of the hidden rows scaled by factor / max factor, the
+    maximum applied at the end.
     Columns that were kept need no dlogits: a row's factor is its upstream gradient times kept_reference.
     """
     device, dtype, n = input.device, input.dtype, input.shape[0]

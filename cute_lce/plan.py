@@ -1,4 +1,4 @@
-"""Decide first: the frozen configuration of a kernel and the run-time plan of a call. Integers only: no torch, no cutlass."""
+"""Decide first: a kernel's frozen configuration and a call's plan. Integers only: no torch, no cutlass."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What a GEMM kernel is compiled for. Everything that a compile depends on is here or an argument of `compiled`.
+    """What a GEMM kernel is compiled for. What else a compile depends on is an argument of `compiled`.
 
     arch: "sm_90a", "sm_100a" or "sm_103a".
-    tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA takes at once; on Blackwell a tile_m of 256
-        is taken by a pair of CTAs.
+    tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA takes at once; on Blackwell a tile_m
+        of 256 is taken by a pair of CTAs.
     warpgroups: consumer warpgroups of 128 threads (Hopper).
-    pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind the MMAs of
-        the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
+    pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind
+        the MMAs of the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory.
     pace: k tiles between two steps of a cluster's progress, by which clusters keep together; 0: they do not.
@@ -69,8 +69,9 @@ class KernelConfig:
 class Device:
     """Budgets of an architecture. clusters of 2 come in pairs of neighbouring SMs, so all SMs serve.
 
-    panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves each
-        half of its SMs, and the windows in flight want the rest of it. Blackwell's is the same share of its L2.
+    panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves
+        each half of its SMs, and the windows in flight want the rest of it. Blackwell's is the same share
+        of its L2.
     """
 
     sms: int
@@ -108,7 +109,8 @@ class Plan:
     tiles_per_window: tiles of cluster_columns that a window has; windows: windows of the vocabulary.
     group_m: rows of clusters whose rows of H share L2. clusters: clusters launched.
     paced: whether clusters keep together; where the operands fit L2 they need not.
-    rounds: tiles that the busiest cluster computes, one after another; ideal_rounds: their number were it divisible.
+    rounds: tiles that the busiest cluster computes, one after another; ideal_rounds: their number were it
+    divisible.
     """
 
     config: KernelConfig
@@ -130,7 +132,7 @@ class Plan:
 
     @property
     def workspace_floats(self) -> int:
-        """fp32 numbers of workspace: counters, partials, target logits, and two a block of the combine kernel."""
+        """fp32 numbers: 2 counters, partials, target logits, and two a block of the combine kernel."""
         return (
             2 + self.n * (2 * self.windows * self.config.partials_per_window + 1) + 2 * ceil_div(self.n, 32)
         )
@@ -184,7 +186,8 @@ def forward(
     """Plan a forward of (n, d) x (vocab, d) on `sms` SMs.
 
     window: columns of a window, rounded up to whole tiles; 0: chosen so that the clusters finish together.
-    workspace: bytes that may be allocated, at least `forward_bytes`; 0: PARTIAL_BYTES of partials, where it matters.
+    workspace: bytes that may be allocated, at least `forward_bytes`; 0: PARTIAL_BYTES of partials, where it
+    matters.
     config: the kernel's configuration; None: chosen.
     """
     if config is None:
@@ -229,7 +232,7 @@ def forward_bytes(n: int, vocab: int) -> int:
 
 def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelConfig:
     if is_blackwell(arch):
-        # A CTA alone asks half as much again of L2 and shared memory; it is for what would leave half a pair idle.
+        # A CTA alone asks half as much again of L2; it is for what would leave half a pair idle.
         pair, single = configs(arch)
         return single if n <= single.cluster_rows else pair
     pingpong, wide, single = configs(arch)
@@ -240,7 +243,7 @@ def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelCon
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One plain GEMM: tiles of its n dimension, rows of clusters that share L2, clusters launched, whether paced."""
+    """One plain GEMM: tiles along n, rows of clusters that share L2, clusters launched, whether paced."""
 
     windows: int
     group_m: int
@@ -256,8 +259,9 @@ class GemmPlan:
 class BackwardPlan:
     """One backward call, stripe by stripe over the vocabulary.
 
-    kept: columns that the forward kept, the first stripe if there are any. stripe: columns of every other stripe but
-    the last. pitch: elements of a row of dlogits. stripes: (first column, columns, the three GEMMs' ints) of each.
+    kept: columns that the forward kept, the first stripe if there are any. stripe: columns of every other
+    stripe but the last. pitch: elements of a row of dlogits. stripes: (first column, columns, the three
+    GEMMs' ints) of each.
     workspace: bytes of what is kept, dlogits, accumulator, scaled rows and factors.
     """
 
@@ -282,8 +286,9 @@ def gradient_configs(arch: str) -> tuple[KernelConfig, KernelConfig]:
     """The configurations of the GEMMs of dinput and dlinear_weight."""
     if is_blackwell(arch):
         return (configs(arch)[0],) * 2
-    # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole halves.
-    # dinput's k, a stripe, is long; dlinear_weight's, the tokens, may be short: its epilogue should be hidden.
+    # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
+    # halves. dinput's k, a stripe, is long; dlinear_weight's, the tokens, may be short: its epilogue should
+    # be hidden.
     return (
         KernelConfig(arch, tile_n=256, pingpong=False, stages=4),
         KernelConfig(arch, tile_n=128, stages=7),
@@ -333,8 +338,8 @@ def stripe_columns(
     window: int,
     workspace: int,
 ) -> int:
-    """Columns of a stripe that is not kept: what the workspace holds beside the rest, or as `window` says; not below
-    LEAST_STRIPE, whatever it holds."""
+    """Columns of a stripe that is not kept: what the workspace holds beside the rest, or as `window` says;
+    not below LEAST_STRIPE, whatever it holds."""
     left = V - kept
     if window or not left:
         return min(window, left)
@@ -351,15 +356,16 @@ def stripe_columns(
 def kept_columns(
     n: int, d: int, V: int, need_dinput: bool, need_dweight: bool, window: int, workspace: int
 ) -> int:
-    """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as leave room for
-    stripes of the rest."""
+    """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as
+    leave room for stripes of the rest."""
     workspace = workspace or DEFAULT_WORKSPACE
     if backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, V) + forward_bytes(n, V) <= workspace:
         return V
     rest = backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, LEAST_UNIT) + forward_bytes(n, V)
     # Columns that fit: two bytes a row, and a share of the bytes that say what was raised.
     fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + 1) * max(n, 1)), 0)
-    # A recomputed column costs a GEMM's share, a stripe a pass over the accumulator: stripes want some of the room too.
+    # A recomputed column costs a GEMM's share, a stripe a pass over the accumulator: stripes want some of
+    # the room too.
     stripe = window or max((V - fit) // 8, STRIPE_MULTIPLE)
     kept = min(max(fit - stripe, 0), V - 1)
     return kept // STRIPE_MULTIPLE * STRIPE_MULTIPLE

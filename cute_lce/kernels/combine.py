@@ -1,4 +1,4 @@
-"""The forward's second kernel: partials over windows -> row statistics and the loss. One for both architectures."""
+"""The forward's second kernel, one for both architectures: partials -> row statistics and the loss."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from cutlass import Float32, Float64, Int32, Int64
 
 from cute_lce.kernels import row_stats
 
-ROWS = 32  # rows of a block: the lanes of a warp, so that a warp reads 256 consecutive bytes of a window's partials
+ROWS = 32  # rows of a block: a warp's lanes, which read 256 consecutive bytes of a window's partials
 NONE, SUM, MEAN = 0, 1, 2
 WARPS = 16  # windows that a block reads at once
 
@@ -20,10 +20,10 @@ class CombineTensors(NamedTuple):
     vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan.
     reduction: NONE, SUM or MEAN, which divides by max(num_valid, 1).
     Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
-    Written: row_max and row_sum (n,) fp32, row_sum nan where the target is out of range; loss fp32, (n,) or (1,);
-    num_valid (1,) int64, the targets that are not ignored.
-    Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32, zero before the
-    launch, counts the blocks that are done.
+    Written: row_max and row_sum (n,) fp32, row_sum nan where the target is out of range; loss fp32, (n,) or
+    (1,); num_valid (1,) int64, the targets that are not ignored.
+    Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32, zero
+    before the launch, counts the blocks that are done.
     """
 
     vocab: Int32
@@ -43,9 +43,10 @@ class CombineTensors(NamedTuple):
 class Combine:
     """One block of 16 warps for 32 rows: lane = row, warp = every 16th window.
 
-    Timeline of a block: each warp absorbs its windows' partials in registers -> shared memory -> warp 0 joins the 16,
-    writes the rows' statistics and losses and, by shuffles, the block's loss and count -> the block that arrives last
-    adds up all blocks in a fixed order, in float64, so that the result does not depend on which block that was.
+    Timeline of a block: each warp absorbs its windows' partials in registers -> shared memory -> warp 0
+    joins the 16, writes the rows' statistics and losses and, by shuffles, the block's loss and count -> the
+    block that arrives last adds up all blocks in a fixed order, in float64, so that the result does not
+    depend on which block that was.
     Shared memory: 4 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once.
     """
 

@@ -1,4 +1,4 @@
-"""What happens to a tile of fp32 logits in registers. The mainloops move data; the mathematics of the loss is here.
+"""What happens to a tile of fp32 logits in registers: the mathematics of the loss. Mainloops move data.
 
 A mainloop calls, for every run (a row of tiles and a range of the vocabulary's tiles):
 
@@ -6,9 +6,10 @@ A mainloop calls, for every run (a row of tiles and a range of the vocabulary's 
     epilogue.visit(tensors, state, frag, cols, tile)   # each slab of columns of each tile, in place
     epilogue.end(tensors, state, rows, window)         # results of the run
 
-`rows` (rows,) and `cols` (cols,) are the thread's coordinates: its global row indices and, inside the tile, its column
-indices. The architecture shows only in how many rows a thread has and over how many threads a row is spread.
-An epilogue is a compile-time value; what it reads and writes in global memory is in its NamedTuple of tensors.
+`rows` (rows,) and `cols` (cols,) are the thread's coordinates: its global row indices and, inside the tile,
+its column indices. The architecture shows only in how many rows a thread has and over how many threads a
+row is spread. An epilogue is a compile-time value; what it reads and writes in global memory is in its
+NamedTuple of tensors.
 """
 
 from typing import NamedTuple
@@ -26,8 +27,9 @@ NO_COLUMN = -(2**30)  # a target column that no tile contains
 class ForwardTensors(NamedTuple):
     """Global memory of the forward's epilogue, and its sizes.
 
-    target (n,) int32 or int64. partials (windows, n, 2) fp32: maximum and sum of every window. target_logit (n,) fp32:
-    written for rows whose target lies in [0, vocab). arrived (1,) int32: the combine kernel's counter, set to zero here.
+    target (n,) int32 or int64. partials (windows, n, 2) fp32: maximum and sum of every window. target_logit
+    (n,) fp32: written for rows whose target lies in [0, vocab). arrived (1,) int32: the combine kernel's
+    counter, set to zero here.
     vocab: V; columns at and beyond it are masked with -inf.
     """
 
@@ -60,6 +62,7 @@ class ForwardEpilogue:
 
     @cute.jit
     def begin(self, tensors: ForwardTensors, rows: cute.Tensor) -> ForwardState:
+        """Statistics of nothing: maximum -inf, sum 0. rows (rows,) int32, which may lie beyond n."""
         if rows[0] == 0:
             tensors.arrived[0] = Int32(0)
         count = cute.size(rows)
@@ -99,7 +102,7 @@ class ForwardEpilogue:
         cols: cute.Tensor,
         first: Int32,
     ):
-        """Columns beyond the vocabulary become -inf; a row's target logit is written when it is in the fragment."""
+        """Columns beyond the vocabulary become -inf; a target's logit in the fragment is written."""
         if first + self.tile_n > tensors.vocab:
             for c in cutlass.range_constexpr(cute.size(cols)):
                 if first + cols[c] >= tensors.vocab:
@@ -141,7 +144,8 @@ class KeepState(NamedTuple):
 class KeepEpilogue:
     """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
 
-    A kept fragment's exponentials are computed once, relative to the row's K, for the operand and for the statistics.
+    A kept fragment's exponentials are computed once, relative to the row's K, for the operand and for the
+    statistics.
     A fragment of a row has one j: `unit` columns, the tile or the slab that a visit sees.
     """
 
@@ -213,9 +217,11 @@ class KeepEpilogue:
 class DlogitsTensors(NamedTuple):
     """Global memory of the backward's first epilogue, for a stripe of the vocabulary, and its sizes.
 
-    target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0: one number).
-    num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned: what is written.
-    first: the stripe's first column. vocab: the stripe's columns. mean: whether the loss was divided by num_valid.
+    target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
+    one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned:
+    what is written.
+    first: the stripe's first column. vocab: the stripe's columns. mean: whether the loss was divided by
+    num_valid.
     """
 
     target: cute.Tensor
@@ -231,8 +237,8 @@ class DlogitsTensors(NamedTuple):
 
 
 class DlogitsState(NamedTuple):
-    """Per thread and row: what logits are relative to, what exponentials and the onehot are multiplied by, the column
-    of the target in the stripe, and whether the row counts."""
+    """Per thread and row: what logits are relative to, what exponentials and the onehot are multiplied by,
+    the column of the target in the stripe, and whether the row counts."""
 
     ref: cute.Tensor
     factor: cute.Tensor
@@ -246,8 +252,8 @@ class DlogitsEpilogue:
 
     Args:
         tile_n: columns of a tile.
-        scaled: whether grad_scale, a row's upstream gradient, is in the dlogits. float16 lacks the range for it and
-            leaves it to the gradients' epilogues.
+        scaled: whether grad_scale, a row's upstream gradient, is in the dlogits. float16 lacks the range
+            for it and leaves it to the gradients' epilogues.
     """
 
     def __init__(self, tile_n: int, scaled: bool):
@@ -313,8 +319,9 @@ class DlogitsEpilogue:
 class GradientTensors(NamedTuple):
     """Global memory of a gradient's epilogue.
 
-    out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`, written
-    unless `last`. factor (m,) fp32 with any stride (0: one number): what the product's rows are multiplied by.
+    out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`,
+    written unless `last`. factor (m,) fp32 with any stride (0: one number): what the product's rows are
+    multiplied by.
     """
 
     out: cute.Tensor
@@ -325,7 +332,8 @@ class GradientTensors(NamedTuple):
 
 
 class GradientEpilogue:
-    """A product whose rows are scaled, added to those of earlier stripes in fp32, and after the last one rounded once.
+    """A product whose rows are scaled, added to those of earlier stripes in fp32, and after the last one
+    rounded once.
 
     Args:
         tile_n: columns of a tile.
@@ -371,7 +379,8 @@ class GradientEpilogue:
 
 @cute.jit
 def _pair(matrix: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    """Two neighbouring elements of a row-major matrix, the first of an even column of rows that are 16-byte aligned."""
+    """Two neighbouring elements of a row-major matrix, the first of an even column of rows that are 16-byte
+    aligned."""
     pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
     return cute.make_tensor(
         cute.make_ptr(
@@ -386,8 +395,9 @@ def _pair(matrix: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
 
 @cute.jit
 def store_pairs(matrix: cute.Tensor, frag: cute.Tensor, rows: cute.Tensor, cols: cute.Tensor, first: Int32):
-    """Round a fragment to the matrix's type and store it; cols come in neighbouring pairs. Outside stays untouched,
-    except that where the matrix has an odd number of columns the padding of its rows gets one more."""
+    """Round a fragment to the matrix's type and store it; cols come in neighbouring pairs. Outside stays
+    untouched, except that where the matrix has an odd number of columns the padding of its rows gets one
+    more."""
     width = cute.size(matrix, mode=[1])
     for r in cutlass.range_constexpr(cute.size(rows)):
         if rows[r] < cute.size(matrix, mode=[0]):

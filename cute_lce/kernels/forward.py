@@ -65,7 +65,7 @@ class Forward:
         row_max: Int64,  # fp32 (n,)
         row_sum: Int64,  # fp32 (n,)
         num_valid: Int64,  # one int64
-        workspace: Int64,  # 2 counters, partials (windows x partials_per_window, n, 2), target_logit (n,), blocks
+        workspace: Int64,  # 2 counters, partials (all of a row's, n, 2), target_logit (n,), blocks
         windows: Int32,
         tiles_per_window: Int32,
         group_m: Int32,

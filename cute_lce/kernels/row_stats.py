@@ -1,11 +1,12 @@
-"""Running maximum and sum per row: the streaming softmax of the paper's Algorithm 1, for fragments in registers.
+"""Running maximum and sum per row: the paper's Algorithm 1, for fragments in registers.
 
-A fragment is (rows, cols) in one thread's registers; a row may be spread over several threads, each of which keeps
-the statistics of the columns that it saw, until `merge_threads` joins them at the end of a run.
+A fragment is (rows, cols) in one thread's registers; a row may be spread over several threads, each of
+which keeps the statistics of the columns that it saw, until `merge_threads` joins them at the end of a run.
 
-The maximum is an element of the row and the sum is relative to exp of it. An element's term is 2^((z - max) log2 e):
-the difference first, which is exact where it matters, so that the maximum's own term is 1 and a common offset of the
-logits costs nothing. That is an FADD, an FMUL and a MUFU an element, beside the FMNMX and FADD of the reductions.
+The maximum is an element of the row and the sum is relative to exp of it. An element's term is 2^((z - max)
+log2 e): the difference first, which is exact where it matters, so that the maximum's own term is 1 and a
+common offset of the logits costs nothing. That is an FADD, an FMUL and a MUFU an element, beside the FMNMX
+and FADD of the reductions.
 """
 
 import cutlass
@@ -72,8 +73,8 @@ def update_relative(
 ):
     """Take row r of the fragment into the statistics, and turn it into 2^(z log2 e - K - STEP j), in place.
 
-    reference_exponent: K, an integer. j, which is returned, is the least from 0 to MOST_STEPS that leaves no exponent
-    above HEADROOM; all threads that share the row agree on it.
+    reference_exponent: K, an integer. j, which is returned, is the least from 0 to MOST_STEPS that leaves
+    no exponent above HEADROOM; all threads that share the row agree on it.
     """
     cols = cute.size(frag, mode=[1])
     chains = [frag[r, i] for i in range(LANES)]

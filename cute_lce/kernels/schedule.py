@@ -1,11 +1,12 @@
 """Which cluster computes what: runs of tiles, in an order that lets the L2 cache serve shared operands.
 
 A run is one row of clusters (`m`) and one window of the vocabulary. A cluster walks through runs
-`cluster_id, cluster_id + clusters, ...`. Runs are numbered group by group: a group is `group_m` neighbouring rows of
-clusters, and inside a group the rows vary fastest. At any moment the resident clusters therefore share few rows of H
-and few windows of W, and both stay in L2.
+`cluster_id, cluster_id + clusters, ...`. Runs are numbered group by group: a group is `group_m`
+neighbouring rows of clusters, and inside a group the rows vary fastest. At any moment the resident clusters
+therefore share few rows of H and few windows of W, and both stay in L2.
 
-Plain integer arithmetic without branches: the functions take Python ints in the tests and the DSL's Int32 in kernels.
+Plain integer arithmetic without branches: the functions take Python ints in the tests and the DSL's Int32
+in kernels.
 """
 
 
