@@ -1,4 +1,7 @@
-"""Plans of the forward: windows, budgets, and a chip that is full at every number of tokens."""
+"""Plans of the forward: windows, budgets, and a chip that is full at every number of tokens.
+
+python -m tests.test_plan        prints the table of docs/kernels.md
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import random
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -204,3 +208,44 @@ module.forward("sm_90a", 4096, 4096, 128256, 132)
 assert not {"torch", "cutlass", "numpy"} & set(sys.modules), set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code, plans.__file__], check=True)
+
+
+BENCH = (
+    (8192, 4096, 131072),
+    (32768, 4096, 262144),
+    (4096, 4096, 32768),
+    (1024, 4096, 262144),
+    (4096, 7168, 129280),
+    (16384, 2048, 151936),
+    (8192, 1024, 50257),
+    (256, 4096, 128256),
+)
+
+
+def table() -> list[str]:
+    """Rows of docs/kernels.md's table of plans."""
+    lines = []
+    for n, d, vocab in BENCH:
+        plan = plans.forward("sm_90a", n, d, vocab, DEVICES["sm_90a"].sms)
+        name = ("pingpong", "shared", "single")[plans.configs("sm_90a").index(plan.config)]
+        cells = (
+            f"{n}, {d}, {vocab}",
+            name,
+            f"{plan.tiles_per_window}, {plan.windows}",
+            plan.group_m,
+            f"{plan.rounds}, {plan.ideal_rounds:.1f}",
+            "yes" if plan.paced else "no",
+            f"{plan.workspace_floats * 4 / 2**20:.1f}",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def test_the_documented_plans():
+    text = Path(__file__).parent.parent.joinpath("docs", "kernels.md").read_text(encoding="utf-8")
+    missing = [line for line in table() if line not in text]
+    assert not missing, "docs/kernels.md: python -m tests.test_plan prints the plans of now"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
