@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import emulator
+from tests.emulator.ops.arithmetic import from_bf16
 
 RNG = np.random.default_rng(0)
 INTEGERS = RNG.integers(-(2**31), 2**31, (3, 32)).astype(np.int32)
@@ -162,6 +163,15 @@ def bf16(x: np.ndarray) -> np.ndarray:
             "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; fma.rn.f32x2 %d7, %d5, %d6, %d5;"
             "mov.b64 {%o0, %r1}, %d7;",
             lambda x, y, z: (x.astype(np.float64) * y + x).astype(np.float32),
+        ),
+        (
+            "mov.b64 %d5, {%a, %b}; mov.b64 %d6, {%b, %c}; mov.b64 %d7, %d6; setp.lt.f32 %p0, %a, %b;"
+            "@%p0 mul.f32x2 %d7, %d5, %d6; mov.b64 {%r0, %o0}, %d7;",
+            lambda x, y, z: np.where(x < y, y * z, z),
+        ),
+        (
+            "cvt.rn.bf16.f32 %h0, %a; cvt.rn.bf16.f32 %h1, %b; fma.rn.f32.bf16 %o0, %h0, %h1, %c;",
+            lambda x, y, z: (from_bf16(bf16(x)).astype(np.float64) * from_bf16(bf16(y)) + z).astype(np.float32),
         ),
         (
             "cvt.rn.f16.f32 %h0, %b; cvt.f32.f16 %o0, %h0;",

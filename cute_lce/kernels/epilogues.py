@@ -193,8 +193,8 @@ class KeepEpilogue:
                     for c in cutlass.range_constexpr(cute.size(cols)):
                         frag[r, c] = Float32(0.0)
                 if rows[r] < cute.size(tensors.forward.target):
-                    # One of the threads that share the row.
-                    if cols[0] % 8 == 0:
+                    # One of the threads that share the row; a fragment beyond the vocabulary has no byte.
+                    if cols[0] % 8 == 0 and first + cols[0] < tensors.keep.columns:
                         tensors.keep.raised[(first + cols[0]) // self.unit, rows[r]] = Uint8(steps)
                         if steps > 0:
                             cute.arch.red(
@@ -205,7 +205,7 @@ class KeepEpilogue:
                                 sem="relaxed",
                                 scope="gpu",
                             )
-            store_pairs(tensors.keep.kept, frag, rows, cols, first)
+            store_rows(tensors.keep.kept, frag, rows, cols, first, self.threads_per_row)
         else:
             row_stats.update(state.forward.row_max, state.forward.row_sum, frag)
 
@@ -256,8 +256,9 @@ class DlogitsEpilogue:
             for it and leaves it to the gradients' epilogues.
     """
 
-    def __init__(self, tile_n: int, scaled: bool):
+    def __init__(self, tile_n: int, threads_per_row: int, scaled: bool):
         self.tile_n = tile_n
+        self.threads_per_row = threads_per_row
         self.scaled = scaled
 
     @cute.jit
@@ -309,7 +310,7 @@ class DlogitsEpilogue:
             if state.counts[r] == 0:
                 for c in cutlass.range_constexpr(cute.size(cols)):
                     frag[r, c] = Float32(0.0)
-        store_pairs(tensors.dlogits, frag, rows, cols, first)
+        store_rows(tensors.dlogits, frag, rows, cols, first, self.threads_per_row)
 
     @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, rows: cute.Tensor, window: Int32):
@@ -339,8 +340,9 @@ class GradientEpilogue:
         tile_n: columns of a tile.
     """
 
-    def __init__(self, tile_n: int):
+    def __init__(self, tile_n: int, threads_per_row: int):
         self.tile_n = tile_n
+        self.threads_per_row = threads_per_row
 
     @cute.jit
     def begin(self, tensors: GradientTensors, rows: cute.Tensor):
@@ -370,7 +372,7 @@ class GradientEpilogue:
         if tensors.last == 0:
             store_pairs(tensors.accumulator, frag, rows, cols, first)
         else:
-            store_pairs(tensors.out, frag, rows, cols, first)
+            store_rows(tensors.out, frag, rows, cols, first, self.threads_per_row)
 
     @cute.jit
     def end(self, tensors: GradientTensors, factor: cute.Tensor, rows: cute.Tensor, window: Int32):
@@ -408,6 +410,57 @@ def store_pairs(matrix: cute.Tensor, frag: cute.Tensor, rows: cute.Tensor, cols:
                     pair = cute.make_rmem_tensor(2, matrix.element_type)
                     pair.store(values.load().to(matrix.element_type))
                     cute.autovec_copy(pair, _pair(matrix, rows[r], first + cols[c]))
+
+
+@cute.jit
+def store_rows(
+    matrix: cute.Tensor,
+    frag: cute.Tensor,
+    rows: cute.Tensor,
+    cols: cute.Tensor,
+    first: Int32,
+    threads_per_row: cutlass.Constexpr[int],
+):
+    """Round a fragment to the matrix's 16-bit type and store it, 16 bytes a thread at once.
+
+    The matrix's rows begin at multiples of 16 bytes and have room for a multiple of 8 columns; the room beyond the
+    last column gets numbers of no meaning. With 4 threads a row (WGMMA) a thread has 2 of every 8 columns: the four
+    exchange them for 8 of every 32, a transposition of 4 x 4 words by two rounds of shuffles.
+    """
+    width = cute.size(matrix, mode=[1])
+    lane = cute.arch.lane_idx() % threads_per_row
+    for r in cutlass.range_constexpr(cute.size(rows)):
+        for c in cutlass.range_constexpr(0, cute.size(cols), 8):
+            values = cute.make_rmem_tensor(8, Float32)
+            for i in cutlass.range_constexpr(8):
+                values[i] = frag[r, c + i]
+            rounded = cute.make_rmem_tensor(8, matrix.element_type)
+            rounded.store(values.load().to(matrix.element_type))
+            column = first + cols[c]
+            if cutlass.const_expr(threads_per_row == 4):
+                _transpose_words(cute.recast_tensor(rounded, Int32), lane)
+                # This thread's pair of columns in the first of four blocks of 8 -> its block.
+                column = first + cols[c] + 6 * lane
+            if rows[r] < cute.size(matrix, mode=[0]) and column < width:
+                pointer = matrix.iterator + (Int64(rows[r]) * matrix.stride[0] + column)
+                target = cute.make_ptr(
+                    matrix.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16
+                )
+                cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(8)))
+
+
+@cute.jit
+def _transpose_words(words: cute.Tensor, lane: Int32):
+    """Word i of lane j of four neighbouring lanes <-> word j of lane i, in place."""
+    for step in cutlass.range_constexpr(1, 3):
+        upper = (lane & step) != 0
+        for i in cutlass.range_constexpr(4):
+            if cutlass.const_expr(i & step == 0):
+                low, high = words[i], words[i + step]
+                sent = Int32(cutlass.select_(upper, low, high))
+                got = cute.arch.shuffle_sync_bfly(sent, offset=step)
+                words[i] = Int32(cutlass.select_(upper, got, low))
+                words[i + step] = Int32(cutlass.select_(upper, high, got))
 
 
 @cute.jit

@@ -84,7 +84,7 @@ def float_function(d: Decoder, function, count: int) -> Op:
     ftz, sat = d.mods.flag("ftz"), d.mods.flag("sat")
     if rounding not in (None, "rn"):
         return _directed(d, type_name, rounding, function, count, ftz or sat)
-    if type_name in ("f32", "f32x2", "f64") and not ftz and not sat and count == 2:
+    if type_name in ("f32", "f64") and not ftz and not sat and count == 2:
         return elementwise(d, type_name, function, count)
 
     def run(*args):
@@ -216,7 +216,23 @@ def _mad(d):
 
 @instruction("fma")
 def _fma(d):
+    if d.mods.left[-2:] in (["f32", "bf16"], ["f32", "f16"]):
+        return _mixed_fma(d)
     return float_function(d, fused_multiply_add, 3)
+
+
+def _mixed_fma(d: Decoder) -> Op:
+    """Factors of 16 bits, a float32 summand and result (PTX ISA, mixed precision floating-point instructions)."""
+    narrow = d.mods.type("bf16", "f16")
+    d.mods.type("f32")
+    d.mods.take("rn")
+
+    def widen(x):
+        return from_bf16(x) if narrow == "bf16" else x.view(np.float16).astype(np.float32)
+
+    return computed(
+        d, "f32", lambda a, b, c: fused_multiply_add(widen(a), widen(b), c), ["u16", "u16", "f32"]
+    )
 
 
 @instruction("div")
