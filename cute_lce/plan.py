@@ -289,10 +289,7 @@ def gradient_configs(arch: str) -> tuple[KernelConfig, KernelConfig]:
     # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
     # halves. dinput's k, a stripe, is long; dlinear_weight's, the tokens, may be short: its epilogue should
     # be hidden.
-    return (
-        KernelConfig(arch, tile_n=256, pingpong=False, stages=4),
-        KernelConfig(arch, tile_n=128, stages=7),
-    )
+    return (KernelConfig(arch, tile_n=256, pingpong=False, stages=4),) * 2
 
 
 def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
@@ -302,6 +299,11 @@ def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
     side = max(1, int((clusters * config.cluster_columns / config.cluster_rows) ** 0.5))
     paced = 2 * k * (m + n) > DEVICES[config.arch].l2 // 2 and rows > 1
     return GemmPlan(windows, min(rows, side), clusters, paced)
+
+
+def usable(workspace: int) -> int:
+    """What of a workspace a plan may fill: torch's allocator takes up to 1 MiB more for each of a few large blocks."""
+    return workspace - min(workspace // 8, 4 * KIB * KIB)
 
 
 def backward_bytes(
@@ -343,7 +345,7 @@ def stripe_columns(
     left = V - kept
     if window or not left:
         return min(window, left)
-    workspace = workspace or DEFAULT_WORKSPACE
+    workspace = usable(workspace or DEFAULT_WORKSPACE)
     if backward_bytes(n, d, V, left, half, need_dinput, need_dweight, kept) <= workspace:
         return left
     columns = (workspace - backward_bytes(n, d, V, 0, half, need_dinput, need_dweight, kept)) // (
@@ -358,7 +360,7 @@ def kept_columns(
 ) -> int:
     """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as
     leave room for stripes of the rest."""
-    workspace = workspace or DEFAULT_WORKSPACE
+    workspace = usable(workspace or DEFAULT_WORKSPACE)
     if backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, V) + forward_bytes(n, V) <= workspace:
         return V
     rest = backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, LEAST_UNIT) + forward_bytes(n, V)

@@ -31,9 +31,9 @@ class Backward:
 
     def __init__(self, logits: KernelConfig, dhidden: KernelConfig, dweight: KernelConfig, scaled: bool):
         gemm = mainloop(logits)
-        self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, scaled))
-        self.dhidden = gemm(dhidden, GradientEpilogue(dhidden.tile_n))
-        self.dweight = gemm(dweight, GradientEpilogue(dweight.tile_n))
+        self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, gemm.threads_per_row, scaled))
+        self.dhidden = gemm(dhidden, GradientEpilogue(dhidden.tile_n, gemm.threads_per_row))
+        self.dweight = gemm(dweight, GradientEpilogue(dweight.tile_n, gemm.threads_per_row))
         self.scale = ScaleRows()
 
     @cute.jit
