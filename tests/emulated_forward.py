@@ -48,13 +48,16 @@ def forward(
     paced: bool | None = None,
     group_m: int | None = None,
     resident: int = 16,
+    program: emulator.Emulated | None = None,
 ) -> Run:
     """launch.forward with the emulator in place of the GPU; memory that nobody writes holds nan.
 
     sms: of the device that the plan is for. paced, group_m: instead of the plan's. resident: CTAs at once.
+    program: of the same config, with other PTX.
     """
     n, V = case.input.shape[0], case.linear_weight.shape[0]
-    bound = emulated(config, *(str(t.dtype).removeprefix("torch.") for t in (case.input, case.target)))
+    names = (str(t.dtype).removeprefix("torch.") for t in (case.input, case.target))
+    bound = program or emulated(config, *names)
     d = -(-case.input.shape[1] // 8) * 8
     chosen = plans.forward(config.arch, n, d, V, sms, window, config=config)
     chosen = replace(
@@ -97,6 +100,17 @@ def check(case: Case, run: Run) -> None:
 def rows(case: Case, which: torch.Tensor) -> Case:
     """The case of some of its rows."""
     return replace(case, input=case.input[which], target=case.target[which])
+
+
+def rows_of(run: Run, which: torch.Tensor) -> Run:
+    """What a forward gave for some of its rows, none of the others ignored."""
+    return replace(
+        run,
+        loss=run.loss[which],
+        row_max=run.row_max[which],
+        row_sum=run.row_sum[which],
+        num_valid=run.num_valid - int((~which).sum()),
+    )
 
 
 def ignoring(case: Case) -> Case:

@@ -5,24 +5,34 @@ python -m tests.test_emulated_sm100        prints the instruction counts that do
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from cute_lce import compiled, launch
 from cute_lce import plan as plans
 from cute_lce.plan import KernelConfig
-from tests import cubin, emulator
+from tests import emulator
+from tests.emulated_forward import (
+    BF16,
+    FP16,
+    check,
+    emulated,
+    forward,
+    ignoring,
+    last_column,
+    offset,
+    reference,
+    rows,
+    rows_of,
+    scaled,
+)
 from tests.emulator import mutate
-from tests.numerics import Case, assert_close, random_case
+from tests.numerics import assert_close, random_case
 
 PAIR, SINGLE = plans.configs("sm_100a")
 CONFIGS = {
@@ -36,107 +46,11 @@ CONFIGS = {
 HOPPER = plans.configs("sm_90a")[0]
 
 
-@functools.cache
-def emulated(config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64") -> emulator.Emulated:
-    with tempfile.TemporaryDirectory() as folder:
-        key = cubin.forward_key(config, dtype, target_dtype)
-        return emulator.build(compiled.trace(key, f"--keep-ptx --dump-dir {folder}"))
-
-
-@dataclass
-class Run:
-    """What a forward gave, and what the emulator counted."""
-
-    loss: torch.Tensor
-    row_max: torch.Tensor
-    row_sum: torch.Tensor
-    num_valid: torch.Tensor
-    counts: emulator.Result
-
-
-def forward(
-    case: Case,
-    config: KernelConfig = PAIR,
-    *,
-    sms: int = 4,
-    window: int = 0,
-    seed: int = 0,
-    reduction: str = "none",
-    program: emulator.Emulated | None = None,
-) -> Run:
-    """launch.forward with the emulator in place of the GPU; memory that nobody writes holds nan."""
-    n, V = case.input.shape[0], case.linear_weight.shape[0]
-    names = (str(t.dtype).removeprefix("torch.") for t in (case.input, case.target))
-    bound = program or emulated(config, *names)
-    chosen = plans.forward(config.arch, n, case.input.shape[1], V, sms, window, config=config)
-    counts = []
-
-    def function(*args):
-        sizes = (4 * (n if reduction == "none" else 1), 4 * n, 4 * n, 8, 4 * chosen.workspace_floats)
-        memory = [_memory(address, size) for address, size in zip(args[5:10], sizes, strict=True)]
-        counts.append(emulator.run(bound, *args, seed=seed, extra_tensors=memory))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_prepare", lambda *_: (chosen, function))
-        results = launch.forward(
-            case.input, case.linear_weight, case.target, case.ignore_index, reduction, window or None, None
-        )
-    return Run(*results, counts[0])
-
-
-def _memory(address: int, size: int) -> torch.Tensor:
-    """The bytes at an address, which the kernels get as a number."""
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-
-
-def reference(case: Case, dtype: torch.dtype):
-    """(loss, lse, row_max, valid) of each row in `dtype`."""
-    logits = case.input.to(dtype) @ case.linear_weight.to(dtype).mT
-    valid = case.target != case.ignore_index
-    lse = logits.logsumexp(1)
-    picked = logits.gather(1, case.target.long().where(valid, 0).unsqueeze(1))[:, 0]
-    return (lse - picked).where(valid, 0), lse, logits.amax(1), valid
-
-
-def check(case: Case, run: Run) -> None:
-    """Loss and statistics against float64."""
-    expected, baseline = reference(case, torch.float64), reference(case, torch.float32)
-    assert_close("loss", run.loss, expected[0], baseline[0])
-    lse = run.row_max.double() + run.row_sum.double().log()
-    assert_close("lse", lse.float(), expected[1], baseline[1])
-    assert_close("row_max", run.row_max, expected[2], baseline[2])
-    assert int(run.num_valid) == int(expected[3].sum())
-
-
 @pytest.fixture(autouse=True)
 def _poison(poisoned_empty):
     pass
 
 
-def ignoring(case: Case) -> Case:
-    target = case.target.clone()
-    target[1::3] = case.ignore_index
-    return replace(case, target=target)
-
-
-def scaled(case: Case, scale: float) -> Case:
-    """Logits whose largest are about +-scale."""
-    logits = case.input.float() @ case.linear_weight.float().mT
-    return replace(case, linear_weight=case.linear_weight * (scale / logits.abs().max()))
-
-
-def last_column(case: Case) -> Case:
-    return replace(case, target=torch.full_like(case.target, case.linear_weight.shape[0] - 1))
-
-
-def offset(case: Case, by: float) -> Case:
-    """All logits of about `by` and more."""
-    hidden, weight = case.input.clone(), case.linear_weight.clone()
-    hidden[:, 0], weight[:, 0] = 1, by
-    return replace(case, input=hidden, linear_weight=weight)
-
-
-BF16, FP16 = torch.bfloat16, torch.float16
 CORNERS = {
     "ragged": lambda: random_case(300, 72, 601, BF16),
     "ragged, fp16": lambda: random_case(300, 72, 601, FP16),
@@ -206,8 +120,7 @@ def test_minus_infinity_and_nan(config: str):
     sick = torch.zeros(140, dtype=torch.bool)
     sick[[5, 77, 139]] = True
     assert run.loss[sick].isnan().all()
-    well = replace(clean, input=hidden[~sick], target=target[~sick])
-    check(well, Run(run.loss[~sick], run.row_max[~sick], run.row_sum[~sick], run.num_valid - 3, run.counts))
+    check(rows(clean, ~sick), rows_of(run, ~sick))
 
 
 def test_out_of_range_target_is_nan_and_touches_nothing():
