@@ -8,7 +8,8 @@ dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) a row
 are plain GEMMs, for any upstream vector. K is the target's logit rounded down in base 2: no logit that matters lies
 far below it. A row and tile that rises above K by more than 64 is stored relative to K + 128 j and notes j in a byte;
 `Finish` brings such rows, which are rare, to one K, and subtracts the onehot. Both steps are exact in bf16 but for the
-target's own entry, which is rounded once.
+target's own entry, which is rounded once. A row whose maximum lies as far above K in columns that are not kept is raised
+as well: 2^(lse log2 e - K) must be a number.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
-from cute_lce.kernels.row_stats import LOG2_E, STEP
+from cute_lce.kernels.row_stats import HEADROOM, LOG2_E, STEP
 
 FAR = float(2**22)  # references stay finite and integers of fp32
 WARPS = 4
@@ -105,11 +106,11 @@ class Finish:
         first = cute.arch.block_idx()[0] * ROWS
         for r in cutlass.range(ROWS, unroll=1):
             if first + r < cute.size(target):
-                self._level(keep, first + r, thread)
+                self._level(keep, row_max, first + r, thread)
         cute.arch.sync_threads()
         row = first + thread
         if thread < ROWS and row < cute.size(target):
-            k = keep.reference[row] + Float32(STEP) * keep.most_raised[row].to(Float32)
+            k = keep.reference[row] + Float32(STEP) * _steps(keep, row_max, row).to(Float32)
             # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
             total = row_sum[row] * cute.math.exp2(
                 cute.math.fma(row_max[row], Float32(LOG2_E), -k), fastmath=True
@@ -123,9 +124,9 @@ class Finish:
                 keep.kept[row, Int32(index)] = (own - total).to(keep.kept.element_type)
 
     @cute.jit
-    def _level(self, keep: KeepTensors, row: Int32, thread: Int32):
-        """All tiles of a row relative to the K of its highest one."""
-        most = keep.most_raised[row]
+    def _level(self, keep: KeepTensors, row_max: cute.Tensor, row: Int32, thread: Int32):
+        """All tiles of a row relative to one K."""
+        most = _steps(keep, row_max, row)
         if most > 0:
             for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
                 behind = most - keep.raised[column // self.unit, row].to(Int32)
@@ -138,6 +139,19 @@ class Finish:
                     if behind > 1:
                         value = Float32(0.0)
                     keep.kept[row, column] = value.to(keep.kept.element_type)
+
+
+@cute.jit
+def _steps(keep: KeepTensors, row_max: cute.Tensor, row: Int32):
+    """j of a whole row: that of its highest tile, or what its maximum, kept or not, asks for."""
+    most = keep.most_raised[row]
+    above = cute.math.fma(row_max[row], Float32(LOG2_E), -(keep.reference[row] + Float32(HEADROOM)))
+    steps = Int32(
+        cute.arch.fmin(cute.arch.fmax(cute.math.ceil(above * Float32(1 / STEP)), Float32(0.0)), Float32(FAR))
+    )
+    if steps > most:
+        most = steps
+    return most
 
 
 @cute.jit

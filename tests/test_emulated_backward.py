@@ -1,0 +1,320 @@
+"""The backward, executed: launch.py's own host side, the PTX of both architectures on the emulator, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_lce import plan as plans
+from tests.emulated_backward import check, train
+from tests.numerics import Case, assert_close, random_case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+ARCHITECTURES = ("sm_90a", "sm_100a")
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+both = pytest.mark.parametrize("arch", ARCHITECTURES)
+dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch, request):
+    """Narrow tiles, and few stages so that rings wrap: an emulated tile costs by its columns."""
+    if "as_planned" not in request.fixturenames:
+        narrow_plans(monkeypatch)
+
+
+@pytest.fixture
+def as_planned():
+    """The configurations that plans choose, instead of narrow ones."""
+
+
+def narrow_plans(patch: pytest.MonkeyPatch) -> None:
+    configs, gradients = plans.configs, plans.gradient_configs
+    _forget()
+
+    def narrow(config: plans.KernelConfig) -> plans.KernelConfig:
+        if plans.is_blackwell(config.arch):
+            return replace(config, tile_n=128, stages=3)
+        # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
+        return replace(config, tile_n=128, stages=3) if config.tile_n == 256 else replace(config, stages=2)
+
+    def narrow_logits(config: plans.KernelConfig) -> plans.KernelConfig:
+        if plans.is_blackwell(config.arch):
+            return narrow(config)
+        return replace(config, tile_n=64, stages=3)
+
+    patch.setattr(plans, "configs", lambda arch: tuple(map(narrow_logits, configs(arch))))
+    patch.setattr(plans, "gradient_configs", lambda arch: tuple(map(narrow, gradients(arch))))
+    patch.setattr(plans, "STRIPE_MULTIPLE", 128)
+
+
+def _forget() -> None:
+    plans.forward.cache_clear()
+    plans.backward.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_not_kept():
+    yield
+    _forget()
+
+
+def ignoring(case: Case) -> Case:
+    target = case.target.clone()
+    target[1::3] = case.ignore_index
+    return replace(case, target=target)
+
+
+def jumping(case: Case, heights: dict[int, float]) -> Case:
+    """Columns whose logits lie above all others by so much, for every row; targets among them and elsewhere."""
+    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
+    hidden[:, 0] = 1
+    weight[:, 0] = 0
+    for i, (column, height) in enumerate(heights.items()):
+        weight[column, 0] = height
+        target[i] = column
+    return replace(case, input=hidden, linear_weight=weight, target=target)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Stripes and what is kept
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("window", [0, 128, 200], ids=["one stripe", "whole tiles", "ragged stripes"])
+def test_recompute(arch: str, dtype: torch.dtype, window: int):
+    case = ignoring(random_case(140 if window == 0 else 40, 72, 330, dtype, seed=window))
+    run = train(case, arch, window=window, seed=window % 5)
+    check(case, run)
+    gemms = sum("Gemm" in name for name in run.emulator.launched)
+    assert gemms == 1 + 3 * (-(-330 // window) if window else 1)
+
+
+@both
+@pytest.mark.parametrize(
+    ("kept", "window"), [(128, 0), (128, 70), (256, 0), (330, 0)], ids=["some", "some, stripes", "most", "all"]
+)
+def test_keep(arch: str, kept: int, window: int):
+    case = ignoring(random_case(40, 72, 330, BF16, seed=kept))
+    run = train(case, arch, kept_columns=kept, window=window, seed=kept % 7)
+    check(case, run)
+    stripes = -(-(330 - kept) // (window or 330))
+    # What is kept needs no second GEMM of logits.
+    assert sum("Gemm" in name for name in run.emulator.launched) == 1 + 2 + 3 * stripes
+
+
+@both
+@pytest.mark.parametrize("kept", [0, 128, 330])
+def test_rows_that_jump(arch: str, kept: int):
+    """Above the references by 50, 100 and 300, in what is kept and beyond it."""
+    case = jumping(random_case(40, 64, 330, BF16), {20: 50.0, 100: 100.0, 329: 300.0})
+    # The probabilities are 0 and 1; what dlogits are rounded from is then the upstream itself, which bf16 holds here.
+    dloss = case.upstream("none").bfloat16().double()
+    run = train(case, arch, kept_columns=kept, dloss=dloss, seed=kept)
+    check(case, run, dloss=dloss)
+
+
+@both
+@pytest.mark.parametrize("height", [-300.0, 100.0, 300.0, 1000.0])
+def test_one_row_jumps(arch: str, height: float):
+    """One row above (or its target far below) its reference by so much, in one tile; its neighbours keep theirs."""
+    case = random_case(20, 64, 330, BF16, seed=3)
+    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
+    hidden[:, 0] = 0
+    hidden[7, 0] = 1
+    weight[:, 0] = 0
+    weight[260, 0] = height
+    target[7] = 10 if height > 0 else 260
+    case = replace(case, input=hidden, linear_weight=weight, target=target)
+    # One gradient that outweighs the others would hide theirs.
+    dloss = torch.ones(20, dtype=torch.float64)
+    run = train(case, arch, kept_columns=330, dloss=dloss)
+    check(case, run, dloss=dloss)
+    others = [row for row in range(20) if row != 7]
+    assert run.dinput is not None
+    expected, plain = (g[1][others] for g in (case.expected(dloss, "none"), case.baseline(dloss, "none", rounded_dlogits=True)))
+    assert_close("dinput of the others", run.dinput[others], expected, plain)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Corners
+
+
+def _all_ignored(dtype):
+    return replace(random_case(40, 64, 200, dtype), target=torch.full((40,), -100))
+
+
+def _one_valid(dtype):
+    case = _all_ignored(dtype)
+    case.target[17] = 199
+    return case
+
+
+def _last_column(dtype):
+    return replace(random_case(40, 64, 193, dtype), target=torch.full((40,), 192))
+
+
+CORNERS = {
+    "one token": lambda dtype: random_case(1, 64, 257, dtype),
+    "V below a tile": lambda dtype: random_case(40, 40, 7, dtype),
+    "two classes": lambda dtype: random_case(40, 64, 2, dtype),
+    "d of one 16-byte row": lambda dtype: random_case(40, 8, 200, dtype),
+    "d padded": lambda dtype: random_case(40, 37, 200, dtype),
+    "all ignored": _all_ignored,
+    "one valid row": _one_valid,
+    "targets in the last column": _last_column,
+}
+
+
+@both
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner(corner: str, arch: str):
+    """In turn recomputed in bf16, kept, and recomputed in fp16; the long sweep has all of them."""
+    turn = list(CORNERS).index(corner) % 3
+    case = CORNERS[corner](FP16 if turn == 2 else BF16)
+    check(case, train(case, arch, kept_columns=case.linear_weight.shape[0] if turn == 1 else 0, seed=turn))
+
+
+@both
+@pytest.mark.parametrize("kept", [0, 1])
+def test_one_class(arch: str, kept: int):
+    """Nothing to learn: exactly when dlogits are computed, to fp32's precision where exponentials relative to another
+    number than the maximum were kept."""
+    case = random_case(40, 64, 1, BF16)
+    run = train(case, arch, kept_columns=kept)
+    largest = float((case.upstream("none").abs().max() * case.linear_weight.abs().max()).float())
+    assert run.dinput is not None
+    assert run.loss.abs().max() <= kept * 2**-21
+    assert run.dinput.abs().max() <= kept * 2**-21 * largest
+
+
+@pytest.mark.parametrize("kept", [0, 130])
+def test_int32_targets(kept: int):
+    case = random_case(40, 64, 130, BF16)
+    case = replace(case, target=case.target.int())
+    check(case, train(case, "sm_90a", kept_columns=kept))
+
+
+@both
+@pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
+def test_bad_targets_stay_in_their_rows(arch: str, how: str):
+    """Of a target that is no class all dinput is nan, and with it dweight; nothing outside is read or written."""
+    case = random_case(40, 64, 200, FP16 if how == "fp16" else BF16)
+    bad = [0, 3, 39]
+    case.target[bad] = torch.tensor([200, 2**40, -1])
+    run = train(case, arch, kept_columns=200 if how == "keep" else 0, dloss=torch.ones(40))
+    sick = torch.zeros(40, dtype=torch.bool)
+    sick[bad] = True
+    assert torch.equal(run.loss.isnan(), sick)
+    assert run.dinput is not None
+    assert run.dweight is not None
+    assert torch.equal(run.dinput.isnan().all(1), sick)
+    assert torch.equal(run.dinput.isnan().any(1), sick)
+    assert run.dweight.isnan().all()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Upstream gradients, and what is frozen
+
+
+def _upstreams(n: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    wide = torch.randn(n, 3, generator=generator)
+    large = torch.randn(n, generator=generator)
+    large[::4] = 0
+    large[1::4] *= 1e4
+    return {"expanded": torch.tensor(-1.5).expand(n), "strided": wide[:, 1], "zeros and 1e4": large}
+
+
+@both
+@pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
+def test_upstream(arch: str, how: str):
+    case = ignoring(random_case(37, 64, 130, FP16 if how == "fp16" else BF16))
+    name = {"recompute": "strided", "keep": "zeros and 1e4", "fp16": "expanded"}[how]
+    dloss = _upstreams(37)[name]
+    check(case, train(case, arch, dloss=dloss, kept_columns=130 if how == "keep" else 0), dloss=dloss)
+
+
+@both
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
+def test_reductions(arch: str, how: str, reduction: str):
+    case = ignoring(random_case(37, 64, 130, FP16 if how == "fp16" else BF16))
+    run = train(case, arch, reduction=reduction, kept_columns=130 if how == "keep" else 0)
+    check(case, run, reduction=reduction)
+
+
+@both
+@pytest.mark.parametrize("frozen", ["input", "weight"])
+@pytest.mark.parametrize("kept", [0, 128])
+def test_frozen(arch: str, frozen: str, kept: int):
+    """No GEMM and no result for what needs no gradient."""
+    case = random_case(37, 64, 200, BF16)
+    run = train(
+        case, arch, kept_columns=kept, need_dinput=frozen != "input", need_dweight=frozen != "weight"
+    )
+    check(case, run)
+    assert (run.dinput is None) == (frozen == "input")
+    assert (run.dweight is None) == (frozen == "weight")
+    gemms = sum("Gemm" in name for name in run.emulator.launched)
+    assert gemms == 1 + 2 * (2 if kept else 1) - (1 if kept else 0)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Schedules of warps and engines
+
+
+@both
+@pytest.mark.parametrize("seed", range(3))
+def test_schedules(arch: str, seed: int):
+    """Orders of warps and engines, with several clusters, tiles and k tiles of every GEMM."""
+    case = ignoring(random_case(70, 136, 260, BF16, seed))
+    check(case, train(case, arch, kept_columns=128 * (seed % 2), window=130, sms=4, seed=seed))
+
+
+@both
+def test_the_same_bits_in_every_schedule(arch: str):
+    case = random_case(37, 72, 200, BF16)
+    first, second = (train(case, arch, kept_columns=128, seed=seed) for seed in (0, 2))
+    for name in ("loss", "dinput", "dweight"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Long
+
+
+@pytest.mark.emulator_full
+@both
+@dtypes
+@pytest.mark.parametrize("keeps", [False, True])
+def test_configs_as_planned(arch: str, dtype: torch.dtype, keeps: bool, as_planned):
+    if keeps and dtype is FP16:
+        pytest.skip("float16 cannot keep")
+    case = ignoring(random_case(140, 136, 1000, dtype))
+    check(case, train(case, arch, kept_columns=768 if keeps else 0, window=0 if keeps else 400))
+
+
+@pytest.mark.emulator_full
+@both
+@pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_every_corner(corner: str, arch: str, how: str):
+    case = CORNERS[corner](FP16 if how == "fp16" else BF16)
+    check(case, train(case, arch, kept_columns=case.linear_weight.shape[0] if how == "keep" else 0))
+
+
+@pytest.mark.emulator_full
+@both
+@pytest.mark.parametrize("seed", range(20))
+def test_many_schedules(arch: str, seed: int):
+    dtype = FP16 if seed % 4 == 3 else BF16
+    V = 200 + 21 * seed
+    case = ignoring(random_case(37 + 8 * seed, 64 + 8 * (seed % 10), V, dtype, seed))
+    kept = 0 if dtype is FP16 else (0, 128, V)[seed % 3]
+    window = (0, 100, 128)[seed % 3]
+    check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 3), seed=seed))
