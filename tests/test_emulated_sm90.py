@@ -224,7 +224,7 @@ def test_many_schedules(name: str, seed: int):
     dtype = (BF16, FP16)[seed % 2]
     case = ignoring(random_case(200 + 37 * seed, 8 + 24 * seed, 300 + 31 * seed, dtype, seed))
     window = (0, 192, 400, 100_000)[seed % 4]
-    run = forward(case, config, sms=2 + 2 * (seed % 4), window=window, paced=seed % 3 == 0, seed=seed)
+    run = forward(case, config, sms=4 + 2 * (seed % 4), window=window, paced=seed % 3 == 0, seed=seed)
     check(case, run)
 
 
