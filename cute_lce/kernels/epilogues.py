@@ -193,8 +193,7 @@ class KeepEpilogue:
                     for c in cutlass.range_constexpr(cute.size(cols)):
                         frag[r, c] = Float32(0.0)
                 if rows[r] < cute.size(tensors.forward.target):
-                    # One of the threads that share the row; a fragment beyond the vocabulary has no byte.
-                    if cols[0] % 8 == 0 and first + cols[0] < tensors.keep.columns:
+                    if self._notes(tensors, cols, first):
                         tensors.keep.raised[(first + cols[0]) // self.unit, rows[r]] = Uint8(steps)
                         if steps > 0:
                             cute.arch.red(
@@ -208,6 +207,13 @@ class KeepEpilogue:
             store_rows(tensors.keep.kept, frag, rows, cols, first, self.threads_per_row)
         else:
             row_stats.update(state.forward.row_max, state.forward.row_sum, frag)
+
+    def _notes(self, tensors: KeepForwardTensors, cols: cute.Tensor, first: Int32):
+        """Whether this is the one of the threads that share a row that notes its j."""
+        if self.unit < self.tile_n:
+            # A thread has the whole row; a slab of its tile may lie beyond the vocabulary, where there is no byte.
+            return first + cols[0] < tensors.keep.columns
+        return cols[0] % 8 == 0
 
     @cute.jit
     def end(self, tensors: KeepForwardTensors, state: KeepState, rows: cute.Tensor, window: Int32):
@@ -423,9 +429,10 @@ def store_rows(
 ):
     """Round a fragment to the matrix's 16-bit type and store it, 16 bytes a thread at once.
 
-    The matrix's rows begin at multiples of 16 bytes and have room for a multiple of 8 columns; the room beyond the
-    last column gets numbers of no meaning. With 4 threads a row (WGMMA) a thread has 2 of every 8 columns: the four
-    exchange them for 8 of every 32, a transposition of 4 x 4 words by two rounds of shuffles.
+    The matrix's rows begin at multiples of 16 bytes and have room for a multiple of 8 columns; the room
+    beyond the last column gets numbers of no meaning. With 4 threads a row (WGMMA) a thread has 2 of every 8
+    columns: the four exchange them for 8 of every 32, a transposition of 4 x 4 words by two rounds of
+    shuffles.
     """
     width = cute.size(matrix, mode=[1])
     lane = cute.arch.lane_idx() % threads_per_row
