@@ -173,8 +173,8 @@ def _compile_for(args: argparse.Namespace, dtype: str, target_dtype: str) -> Non
         window=0,
         workspace=0,
     )
-    pair = backward.logits, backward.gradient
-    _report(f"backward {' '.join(names)} {pair[0]} {pair[1]}", compiled.backward, *pair, *names)
+    gemms = backward.logits, backward.dhidden, backward.dweight
+    _report(f"backward {' '.join(names)} {' '.join(map(str, gemms))}", compiled.backward, *gemms, *names)
 
 
 def _report(label: str, compile_one: Callable[..., object], *key: object) -> None:

@@ -20,6 +20,9 @@ _logger = logging.getLogger("cute_lce")
 ARCHITECTURES = {(9, 0): "sm_90a"}
 """Compute capability -> the architecture that kernels are compiled for."""
 
+LEAST_KEPT = 1 << 33
+"""n d V below which "auto" does not keep: the logits' GEMM takes less time than keeping does."""
+
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 """The combine kernel's numbers for them."""
 
@@ -32,8 +35,8 @@ scale_gradients = streaming.scale_gradients
 def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dweight, window, workspace):
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns). See streaming.plan.
 
-    "auto" keeps what the workspace holds in bf16 and recomputes in float16, which cannot keep.
-    "grad_in_forward" is the streaming implementation's.
+    "auto" keeps what the workspace holds in bf16, and recomputes in float16, which cannot keep, and small
+    products. "grad_in_forward" is the streaming implementation's.
     """
     wants_gradient = need_dinput or need_dweight
     half = dtype is torch.float16
@@ -53,7 +56,9 @@ def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dwe
             least = max(least, plans.backward_bytes(n, d, V, columns, half, need_dinput, need_dweight))
         if workspace < least:
             raise streaming.refuse_workspace(schedule, workspace, least)
-    if schedule == "recompute" or half or not wants_gradient or n == 0:
+    if schedule == "recompute" or half or not wants_gradient or n == 0 or V < plans.LEAST_UNIT:
+        return "recompute", 0
+    if schedule == "auto" and n * d * V < LEAST_KEPT:
         return "recompute", 0
     kept = plans.kept_columns(n, d, V, need_dinput, need_dweight, window, workspace)
     return ("keep", kept) if kept > 0 else ("recompute", 0)
@@ -157,10 +162,15 @@ def forward_keep(input, linear_weight, target, ignore_index, reduction, window, 
 
 def _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, keep, kept_scale):
     device, n = input.device, input.shape[0]
-    loss = torch.empty((n,) if reduction == "none" else (), dtype=torch.float32, device=device)
+    # new_empty of a tensor's own dtype takes half the time of torch.empty.
     row_max = torch.empty((n,), dtype=torch.float32, device=device)
-    row_sum = torch.empty((n,), dtype=torch.float32, device=device)
-    num_valid = torch.empty((), dtype=torch.int64, device=device)
+    row_sum = row_max.new_empty((n,))
+    loss = row_max.new_empty((n,) if reduction == "none" else ())
+    num_valid = (
+        target.new_empty(())
+        if target.dtype is torch.int64
+        else torch.empty((), dtype=torch.int64, device=device)
+    )
     if n == 0:
         return loss.zero_(), row_max, row_sum, num_valid.zero_()
     hidden, weight = _rows("input", input), _rows("linear_weight", linear_weight)
@@ -177,7 +187,7 @@ def _forward(input, linear_weight, target, ignore_index, reduction, window, work
         workspace,
         keep is not None,
     )
-    scratch = torch.empty((chosen.workspace_floats,), dtype=torch.float32, device=device)
+    scratch = row_max.new_empty((chosen.workspace_floats,))
     kept_arguments = (0, 0, 0, 0, 0)
     if keep is not None:
         kept, columns = keep
@@ -282,7 +292,7 @@ def backward(
     progress = torch.zeros((3 * len(chosen.stripes),), dtype=torch.int32, device=device)
     for i, (first, columns, ints) in enumerate(chosen.stripes):
         is_kept = first < kept_columns
-        matrix = kept if is_kept else dlogits
+        matrix = dlogits if kept is None or not is_kept else kept
         function(
             hidden,
             weight,

@@ -285,11 +285,12 @@ LEAST_UNIT = 64  # columns that share one byte of what was raised, at least
 def gradient_configs(arch: str) -> tuple[KernelConfig, KernelConfig]:
     """The configurations of the GEMMs of dinput and dlinear_weight."""
     if is_blackwell(arch):
-        return (configs(arch)[0],) * 2
-    # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
-    # halves. dinput's k, a stripe, is long; dlinear_weight's, the tokens, may be short: its epilogue should
-    # be hidden.
-    return (KernelConfig(arch, tile_n=256, pingpong=False, stages=4),) * 2
+        config = configs(arch)[0]
+    else:
+        # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
+        # halves; and 256 columns ask the least of shared memory.
+        config = KernelConfig(arch, tile_n=256, pingpong=False, stages=4)
+    return config, config
 
 
 def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
@@ -302,7 +303,10 @@ def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
 
 
 def usable(workspace: int) -> int:
-    """What of a workspace a plan may fill: torch's allocator takes up to 1 MiB more for each of a few large blocks."""
+    """What of a workspace a plan may fill.
+
+    torch's allocator takes up to 1 MiB more for each of a few large blocks.
+    """
     return workspace - min(workspace // 8, 4 * KIB * KIB)
 
 

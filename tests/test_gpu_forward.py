@@ -48,8 +48,14 @@ def call(case: Case, reduction: str = "none", window: int | None = None):
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """hidden @ weight.T in `dtype`, slab by slab of the vocabulary."""
+    """hidden @ weight.T in `dtype`, slab by slab of the vocabulary.
+
+    float32 is torch's product of the narrow operands as they are: the tensor cores' sums round more than
+    those of widened operands do.
+    """
     slabs = weight.split(max(1, 2**27 // weight.shape[1]))
+    if dtype is torch.float32:
+        return torch.cat([torch.mm(hidden, slab.mT, out_dtype=dtype) for slab in slabs], dim=1)
     return torch.cat([hidden.to(dtype) @ slab.to(dtype).mT for slab in slabs], dim=1)
 
 

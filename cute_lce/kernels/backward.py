@@ -1,10 +1,11 @@
-"""The backward's host function: one stripe of the vocabulary, three GEMMs (the paper's Algorithm 2 in stripes).
+"""The backward's host function: a stripe of the vocabulary, three GEMMs (the paper's Algorithm 2 in stripes).
 
-    dlogits = grad_scale (softmax(hidden @ weight.T) - onehot)     the forward's GEMM, stored in the operands' dtype
-    dhidden += dlogits @ weight                                    fp32 over the stripes, rounded after the last
-    dweight = dlogits.T @ hidden                                   the stripe's rows, written once
+    dlogits = grad_scale (softmax(hidden @ weight.T) - onehot)   the forward's GEMM, rounded and stored
+    dhidden += dlogits @ weight                                  fp32 over the stripes, rounded after the last
+    dweight = dlogits.T @ hidden                                 the stripe's rows, written once
 
-All three are the architecture's one mainloop; the operands' orders of dimensions and the epilogues differ.
+All three are the architecture's one mainloop; the operands' orders of dimensions and the epilogues differ. A
+stripe that the forward kept needs no first GEMM, but factors and scaled rows (kernels.scale).
 """
 
 import cuda.bindings.driver as cuda
@@ -57,7 +58,8 @@ class Backward:
         accumulator: Int64,  # fp32 (n, d)
         dhidden: Int64,  # (n, d), 0: not wanted
         dweight: Int64,  # (V, d), 0: not wanted
-        kept_scale: Int64,  # fp32 (n,), 0: dlogits are recomputed; else factor and scaled_hidden are written here
+        # fp32 (n,), 0: dlogits are recomputed; else factor and scaled_hidden are written here
+        kept_scale: Int64,
         progress: Int64,  # three zeroed int32
         pitch: Int64,
         first: Int32,  # the stripe: its first column and its columns
@@ -187,7 +189,7 @@ def compile_backward(
     target_dtype: str,
     options: str,
 ):
-    """Compile `Backward` for any n, d, V and stripe, and any pitch of rows that begin at multiples of 16 bytes."""
+    """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     index = {"int32": cutlass.Int32, "int64": cutlass.Int64}[target_dtype]
     n, d = cute.sym_int(), cute.sym_int(divisibility=8)

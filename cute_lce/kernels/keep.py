@@ -1,15 +1,16 @@
-"""What "keep" adds to the forward: the rows' references before its GEMM, and the kept operand's last touch after it.
+"""What "keep" adds to the forward: the rows' references before its GEMM, and the kept operand's last touch
+after it.
 
-Kept is E = bf16(2^(z log2 e - K)) with one integer K a row: bf16 has fp32's exponent range, so E is as precise as
-dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) a row
+Kept is E = bf16(2^(z log2 e - K)) with one integer K a row: bf16 has fp32's exponent range, so E is as
+precise as dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) a row
 
     dhidden = v (E' weight)        dweight = E'^T (v hidden)        E' = E - onehot 2^(lse log2 e - K)
 
-are plain GEMMs, for any upstream vector. K is the target's logit rounded down in base 2: no logit that matters lies
-far below it. A row and tile that rises above K by more than 64 is stored relative to K + 128 j and notes j in a byte;
-`Finish` brings such rows, which are rare, to one K, and subtracts the onehot. Both steps are exact in bf16 but for the
-target's own entry, which is rounded once. A row whose maximum lies as far above K in columns that are not kept is raised
-as well: 2^(lse log2 e - K) must be a number.
+are plain GEMMs, for any upstream vector. K is the target's logit rounded down in base 2: no logit that
+matters lies far below it. A row and tile that rises above K by more than 64 is stored relative to K + 128 j
+and notes j in a byte; `Finish` brings such rows, which are rare, to one K, and subtracts the onehot. Both
+steps are exact in bf16 but for the target's own entry, which is rounded once. A row whose maximum lies as far
+above K in columns that are not kept is raised as well: 2^(lse log2 e - K) must be a number.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8
+from cutlass import Float32, Int32, Int64
 
 from cute_lce.kernels.row_stats import HEADROOM, LOG2_E, STEP
 
@@ -29,9 +30,9 @@ ROWS = 32
 class KeepTensors(NamedTuple):
     """Global memory of a forward that keeps.
 
-    kept (n, columns) bf16: E. reference (n,) fp32: K. raised (units, n) uint8: j of a row and a unit of columns.
-    most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse), K as raised: v without
-    grad_scale. columns: how many are kept: whole tiles, or V.
+    kept (n, columns) bf16: E. reference (n,) fp32: K. raised (units, n) uint8: j of a row and a unit of
+    columns. most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse), K as raised:
+    v without grad_scale. columns: how many are kept: whole tiles, or V.
     """
 
     kept: cute.Tensor
@@ -45,7 +46,8 @@ class KeepTensors(NamedTuple):
 class References:
     """K of every row, floor(<hidden, weight of the target> log2 e), and zeros for `most_raised`.
 
-    A warp a row, 8 elements a lane at once; a row whose target is no class takes class 0. 4 d bytes are read a row.
+    A warp a row, 8 elements a lane at once; a row whose target is no class takes class 0. 4 d bytes are read
+    a row.
     """
 
     @cute.jit

@@ -15,8 +15,8 @@ WARPS = 4
 class ScaleTensors(NamedTuple):
     """Global memory of the scaling kernel, and the numbers it needs.
 
-    Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 of any stride (0: one number), num_valid (1,)
-    int64, kept_scale (n,) fp32. mean: whether the loss was divided by num_valid.
+    Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 of any stride (0: one number), num_valid
+    (1,) int64, kept_scale (n,) fp32. mean: whether the loss was divided by num_valid.
     Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored or its gradient is 0;
     scaled (n, d), hidden's rows times factor, if `wanted`.
     """
