@@ -96,7 +96,9 @@ def test_recompute(arch: str, dtype: torch.dtype, window: int):
 
 @both
 @pytest.mark.parametrize(
-    ("kept", "window"), [(128, 0), (128, 70), (256, 0), (330, 0)], ids=["some", "some, stripes", "most", "all"]
+    ("kept", "window"),
+    [(128, 0), (128, 70), (256, 0), (330, 0)],
+    ids=["some", "some, stripes", "most", "all"],
 )
 def test_keep(arch: str, kept: int, window: int):
     case = ignoring(random_case(40, 72, 330, BF16, seed=kept))
@@ -136,7 +138,10 @@ def test_one_row_jumps(arch: str, height: float):
     check(case, run, dloss=dloss)
     others = [row for row in range(20) if row != 7]
     assert run.dinput is not None
-    expected, plain = (g[1][others] for g in (case.expected(dloss, "none"), case.baseline(dloss, "none", rounded_dlogits=True)))
+    expected, plain = (
+        g[1][others]
+        for g in (case.expected(dloss, "none"), case.baseline(dloss, "none", rounded_dlogits=True))
+    )
     assert_close("dinput of the others", run.dinput[others], expected, plain)
 
 
@@ -254,9 +259,7 @@ def test_reductions(arch: str, how: str, reduction: str):
 def test_frozen(arch: str, frozen: str, kept: int):
     """No GEMM and no result for what needs no gradient."""
     case = random_case(37, 64, 200, BF16)
-    run = train(
-        case, arch, kept_columns=kept, need_dinput=frozen != "input", need_dweight=frozen != "weight"
-    )
+    run = train(case, arch, kept_columns=kept, need_dinput=frozen != "input", need_dweight=frozen != "weight")
     check(case, run)
     assert (run.dinput is None) == (frozen == "input")
     assert (run.dweight is None) == (frozen == "weight")

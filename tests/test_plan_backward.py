@@ -1,0 +1,292 @@
+"""Plans of the backward: stripes, what is kept, and what a call allocates against what it was given."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_lce import compiled, launch
+from cute_lce import plan as plans
+from cute_lce.plan import DEVICES, ceil_div
+
+ARCHITECTURES = tuple(DEVICES)
+MIB = 1 << 20
+NEEDS = ((True, True), (True, False), (False, True))
+TABLE = (
+    (8192, 4096, 131072),
+    (4096, 4096, 32768),
+    (1024, 4096, 262144),
+    (4096, 7168, 129280),
+    (32768, 4096, 262144),
+    (256, 4096, 128256),
+)
+
+
+def draws(count: int, seed: int = 7):
+    """(n, d, V, workspace or 0, window or 0, half, need_dinput, need_dweight), of the usual sizes and random ones."""
+    draw = random.Random(seed)
+    for i in range(count):
+        if i % 3 == 0:
+            n, d, V = draw.choice(TABLE)
+        else:
+            n, d, V = (int(2 ** draw.uniform(0, top)) for top in (16, 12, 18))
+        d = 8 * ceil_div(d, 8)
+        workspace = draw.choice((0, int(2 ** draw.uniform(17, 33))))
+        window = draw.choice((0, 0, draw.randint(1, V)))
+        yield n, d, V, workspace, window, draw.random() < 0.3, *draw.choice(NEEDS)
+
+
+def decide(n, d, V, workspace, window, half, need_dinput, need_dweight, schedule="keep"):
+    """Columns kept, or None where launch refuses the workspace; then `least` is what it asks for."""
+    dtype = torch.float16 if half else torch.bfloat16
+    if half and schedule == "keep":
+        schedule = "auto"
+    try:
+        return launch.plan(
+            n, d, V, dtype, "cuda", schedule, "mean", need_dinput, need_dweight, window, workspace
+        )[1]
+    except ValueError as refusal:
+        assert str(refusal).startswith("workspace_mb:")
+        return None
+
+
+def planned(arch: str, n, d, V, workspace, window, half, need_dinput, need_dweight, kept):
+    sms = DEVICES[arch].sms
+    return plans.backward(arch, n, d, V, sms, half, need_dinput, need_dweight, kept, window, workspace)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_stripes_cover_the_vocabulary_exactly_once(arch: str):
+    for n, d, V, workspace, window, half, *needs in draws(300):
+        kept = decide(n, d, V, workspace, window, half, *needs)
+        if kept is None:
+            continue
+        plan = planned(arch, n, d, V, workspace, window, half, *needs, kept)
+        spans = [(first, first + columns) for first, columns, _ in plan.stripes]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == V
+        assert all(end == following for (_, end), (following, _) in pairwise(spans))
+        assert all(first < end for first, end in spans)
+        # What was kept comes first, and whole.
+        assert plan.kept == kept
+        assert not kept or spans[0] == (0, kept)
+        assert all(end - first <= plan.stripe for first, end in spans[1 if kept else 0 :])
+        # Rows of dlogits begin at multiples of 16 bytes and hold a stripe.
+        assert plan.pitch % 8 == 0
+        assert plan.stripe <= plan.pitch < plan.stripe + 8
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gemms_are_in_bounds(arch: str):
+    for n, d, V, workspace, window, half, *needs in draws(150, seed=3):
+        plan = planned(arch, n, d, V, workspace, window, half, *needs, 0)
+        for _, columns, ints in plan.stripes:
+            assert all(type(number) is int for number in ints)
+            sizes = ((n, columns), (n, d), (columns, d))
+            configs = (plan.logits, plan.dhidden, plan.dweight)
+            for i, (config, (rows, width)) in enumerate(zip(configs, sizes, strict=True)):
+                windows, group_m, clusters, paced = ints[4 * i : 4 * i + 4]
+                assert windows == ceil_div(width, config.cluster_columns)
+                assert 1 <= group_m <= ceil_div(rows, config.cluster_rows)
+                assert 1 <= clusters <= ceil_div(rows, config.cluster_rows) * windows
+                assert clusters * config.cluster_m * config.cluster_n <= DEVICES[arch].sms
+                assert paced in (0, 1)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_configs_fit_the_device(arch: str):
+    for config in plans.gradient_configs(arch):
+        assert config.arch == arch
+        assert config.shared_memory <= DEVICES[arch].shared_memory
+        # Operands whose rows are not along k come in 64 columns; a multicast sends each CTA whole ones.
+        assert config.tile_m % (64 * config.cluster_n) == 0
+        assert config.tile_n % (64 * config.cluster_m) == 0
+
+
+def test_kept_columns_grow_with_the_workspace():
+    for n, d, V, _, window, _, *needs in draws(60, seed=5):
+        kept = [
+            plans.kept_columns(n, d, V, *needs, window, workspace)
+            for workspace in sorted({int(1.3**power) for power in range(45, 95)})
+        ]
+        assert all(type(columns) is int for columns in kept)
+        assert all(0 <= columns <= V for columns in kept)
+        assert kept == sorted(kept), (n, d, V, window, needs, kept)
+        # Whole tiles of the forward, so that no tile is half kept; or everything.
+        for arch in ARCHITECTURES:
+            columns = plans.configs(arch)[0].cluster_columns
+            assert all(k == V or k % columns == 0 for k in kept)
+
+
+def test_everything_is_kept_where_it_fits():
+    n, d, V = 4096, 4096, 32768
+    assert plans.kept_columns(n, d, V, True, True, 0, 2 * 2 * n * V) == V
+    assert plans.kept_columns(n, d, V, True, True, 0, n * V) < V
+    # Less than one copy of the operands' rows: nothing.
+    assert plans.kept_columns(n, d, V, True, True, 0, 4 * n * d) == 0
+
+
+def test_the_least_is_named_and_enough():
+    for n, d, V, _, window, half, *needs in draws(60, seed=11):
+        dtype = torch.float16 if half else torch.bfloat16
+        arguments = (n, d, V, dtype, "cuda", "recompute", "mean", *needs, window)
+        with pytest.raises(ValueError, match=r"workspace_mb: .*") as refused:
+            launch.plan(*arguments, 1)
+        numbers = [float(word) for word in str(refused.value).replace(",", " ").split() if _is_number(word)]
+        least = max(numbers)
+        assert launch.plan(*arguments, int(least * MIB) + 1) == ("recompute", 0)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------
+# workspace_mb is a promise: launch.py on tensors without memory, every allocation counted
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors alive, as torch makes and frees them, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                self._add(tensor)
+        return out
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+        self._alive[key] = self._alive.get(key, 0) + 1
+        weakref.finalize(tensor, self._drop, key, storage.nbytes())
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._alive[key] -= 1
+        if not self._alive[key]:
+            del self._alive[key]
+            self.bytes -= nbytes
+
+
+def train(n, d, V, workspace, window, half, need_dinput, need_dweight, *, kept: int, reduction: str) -> int:
+    """The peak bytes of a forward and a backward beyond dinput and dweight, no kernel launched."""
+    dtype = torch.float16 if half else torch.bfloat16
+    hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, V))
+    target = torch.empty(n, dtype=torch.int64, device="meta")
+    dloss = torch.empty((n,) if reduction == "none" else (), device="meta")
+    with Allocations() as counted:
+        arguments = (hidden, weight, target, -100, reduction, window, workspace)
+        if kept:
+            _, *saved = launch.forward_keep(*arguments, kept)
+        else:
+            _, *saved = launch.forward(*arguments)
+            saved += [None, None]
+        results = launch.backward(
+            dloss,
+            hidden,
+            weight,
+            target,
+            *saved,
+            -100,
+            reduction,
+            window,
+            workspace,
+            need_dinput,
+            need_dweight,
+        )
+    return counted.peak - sum(tensor.nbytes for tensor in results if tensor is not None)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """The host side of an H100 whose kernels do nothing."""
+    _forget()
+
+    class Functions:
+        def get(self, key):
+            return lambda *arguments: None
+
+    monkeypatch.setattr(compiled, "_functions", Functions())
+    monkeypatch.setattr(launch, "_architecture", lambda _: ("sm_90a", 132))
+    yield
+    monkeypatch.undo()
+    _forget()
+
+
+def _forget() -> None:
+    """Empty launch's caches: none of them expects a device to change."""
+    for function in vars(launch).values():
+        if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "auto"])
+def test_what_is_allocated_is_within_the_workspace(schedule: str, reduction: str, no_kernels):
+    served = 0
+    for n, d, V, workspace, window, half, *needs in draws(120, seed=13):
+        if not workspace:
+            continue
+        kept = decide(n, d, V, workspace, window, half, *needs, schedule=schedule)
+        if kept is None:
+            continue
+        served += 1
+        peak = train(n, d, V, workspace, window, half, *needs, kept=kept, reduction=reduction)
+        assert peak <= workspace, (
+            f"{(n, d, V)}, window {window}, half {half}, needs {needs}, kept {kept}: "
+            f"{peak / MIB:.2f} MiB of {workspace / MIB:.2f}"
+        )
+    assert served > 20
+
+
+@pytest.mark.parametrize(("n", "d", "V"), TABLE)
+def test_the_workspace_is_used(n: int, d: int, V: int, no_kernels):
+    """Not only a bound: of 2 GiB for what has more to keep, at least three quarters are filled."""
+    workspace = 2 << 30
+    if 2 * n * V < 2 * workspace:
+        workspace = n * V
+    kept = decide(n, d, V, workspace, 0, False, True, True)
+    if kept is None:
+        pytest.fail("refused")
+    peak = train(n, d, V, workspace, 0, False, True, True, kept=kept, reduction="mean")
+    assert 0.75 * workspace <= peak <= workspace
+
+
+def test_a_frozen_weight_has_nothing_of_its_size(no_kernels):
+    n, d, V = 1024, 4096, 262144
+    kept = decide(n, d, V, 200 * MIB, 0, False, True, False, schedule="auto")
+    assert kept is not None
+    peak = train(n, d, V, 200 * MIB, 0, False, True, False, kept=kept, reduction="mean")
+    assert peak <= 200 * MIB < 2 * V * d
+
+
+def test_plan_needs_neither_torch_nor_cutlass():
+    code = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("plan", sys.argv[1])
+sys.modules["plan"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.backward("sm_90a", 4096, 4096, 128256, 132, False, True, True, 768, 0, 1 << 30)
+module.kept_columns(4096, 4096, 128256, True, True, 0, 1 << 30)
+assert not {"torch", "cutlass", "numpy"} & set(sys.modules), set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code, plans.__file__], check=True)
