@@ -1,0 +1,375 @@
+"""The backward's kernels on a GPU that has them: what is kept, upstream gradients, bits, memory, host time.
+
+What holds for every implementation on a CUDA device is in tests/test_gpu_ops.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_lce import launch, linear_cross_entropy
+from cute_lce import plan as plans
+from tests.numerics import Case, assert_close, make, random_case
+from tests.test_gpu_forward import device_case, host_microseconds
+
+NARROW = (torch.bfloat16, torch.float16)
+BF16 = torch.bfloat16
+MIB = 1 << 20
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_empty"),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and launch.serves(torch.device("cuda", 0), BF16)),
+        reason="no kernels for this device",
+    ),
+]
+# How much is kept: a share of the vocabulary, in whole tiles; None: float16, which keeps nothing.
+KEPT = pytest.mark.parametrize("kept", [0, 0.5, 1, None], ids=["nothing", "half", "all", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def _memory():
+    yield
+    torch.cuda.empty_cache()
+
+
+def dtype_of(kept: float | None) -> torch.dtype:
+    return torch.float16 if kept is None else BF16
+
+
+def columns_of(kept: float | None, V: int) -> int:
+    if kept in (None, 0):
+        return 0
+    return V if kept == 1 else int(V * kept) // plans.STRIPE_MULTIPLE * plans.STRIPE_MULTIPLE
+
+
+class Trained:
+    """A forward that keeps a share of the vocabulary, and any number of backwards of it."""
+
+    def __init__(self, case: Case, kept: float | None, reduction: str = "none", window: int = 0):
+        self.case, self.reduction, self.window = case, reduction, window
+        columns = columns_of(kept, case.linear_weight.shape[0])
+        operands = (case.input, case.linear_weight, case.target, case.ignore_index, reduction, window, 0)
+        if columns:
+            self.loss, *self.saved = launch.forward_keep(*operands, columns)
+        else:
+            self.loss, *statistics = launch.forward(*operands)
+            self.saved = [*statistics, None, None]
+
+    def backward(self, dloss: Tensor) -> tuple[Tensor, Tensor]:
+        case = self.case
+        dinput, dweight = launch.backward(
+            dloss.float() if dloss.dtype is torch.float64 else dloss,
+            case.input,
+            case.linear_weight,
+            case.target,
+            *self.saved,
+            case.ignore_index,
+            self.reduction,
+            self.window,
+            0,
+            True,
+            True,
+        )
+        assert dinput is not None
+        assert dweight is not None
+        return dinput, dweight
+
+    def check(self, dloss: Tensor | None = None) -> None:
+        dloss = self.case.upstream(self.reduction) if dloss is None else dloss
+        found = (self.loss, *self.backward(dloss))
+        expected = self.case.expected(dloss.double(), self.reduction)
+        baseline = self.case.baseline(dloss.double(), self.reduction)
+        for name, mine, want, plain in zip(
+            ("loss", "dinput", "dweight"), found, expected, baseline, strict=True
+        ):
+            assert_close(name, mine, want, plain)
+
+
+def some_ignored(case: Case) -> Case:
+    case.target[1::3] = case.ignore_index
+    return case
+
+
+def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) -> Case:
+    """Columns whose logits lie above all others by so much, for some rows; targets there and elsewhere."""
+    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
+    hidden[:, 0] = 0
+    hidden[rows, 0] = 1
+    weight[:, 0] = 0
+    for i, (column, height) in enumerate(heights.items()):
+        weight[column, 0] = height
+        target[i] = column
+    return replace(case, input=hidden, linear_weight=weight, target=target)
+
+
+def held_by_bf16(case: Case) -> Tensor:
+    """An upstream for rows of probabilities 0 and 1: what dlogits are rounded from is then the upstream itself, and
+    float16 must hold its product with the largest weight."""
+    return case.upstream("none").to(BF16).double() / 16
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is kept
+
+
+@KEPT
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("window", [0, 1000])
+def test_kept(kept, reduction, window):
+    case = some_ignored(random_case(700, 256, 5003, dtype_of(kept), scale=2.0).to("cuda"))
+    Trained(case, kept, reduction, window).check()
+
+
+@KEPT
+@pytest.mark.parametrize("height", [50.0, 100.0, 300.0, 1000.0])
+@pytest.mark.parametrize("column", [5, 4000])
+def test_rows_that_jump(kept, height, column):
+    """Every eighth row jumps far above its reference, in what is kept at half and beyond it."""
+    case = random_case(400, 128, 5003, dtype_of(kept)).to("cuda")
+    case = jumping(case, {column: height}, slice(0, None, 8))
+    trained = Trained(case, kept)
+    dloss = held_by_bf16(case)
+    trained.check(dloss)
+    # The others by themselves: what jumps would hide them.
+    others = torch.arange(400, device="cuda") % 8 != 0
+    dinput, _ = trained.backward(dloss)
+    want, plain = (g[1][others] for g in (case.expected(dloss, "none"), case.baseline(dloss, "none")))
+    assert_close("dinput of the others", dinput[others], want, plain)
+
+
+@KEPT
+def test_rows_that_jump_again_and_again(kept):
+    case = jumping(
+        random_case(300, 128, 5003, dtype_of(kept)).to("cuda"),
+        {200: 50.0, 1000: 100.0, 2500: 300.0, 4900: 500.0},
+    )
+    Trained(case, kept).check(held_by_bf16(case))
+
+
+@KEPT
+@pytest.mark.parametrize("name", ["offset_300", "offset_10000", "confident", "sixty", "jumps"])
+def test_inputs(kept, name):
+    """Of the common cases those that are hard on exponentials, here at what is kept."""
+    case = make(name, dtype_of(kept), "cuda")
+    V = case.linear_weight.shape[0]
+    if kept == 0.5 and V < 2 * plans.STRIPE_MULTIPLE:
+        columns = -(-2 * plans.STRIPE_MULTIPLE // V) * V
+        # More of the same columns: half of them fit whole tiles.
+        case = replace(case, linear_weight=case.linear_weight.repeat(columns // V, 1))
+    Trained(case, kept).check(held_by_bf16(case))
+
+
+@KEPT
+def test_retained_backwards(kept):
+    """Any number of backwards with different gradients, and the first again: nothing saved is written to."""
+    case = some_ignored(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"))
+    trained = Trained(case, kept)
+    saved = [None if t is None else t.clone() for t in trained.saved]
+    first = trained.backward(case.upstream("none"))
+    trained.check()
+    trained.check(-3 * case.upstream("none"))
+    trained.check(torch.linspace(-1, 2, 300, device="cuda").double())
+    again = trained.backward(case.upstream("none"))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for before, after in zip(saved, trained.saved, strict=True):
+        assert before is None or torch.equal(before, after)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Upstream gradients and targets
+
+
+def upstream(name: str, n: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(n, 3, generator=generator)
+    if name == "zeros, negatives and 1e4":
+        values[::4, 1] = 0
+        values[1::4, 1] *= 1e4
+        return values[:, 1].contiguous().cuda()
+    if name == "strided":
+        return values.cuda()[:, 1]
+    if name == "zeros":
+        return torch.zeros(n, device="cuda")
+    return torch.tensor(-1.5, device="cuda").expand(n)
+
+
+@KEPT
+@pytest.mark.parametrize("name", ["zeros, negatives and 1e4", "strided", "expanded", "zeros"])
+def test_upstream(kept, name):
+    case = some_ignored(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"))
+    # float16 must hold 1e4 times either operand.
+    case = replace(case, input=case.input / 4, linear_weight=case.linear_weight * 4)
+    Trained(case, kept).check(upstream(name, 300))
+
+
+@KEPT
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_all_ignored(kept, reduction):
+    case = random_case(300, 128, 5003, dtype_of(kept)).to("cuda")
+    case.target[:] = case.ignore_index
+    trained = Trained(case, kept, reduction)
+    assert not trained.loss.any()
+    assert not any(gradient.any() for gradient in trained.backward(case.upstream(reduction)))
+
+
+@KEPT
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("row", [0, 299])
+def test_one_valid_row(kept, reduction, row):
+    case = random_case(300, 128, 5003, dtype_of(kept)).to("cuda")
+    case.target[:] = case.ignore_index
+    case.target[row] = 5002
+    Trained(case, kept, reduction).check(torch.full_like(case.upstream(reduction), -1.5))
+
+
+@KEPT
+@pytest.mark.parametrize("V", [50257, 151936, 201088, 262144])
+def test_vocabularies(kept, V):
+    """At d = 2880; targets in the last column, the first, and on both sides of the end of what is kept."""
+    case = device_case(70, 2880, V, dtype_of(kept), seed=V)
+    edge = columns_of(kept, V)
+    special = {V - 1, 0, V - 2, min(edge, V - 1), max(edge - 1, 0)}
+    case.target[: len(special)] = torch.tensor(sorted(special), device="cuda")
+    Trained(case, kept).check()
+
+
+def test_sum_of_many_losses():
+    """The summed loss of 64k tokens whose exponentials are kept, within 1e-6 of float64's."""
+    case = random_case(65536, 64, 1000, BF16).to("cuda")
+    loss = Trained(case, 1, "sum").loss
+    assert abs(float(loss) / float(case.expected(1.0, "sum")[0]) - 1) < 1e-6
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Bits
+
+
+@KEPT
+@pytest.mark.parametrize(("n", "d", "V", "window"), [(700, 256, 5003, 1000), (2048, 2048, 32768, 0)])
+def test_the_same_bits_in_every_run(kept, n, d, V, window):
+    case = some_ignored(device_case(n, d, V, dtype_of(kept)))
+    runs = []
+    for _ in range(6):
+        trained = Trained(case, kept, window=window)
+        runs.append((trained.loss, *trained.backward(case.upstream("none"))))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def loss_and_dinput(case: Case, dloss: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    hidden = case.input.detach().requires_grad_()
+    weight = case.linear_weight.detach().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, weight, case.target, reduction="none", schedule="recompute", window=window
+    )
+    (dinput,) = torch.autograd.grad(loss, hidden, dloss)
+    return loss.detach(), dinput
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    ("d", "V", "window"), [(256, 5003, 1000), (4096, 20000, 4096), (512, 50257, 192), (512, 50257, 100000)]
+)
+def test_a_rows_bits_do_not_depend_on_its_batch(d, V, window, dtype):
+    """With the schedule "recompute" and a window: alone, permuted, in smaller and larger batches."""
+    n = 4500
+    case = device_case(n, d, V, dtype)
+    dloss = torch.randn(n, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    if dtype is torch.float16:
+        # A batch's largest factor scales dweight's operand, which dinput does not see.
+        dloss[0] = 100
+    loss, dinput = loss_and_dinput(case, dloss, window)
+    order = torch.randperm(n, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    batches = {
+        "alone": torch.tensor([777], device="cuda"),
+        "another alone": torch.tensor([n - 1], device="cuda"),
+        "100": order[:100],
+        "129": order[100:229],
+        "1000": order[:1000],
+        "permuted": order,
+    }
+    for name, rows in batches.items():
+        part = Case(case.input[rows], case.linear_weight, case.target[rows])
+        some_loss, some_dinput = loss_and_dinput(part, dloss[rows], window)
+        assert torch.equal(some_loss, loss[rows]), f"loss, {name}"
+        assert torch.equal(some_dinput, dinput[rows]), f"dinput, {name}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Memory and time
+
+
+def peak_extra(case: Case, *, need_dweight: bool = True, reduction: str = "mean", **options) -> int:
+    """Peak bytes over forward and backward beyond the operands and their gradients."""
+    hidden = case.input.detach().requires_grad_()
+    weight = case.linear_weight.detach().requires_grad_(need_dweight)
+    operands = [hidden, weight] if need_dweight else [hidden]
+    ones = torch.ones(case.target.shape if reduction == "none" else (), device="cuda")
+
+    def step():
+        loss = linear_cross_entropy(hidden, weight, case.target, reduction=reduction, **options)
+        torch.autograd.grad(loss, operands, ones)
+
+    # What the first call compiles, loads or reserves is not counted.
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - sum(operand.nbytes for operand in operands)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("n", "d", "V", "workspace_mb"),
+    [
+        (4096, 4096, 32768, 150),
+        (4096, 4096, 32768, 384),
+        (1024, 4096, 262144, 200),
+        (1024, 4096, 262144, 560),
+        (8192, 4096, 131072, 310),
+        (8192, 4096, 131072, 2350),
+    ],
+)
+def test_workspace_is_a_promise(n, d, V, workspace_mb, reduction):
+    """The table's shapes and budgets (tests/test_plan_backward.py has every plan on paper)."""
+    case = device_case(n, d, V, BF16)
+    for schedule in ("auto", "recompute"):
+        extra = peak_extra(case, schedule=schedule, reduction=reduction, workspace_mb=workspace_mb)
+        assert extra <= workspace_mb * MIB, f"{schedule}: {extra / MIB:.1f} MiB"
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_frozen_weight_has_no_buffer_of_its_size(dtype):
+    n, d, V = 512, 1024, 262144
+    case = device_case(n, d, V, dtype)
+    extra = peak_extra(case, need_dweight=False, workspace_mb=100)
+    assert extra <= 100 * MIB < 2 * V * d
+
+
+@pytest.mark.parametrize(("schedule", "window"), [("recompute", None), ("keep", None), ("recompute", 128)])
+def test_host_time(schedule, window):
+    """Under 100 us, and 5 us a launch."""
+    n, d, V = 128, 64, 1024
+    case = device_case(n, d, V, BF16)
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, case.target, schedule=schedule, window=window)
+    dloss = torch.ones((), device="cuda")
+    # Of a stripe: logits or scaled rows, dinput, dlinear_weight.
+    launches = 3 * (-(-V // window) if window else 1)
+
+    def backward():
+        torch.autograd.grad(loss, (hidden, weight), dloss, retain_graph=True)
+
+    # poisoned_empty fills what is allocated, a launch each.
+    torch.use_deterministic_algorithms(False)
+    microseconds = host_microseconds(backward)
+    print(f"{schedule}, {launches} launches: {microseconds:.1f} us a backward")
+    assert microseconds < 100 + 5 * launches
