@@ -127,7 +127,16 @@ def forward(input, linear_weight, target, ignore_index, reduction, window, works
     never synchronises; runs on torch's current stream of input's device. Arguments are checked in ops.py.
     Raises what `compiled.forward` does, on the first call of a configuration.
     """
-    return _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, None, None)
+    return _forward(
+        input, linear_weight, target, ignore_index, reduction, window, workspace, True, None, None
+    )
+
+
+def loss(input, linear_weight, target, ignore_index, reduction, window, workspace):
+    """The loss alone of `forward`, whose statistics stay in the workspace."""
+    return _forward(
+        input, linear_weight, target, ignore_index, reduction, window, workspace, False, None, None
+    )[0]
 
 
 def _raised_bytes(columns: int) -> int:
@@ -160,17 +169,20 @@ def forward_keep(input, linear_weight, target, ignore_index, reduction, window, 
     return *results, kept, kept_scale
 
 
-def _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, keep, kept_scale):
+def _forward(
+    input, linear_weight, target, ignore_index, reduction, window, workspace, statistics, keep, kept_scale
+):
     device, n = input.device, input.shape[0]
-    # new_empty of a tensor's own dtype takes half the time of torch.empty.
-    row_max = torch.empty((n,), dtype=torch.float32, device=device)
-    row_sum = row_max.new_empty((n,))
-    loss = row_max.new_empty((n,) if reduction == "none" else ())
-    num_valid = (
-        target.new_empty(())
-        if target.dtype is torch.int64
-        else torch.empty((), dtype=torch.int64, device=device)
-    )
+    loss = torch.empty((n,) if reduction == "none" else (), dtype=torch.float32, device=device)
+    row_max = row_sum = num_valid = loss
+    if statistics or n == 0:
+        # new_empty of a tensor's own dtype takes half the time of torch.empty.
+        row_max, row_sum = loss.new_empty((n,)), loss.new_empty((n,))
+        num_valid = (
+            target.new_empty(())
+            if target.dtype is torch.int64
+            else torch.empty((), dtype=torch.int64, device=device)
+        )
     if n == 0:
         return loss.zero_(), row_max, row_sum, num_valid.zero_()
     hidden, weight = _rows("input", input), _rows("linear_weight", linear_weight)
@@ -187,7 +199,12 @@ def _forward(input, linear_weight, target, ignore_index, reduction, window, work
         workspace,
         keep is not None,
     )
-    scratch = row_max.new_empty((chosen.workspace_floats,))
+    scratch = loss.new_empty((chosen.workspace_floats + (0 if statistics else 2 * n + 3),))
+    addresses = row_max.data_ptr(), row_sum.data_ptr(), num_valid.data_ptr()
+    if not statistics:
+        # Behind the workspace, the count at a multiple of 8 bytes.
+        behind = scratch.data_ptr() + 8 * (-(-chosen.workspace_floats // 2))
+        addresses = behind + 8, behind + 8 + 4 * n, behind
     kept_arguments = (0, 0, 0, 0, 0)
     if keep is not None:
         kept, columns = keep
@@ -200,9 +217,7 @@ def _forward(input, linear_weight, target, ignore_index, reduction, window, work
         ignore_index,
         REDUCTIONS[reduction],
         loss.data_ptr(),
-        row_max.data_ptr(),
-        row_sum.data_ptr(),
-        num_valid.data_ptr(),
+        *addresses,
         scratch.data_ptr(),
         chosen.windows,
         chosen.tiles_per_window,

@@ -84,7 +84,7 @@ def _log_streaming(device: torch.device) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_plain_eager(*tensors: Tensor) -> bool:
+def is_plain_eager(input: Tensor, linear_weight: Tensor, target: Tensor) -> bool:
     """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no subclass, no meta tensor.
 
     Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call has four.
@@ -94,7 +94,10 @@ def is_plain_eager(*tensors: Tensor) -> bool:
         and not is_in_torch_dispatch_mode()
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
         and forward_ad._current_level < 0
-        and all(type(tensor) in _PLAIN and not tensor.is_meta for tensor in tensors)
+        and type(input) in _PLAIN
+        and type(linear_weight) in _PLAIN
+        and type(target) in _PLAIN
+        and not (input.is_meta or linear_weight.is_meta or target.is_meta)
     )
 
 
@@ -219,9 +222,12 @@ def fused_linear_cross_entropy(
     if not eager:
         loss = op(*arguments)[0]
     elif need_dinput or need_dweight:
-        loss = function.apply(_bodies[op], *arguments)[0]
-    else:
+        loss = function.apply(_bodies[op], False, *arguments)
+    elif CHECK_TARGETS:
         loss = _bodies[op](*arguments)[0]
+    else:
+        # Nothing needs a gradient, so that the plan is the plain forward.
+        loss = implementation(device, input.dtype).loss(*arguments)
     if shape is not None and reduction == "none":
         loss = loss.view(shape)
     return loss
@@ -429,29 +435,32 @@ _NO_DOUBLE_BACKWARD = (
 class _ForwardFunction(torch.autograd.Function):
     """forward, and forward_keep, whose arguments end with one more and whose results end with two more.
 
-    The first argument, `run`, is the op or its body.
+    The first argument, `run`, is the op or its body. `whole` says whether all of its results are wanted, as
+    the op's schema has it, or the loss alone, which spares an eager call the others' wrapping.
     """
 
     @staticmethod
-    def forward(ctx, run, *arguments):
+    def forward(ctx, run, whole, *arguments):
         with _below_autograd():
             results = run(*arguments)
         input, linear_weight, target, *ctx.options = arguments
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*results[1:])
         ctx.save_for_backward(input, linear_weight, target, *results[1:])
+        if not whole:
+            return results[0]
+        ctx.mark_non_differentiable(*results[1:])
         return results
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, need_dinput, need_dweight, *others = ctx.needs_input_grad
+        _, _, need_dinput, need_dweight, *others = ctx.needs_input_grad
         if dresults[0] is None:
-            return None, None, None, *(None for _ in others)
-        kept = () if len(dresults) == 6 else (None, None)
-        dinput, dweight = _backward(
-            dresults[0], *ctx.saved_tensors, *kept, *ctx.options[:4], need_dinput, need_dweight
-        )
+            return None, None, None, None, *(None for _ in others)
+        saved = ctx.saved_tensors
+        kept = () if len(saved) == 8 else (None, None)
+        dinput, dweight = _backward(dresults[0], *saved, *kept, *ctx.options[:4], need_dinput, need_dweight)
         return (
+            None,
             None,
             dinput if need_dinput else None,
             dweight if need_dweight else None,
@@ -460,23 +469,28 @@ class _ForwardFunction(torch.autograd.Function):
 
 
 class _GradInForwardFunction(torch.autograd.Function):
-    """grad_in_forward, or its body, as `run`, whose backward is scale_gradients."""
+    """grad_in_forward, or its body, as `run`, whose backward is scale_gradients.
+
+    `whole` is as in _ForwardFunction.
+    """
 
     @staticmethod
-    def forward(ctx, run, *arguments):
+    def forward(ctx, run, whole, *arguments):
         with _below_autograd():
             results = run(*arguments)
         ctx.dtype, ctx.reduction, ctx.needed = arguments[0].dtype, arguments[4], arguments[-2:]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*results[1:])
         ctx.save_for_backward(*results[1:])
+        if not whole:
+            return results[0]
+        ctx.mark_non_differentiable(*results[1:])
         return results
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        others = (None for _ in ctx.needs_input_grad[3:])
+        others = (None for _ in ctx.needs_input_grad[4:])
         if dresults[0] is None:
-            return None, None, None, *others
+            return None, None, None, None, *others
         if torch.is_grad_enabled():
             # The gradients are constants by now: without this a second derivative would silently miss them.
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
@@ -484,7 +498,7 @@ class _GradInForwardFunction(torch.autograd.Function):
         dinput, dweight = _scale_gradients(
             dresults[0], *ctx.saved_tensors, ctx.reduction, ctx.dtype, need_dinput, need_dweight
         )
-        return None, dinput if need_dinput else None, dweight if need_dweight else None, *others
+        return None, None, dinput if need_dinput else None, dweight if need_dweight else None, *others
 
 
 class _GradientFunction(torch.autograd.Function):
@@ -511,11 +525,15 @@ def _register_autograd(name: str, op, apply) -> None:
 
 
 # Each op's first three arguments are tensors, and the only ones that can need a gradient.
-_register_autograd("forward", _forward, functools.partial(_ForwardFunction.apply, _forward))
-_register_autograd("forward_keep", _forward_keep, functools.partial(_ForwardFunction.apply, _forward_keep))
+_register_autograd("forward", _forward, functools.partial(_ForwardFunction.apply, _forward, True))
+_register_autograd(
+    "forward_keep", _forward_keep, functools.partial(_ForwardFunction.apply, _forward_keep, True)
+)
 _register_autograd("backward", _backward, functools.partial(_GradientFunction.apply, _backward))
 _register_autograd(
-    "grad_in_forward", _grad_in_forward, functools.partial(_GradInForwardFunction.apply, _grad_in_forward)
+    "grad_in_forward",
+    _grad_in_forward,
+    functools.partial(_GradInForwardFunction.apply, _grad_in_forward, True),
 )
 _register_autograd(
     "scale_gradients", _scale_gradients, functools.partial(_GradientFunction.apply, _scale_gradients)

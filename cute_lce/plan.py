@@ -94,6 +94,9 @@ _BLACKWELL = Device(
 DEVICES = {"sm_90a": _HOPPER, "sm_100a": _BLACKWELL, "sm_103a": _BLACKWELL}
 
 MAX_TILES_PER_WINDOW = 16
+# Products n d V from which the wide tiles win on an H100: they move less, and after some 40 ms nothing but
+# power counts. Shorter ones gain more from an epilogue that is hidden.
+LARGE = 1 << 44
 # Partials that a plan allows itself; more make no plan better by much.
 PARTIAL_BYTES = 64 << 20
 
@@ -238,7 +241,7 @@ def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelCon
     pingpong, wide, single = configs(arch)
     if n <= single.cluster_rows:
         return single
-    return wide if n >= 4 * wide.cluster_rows and d >= 4096 else pingpong
+    return wide if n * d * vocab >= LARGE else pingpong
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ a forward to a backward are the row statistics (and what is kept, which is priva
         -> (schedule, kept_columns)      "recompute", "keep" or "grad_in_forward"; ints may be symbolic
     forward(input, linear_weight, target, ignore_index, reduction, window, workspace)
         -> (loss, row_max, row_sum, num_valid)
+    loss(input, linear_weight, target, ignore_index, reduction, window, workspace)
+        -> loss                          where nothing needs a gradient
     empty_kept(input, kept_columns)
         -> (kept, kept_reference)        uninitialised; what forward_keep returns has these shapes
     forward_keep(input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns)
@@ -347,6 +349,11 @@ def _forward(input, linear_weight, target, ignore_index, reduction, window, work
 def forward(input, linear_weight, target, ignore_index, reduction, window, workspace):
     """The paper's Algorithm 1, with windows for its single columns. See the module's docstring."""
     return _forward(input, linear_weight, target, ignore_index, reduction, window, workspace, None, False)
+
+
+def loss(*arguments):
+    """The loss alone of `forward`."""
+    return forward(*arguments)[0]
 
 
 def empty_kept(input, kept_columns):

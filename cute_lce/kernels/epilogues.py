@@ -211,7 +211,7 @@ class KeepEpilogue:
     def _notes(self, tensors: KeepForwardTensors, cols: cute.Tensor, first: Int32):
         """Whether this is the one of the threads that share a row that notes its j."""
         if self.unit < self.tile_n:
-            # A thread has the whole row; a slab of its tile may lie beyond the vocabulary, where there is no byte.
+            # A thread has the whole row; a slab of its tile may lie beyond the vocabulary, where no byte is.
             return first + cols[0] < tensors.keep.columns
         return cols[0] % 8 == 0
 

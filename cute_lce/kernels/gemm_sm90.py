@@ -328,11 +328,13 @@ class GemmSm90:
             for r in cutlass.range_constexpr(rows_in_tile):
                 row_index[r] = (row * config.cluster_m + coord[0]) * config.tile_m + where[r, 0][0]
             state = self.epilogue.begin(tensors, row_index)
-            for tile in cutlass.range(first + (turn + before) % turns, end, turns, unroll=1):
+            # Which of the window's tiles are this warpgroup's: its partial is theirs, whoever had the turn.
+            share = (turn + before) % turns
+            for tile in cutlass.range(first + share, end, turns, unroll=1):
                 slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles)
                 self.epilogue.visit(tensors, state, frag, row_index, cols, tile * config.cluster_n + coord[1])
             self.epilogue.end(
-                tensors, state, row_index, (window * config.cluster_n + coord[1]) * turns + turn
+                tensors, state, row_index, (window * config.cluster_n + coord[1]) * turns + share
             )
             before += end - first
             run += step
