@@ -163,6 +163,7 @@ def forward_keep(input, linear_weight, target, ignore_index, reduction, window, 
         reduction,
         window,
         workspace,
+        True,
         (kept, kept_columns),
         kept_scale,
     )

@@ -194,7 +194,7 @@ def forward(
     config: the kernel's configuration; None: chosen.
     """
     if config is None:
-        config = _choose_config(arch, n, d, vocab, sms)
+        config = _choose_config(arch, n, d, vocab, sms, window)
     clusters = sms // (config.cluster_m * config.cluster_n)
     tiles = ceil_div(vocab, config.cluster_columns)
     rows = ceil_div(n, config.cluster_rows)
@@ -233,7 +233,7 @@ def forward_bytes(n: int, vocab: int) -> int:
     return 128 * n + 4 * KIB
 
 
-def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelConfig:
+def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int, window: int) -> KernelConfig:
     if is_blackwell(arch):
         # A CTA alone asks half as much again of L2; it is for what would leave half a pair idle.
         pair, single = configs(arch)
@@ -241,7 +241,8 @@ def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int) -> KernelCon
     pingpong, wide, single = configs(arch)
     if n <= single.cluster_rows:
         return single
-    return wide if n * d * vocab >= LARGE else pingpong
+    # With the caller's window a row has the same bits at every n: the wide tiles' partials hold other columns.
+    return wide if n * d * vocab >= LARGE and not window else pingpong
 
 
 @dataclass(frozen=True)
