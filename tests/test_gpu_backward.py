@@ -109,8 +109,8 @@ def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) ->
 
 
 def held_by_bf16(case: Case) -> Tensor:
-    """An upstream for rows of probabilities 0 and 1: what dlogits are rounded from is then the upstream itself, and
-    float16 must hold its product with the largest weight."""
+    """An upstream for rows of probabilities 0 and 1: what dlogits are rounded from is then the upstream
+    itself, and float16 must hold its product with the largest weight."""
     return case.upstream("none").to(BF16).double() / 16
 
 
