@@ -241,7 +241,7 @@ def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int, window: int)
     pingpong, wide, single = configs(arch)
     if n <= single.cluster_rows:
         return single
-    # With the caller's window a row has the same bits at every n: the wide tiles' partials hold other columns.
+    # With the caller's window a row has the same bits at every n: wide tiles' partials hold other columns.
     return wide if n * d * vocab >= LARGE and not window else pingpong
 
 

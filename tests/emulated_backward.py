@@ -100,9 +100,10 @@ def train(
     sms: int = 4,
     seed: int = 0,
 ) -> Run:
-    """launch.forward (or forward_keep) and launch.backward; memory that nobody writes holds nan if torch does so.
+    """launch.forward (or forward_keep) and launch.backward.
 
-    dloss: the upstream gradient in any dtype and with any strides; None: the case's. kept_columns: whole tiles, or V.
+    dloss: the upstream gradient in any dtype and with any strides; None: the case's. kept_columns: whole
+    tiles, or V.
     """
     upstream = case.upstream(reduction) if dloss is None else dloss
     with device(arch, sms, seed) as counts:

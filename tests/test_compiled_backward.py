@@ -1,4 +1,4 @@
-"""What the compiler made of the backward and of the forward that keeps: PTX, registers, memory. No GPU, no driver."""
+"""What the compiler made of the backward and of the forward that keeps: PTX, registers, memory. No GPU."""
 
 from __future__ import annotations
 
@@ -105,8 +105,10 @@ def test_wgmma(dtype: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wgmma_reads_operands_where_they_lie(dtype: str):
-    """dhidden takes weight as it is stored, dweight both of its operands: the last two numbers of wgmma say which is
-    transposed. No copy is made for it."""
+    """dhidden takes weight as it is stored, dweight both of its operands; no copy is made for it.
+
+    The last two numbers of wgmma say which operand is transposed.
+    """
     transposed = []
     for kernel in gemms("sm_90a", dtype):
         numbers = {
@@ -132,7 +134,7 @@ def test_tcgen05(dtype: str):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_what_is_kept_costs_one_exponential_an_element(arch: str):
-    """The forward that keeps uses the stored exponential for its statistics; columns beyond take the other branch."""
+    """The exponential that is stored serves the statistics; columns beyond take the other branch."""
     config = plans.configs(arch)[0]
     (kernel,) = gemms(arch, "bfloat16", "keep")
     elements = config.tile_m * config.tile_n // 128 if arch == "sm_90a" else 64
@@ -143,7 +145,7 @@ def test_what_is_kept_costs_one_exponential_an_element(arch: str):
 
 @every_backward
 def test_gradients_are_stored_in_pairs(arch: str, dtype: str):
-    """No element alone: gradients and dlogits leave as two neighbours, accumulators are read and written so."""
+    """No element alone: gradients, dlogits and accumulators leave at least as two neighbours."""
     for kernel in gemms(arch, dtype):
         stores = kernel.ptx_of(r"st\.global\S*")
         assert stores

@@ -1,4 +1,4 @@
-"""The backward, executed: launch.py's own host side, the PTX of both architectures on the emulator, against float64."""
+"""The backward, executed: launch.py's own host side, both architectures' PTX on the emulator, against float64."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def ignoring(case: Case) -> Case:
 
 
 def jumping(case: Case, heights: dict[int, float]) -> Case:
-    """Columns whose logits lie above all others by so much, for every row; targets among them and elsewhere."""
+    """Columns whose logits lie above all others by so much, for every row; targets there and elsewhere."""
     hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
     hidden[:, 0] = 1
     weight[:, 0] = 0
@@ -114,7 +114,7 @@ def test_keep(arch: str, kept: int, window: int):
 def test_rows_that_jump(arch: str, kept: int):
     """Above the references by 50, 100 and 300, in what is kept and beyond it."""
     case = jumping(random_case(40, 64, 330, BF16), {20: 50.0, 100: 100.0, 329: 300.0})
-    # The probabilities are 0 and 1; what dlogits are rounded from is then the upstream itself, which bf16 holds here.
+    # Probabilities are 0 and 1: what dlogits are rounded from is the upstream, which bf16 holds here.
     dloss = case.upstream("none").bfloat16().double()
     run = train(case, arch, kept_columns=kept, dloss=dloss, seed=kept)
     check(case, run, dloss=dloss)
@@ -123,7 +123,7 @@ def test_rows_that_jump(arch: str, kept: int):
 @both
 @pytest.mark.parametrize("height", [-300.0, 100.0, 300.0, 1000.0])
 def test_one_row_jumps(arch: str, height: float):
-    """One row above (or its target far below) its reference by so much, in one tile; its neighbours keep theirs."""
+    """One row lies so far above its reference (or its reference above it), in one tile; the others do not."""
     case = random_case(20, 64, 330, BF16, seed=3)
     hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
     hidden[:, 0] = 0
@@ -187,8 +187,8 @@ def test_corner(corner: str, arch: str):
 @both
 @pytest.mark.parametrize("kept", [0, 1])
 def test_one_class(arch: str, kept: int):
-    """Nothing to learn: exactly when dlogits are computed, to fp32's precision where exponentials relative to another
-    number than the maximum were kept."""
+    """Nothing to learn: exactly where dlogits are computed; to fp32's precision where what was kept is relative
+    to another number than the maximum."""
     case = random_case(40, 64, 1, BF16)
     run = train(case, arch, kept_columns=kept)
     largest = float((case.upstream("none").abs().max() * case.linear_weight.abs().max()).float())
@@ -207,7 +207,7 @@ def test_int32_targets(kept: int):
 @both
 @pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
 def test_bad_targets_stay_in_their_rows(arch: str, how: str):
-    """Of a target that is no class all dinput is nan, and with it dweight; nothing outside is read or written."""
+    """All dinput of a target that is no class is nan, and dweight with it; nothing outside is touched."""
     case = random_case(40, 64, 200, FP16 if how == "fp16" else BF16)
     bad = [0, 3, 39]
     case.target[bad] = torch.tensor([200, 2**40, -1])

@@ -222,7 +222,7 @@ def _fma(d):
 
 
 def _mixed_fma(d: Decoder) -> Op:
-    """Factors of 16 bits, a float32 summand and result (PTX ISA, mixed precision floating-point instructions)."""
+    """Factors of 16 bits, a float32 summand and result (PTX ISA, mixed precision instructions)."""
     narrow = d.mods.type("bf16", "f16")
     d.mods.type("f32")
     d.mods.take("rn")
