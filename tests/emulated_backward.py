@@ -119,9 +119,8 @@ def train(
         saved = [None if tensor is None else tensor.clone() for tensor in statistics]
         # Known to the emulator: what was made before it was active.
         upstream = _known(upstream)
-        dinput, dweight = launch.backward(
-            upstream, *operands, *statistics, *options, need_dinput, need_dweight
-        )
+        arguments = [upstream, *operands, *statistics, *options, need_dinput, need_dweight]
+        dinput, dweight = launch.backward(*arguments)
         for before, after in zip(saved, statistics, strict=True):
             if before is not None:
                 same = (before == after) | (before.isnan() & after.isnan())

@@ -1,4 +1,4 @@
-"""The backward, executed: launch.py's own host side, both architectures' PTX on the emulator, against float64."""
+"""The backward, executed: launch.py's own host side, both architectures' PTX emulated, against float64."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ def test_corner(corner: str, arch: str):
 @both
 @pytest.mark.parametrize("kept", [0, 1])
 def test_one_class(arch: str, kept: int):
-    """Nothing to learn: exactly where dlogits are computed; to fp32's precision where what was kept is relative
-    to another number than the maximum."""
+    """Nothing to learn: exactly where dlogits are computed, to fp32's precision where exponentials
+    relative to another number than the maximum were kept."""
     case = random_case(40, 64, 1, BF16)
     run = train(case, arch, kept_columns=kept)
     largest = float((case.upstream("none").abs().max() * case.linear_weight.abs().max()).float())
@@ -289,7 +289,7 @@ def test_the_same_bits_in_every_schedule(arch: str):
 
 @both
 def test_a_rows_loss_does_not_depend_on_its_batch(arch: str):
-    """With a window of an odd number of tiles and several runs a cluster, so that turns begin with either warpgroup.
+    """With windows of an odd number of tiles and several runs a cluster: turns begin with either warpgroup.
 
     The logits are exact in fp32: numpy, which multiplies here, does not add up every row in the same order.
     """

@@ -171,7 +171,7 @@ def bf16(x: np.ndarray) -> np.ndarray:
         ),
         (
             "cvt.rn.bf16.f32 %h0, %a; cvt.rn.bf16.f32 %h1, %b; fma.rn.f32.bf16 %o0, %h0, %h1, %c;",
-            lambda x, y, z: (from_bf16(bf16(x)).astype(np.float64) * from_bf16(bf16(y)) + z).astype(np.float32),
+            lambda x, y, z: (np.float64(from_bf16(bf16(x))) * from_bf16(bf16(y)) + z).astype(np.float32),
         ),
         (
             "cvt.rn.f16.f32 %h0, %b; cvt.f32.f16 %o0, %h0;",

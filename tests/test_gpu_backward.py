@@ -63,19 +63,11 @@ class Trained:
 
     def backward(self, dloss: Tensor) -> tuple[Tensor, Tensor]:
         case = self.case
-        dinput, dweight = launch.backward(
-            dloss.float() if dloss.dtype is torch.float64 else dloss,
-            case.input,
-            case.linear_weight,
-            case.target,
-            *self.saved,
-            case.ignore_index,
-            self.reduction,
-            self.window,
-            0,
-            True,
-            True,
-        )
+        upstream = dloss.float() if dloss.dtype is torch.float64 else dloss
+        operands = (case.input, case.linear_weight, case.target)
+        options = (case.ignore_index, self.reduction, self.window, 0, True, True)
+        arguments = [upstream, *operands, *self.saved, *options]
+        dinput, dweight = launch.backward(*arguments)
         assert dinput is not None
         assert dweight is not None
         return dinput, dweight

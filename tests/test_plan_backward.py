@@ -6,7 +6,9 @@ import random
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,49 +31,96 @@ TABLE = (
 )
 
 
-def draws(count: int, seed: int = 7):
-    """(n, d, V, workspace or 0, window or 0, half, need_dinput, need_dweight), of the usual sizes and random ones."""
+class Call(NamedTuple):
+    """What a plan depends on; workspace in bytes and window in columns, 0 where the caller gives none."""
+
+    n: int
+    d: int
+    V: int
+    workspace: int = 0
+    window: int = 0
+    half: bool = False
+    need_dinput: bool = True
+    need_dweight: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.half else torch.bfloat16
+
+
+def draws(count: int, seed: int = 7) -> Iterator[Call]:
+    """Calls of the usual sizes and of random ones."""
     draw = random.Random(seed)
     for i in range(count):
         if i % 3 == 0:
             n, d, V = draw.choice(TABLE)
         else:
             n, d, V = (int(2 ** draw.uniform(0, top)) for top in (16, 12, 18))
-        d = 8 * ceil_div(d, 8)
         workspace = draw.choice((0, int(2 ** draw.uniform(17, 33))))
         window = draw.choice((0, 0, draw.randint(1, V)))
-        yield n, d, V, workspace, window, draw.random() < 0.3, *draw.choice(NEEDS)
+        yield Call(n, 8 * ceil_div(d, 8), V, workspace, window, draw.random() < 0.3, *draw.choice(NEEDS))
 
 
-def decide(n, d, V, workspace, window, half, need_dinput, need_dweight, schedule="keep"):
-    """Columns kept, or None where launch refuses the workspace; then `least` is what it asks for."""
-    dtype = torch.float16 if half else torch.bfloat16
-    if half and schedule == "keep":
+def ask(call: Call, schedule: str, workspace: int) -> tuple[str, int]:
+    return launch.plan(
+        call.n,
+        call.d,
+        call.V,
+        call.dtype,
+        "cuda",
+        schedule,
+        "mean",
+        call.need_dinput,
+        call.need_dweight,
+        call.window,
+        workspace,
+    )
+
+
+def decide(call: Call, schedule: str = "keep") -> int | None:
+    """Columns kept, or None where launch refuses the workspace."""
+    if call.half and schedule == "keep":
         schedule = "auto"
     try:
-        return launch.plan(
-            n, d, V, dtype, "cuda", schedule, "mean", need_dinput, need_dweight, window, workspace
-        )[1]
+        return ask(call, schedule, call.workspace)[1]
     except ValueError as refusal:
-        assert str(refusal).startswith("workspace_mb:")
+        if not str(refusal).startswith("workspace_mb:"):
+            raise
         return None
 
 
-def planned(arch: str, n, d, V, workspace, window, half, need_dinput, need_dweight, kept):
-    sms = DEVICES[arch].sms
-    return plans.backward(arch, n, d, V, sms, half, need_dinput, need_dweight, kept, window, workspace)
+def planned(arch: str, call: Call, kept: int) -> plans.BackwardPlan:
+    return plans.backward(
+        arch,
+        call.n,
+        call.d,
+        call.V,
+        DEVICES[arch].sms,
+        call.half,
+        call.need_dinput,
+        call.need_dweight,
+        kept,
+        call.window,
+        call.workspace,
+    )
+
+
+def kept_columns(call: Call, workspace: int) -> int:
+    return plans.kept_columns(
+        call.n, call.d, call.V, call.need_dinput, call.need_dweight, call.window, workspace
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_stripes_cover_the_vocabulary_exactly_once(arch: str):
-    for n, d, V, workspace, window, half, *needs in draws(300):
-        kept = decide(n, d, V, workspace, window, half, *needs)
+    for call in draws(300):
+        kept = decide(call)
         if kept is None:
             continue
-        plan = planned(arch, n, d, V, workspace, window, half, *needs, kept)
+        plan = planned(arch, call, kept)
         spans = [(first, first + columns) for first, columns, _ in plan.stripes]
         assert spans[0][0] == 0
-        assert spans[-1][1] == V
+        assert spans[-1][1] == call.V
         assert all(end == following for (_, end), (following, _) in pairwise(spans))
         assert all(first < end for first, end in spans)
         # What was kept comes first, and whole.
@@ -85,11 +134,11 @@ def test_stripes_cover_the_vocabulary_exactly_once(arch: str):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_gemms_are_in_bounds(arch: str):
-    for n, d, V, workspace, window, half, *needs in draws(150, seed=3):
-        plan = planned(arch, n, d, V, workspace, window, half, *needs, 0)
+    for call in draws(150, seed=3):
+        plan = planned(arch, call, 0)
         for _, columns, ints in plan.stripes:
             assert all(type(number) is int for number in ints)
-            sizes = ((n, columns), (n, d), (columns, d))
+            sizes = ((call.n, columns), (call.n, call.d), (columns, call.d))
             configs = (plan.logits, plan.dhidden, plan.dweight)
             for i, (config, (rows, width)) in enumerate(zip(configs, sizes, strict=True)):
                 windows, group_m, clusters, paced = ints[4 * i : 4 * i + 4]
@@ -111,37 +160,32 @@ def test_configs_fit_the_device(arch: str):
 
 
 def test_kept_columns_grow_with_the_workspace():
-    for n, d, V, _, window, _, *needs in draws(60, seed=5):
-        kept = [
-            plans.kept_columns(n, d, V, *needs, window, workspace)
-            for workspace in sorted({int(1.3**power) for power in range(45, 95)})
-        ]
+    for call in draws(60, seed=5):
+        kept = [kept_columns(call, int(1.3**power)) for power in range(45, 95)]
         assert all(type(columns) is int for columns in kept)
-        assert all(0 <= columns <= V for columns in kept)
-        assert kept == sorted(kept), (n, d, V, window, needs, kept)
+        assert all(0 <= columns <= call.V for columns in kept)
+        assert kept == sorted(kept), (call, kept)
         # Whole tiles of the forward, so that no tile is half kept; or everything.
         for arch in ARCHITECTURES:
             columns = plans.configs(arch)[0].cluster_columns
-            assert all(k == V or k % columns == 0 for k in kept)
+            assert all(k == call.V or k % columns == 0 for k in kept)
 
 
 def test_everything_is_kept_where_it_fits():
-    n, d, V = 4096, 4096, 32768
-    assert plans.kept_columns(n, d, V, True, True, 0, 2 * 2 * n * V) == V
-    assert plans.kept_columns(n, d, V, True, True, 0, n * V) < V
-    # Less than one copy of the operands' rows: nothing.
-    assert plans.kept_columns(n, d, V, True, True, 0, 4 * n * d) == 0
+    call = Call(4096, 4096, 32768)
+    assert kept_columns(call, 2 * 2 * call.n * call.V) == call.V
+    assert kept_columns(call, call.n * call.V) < call.V
+    # Less than one copy of the input's rows in float32: nothing.
+    assert kept_columns(call, 4 * call.n * call.d) == 0
 
 
 def test_the_least_is_named_and_enough():
-    for n, d, V, _, window, half, *needs in draws(60, seed=11):
-        dtype = torch.float16 if half else torch.bfloat16
-        arguments = (n, d, V, dtype, "cuda", "recompute", "mean", *needs, window)
+    for call in draws(60, seed=11):
         with pytest.raises(ValueError, match=r"workspace_mb: .*") as refused:
-            launch.plan(*arguments, 1)
+            ask(call, "recompute", 1)
         numbers = [float(word) for word in str(refused.value).replace(",", " ").split() if _is_number(word)]
         least = max(numbers)
-        assert launch.plan(*arguments, int(least * MIB) + 1) == ("recompute", 0)
+        assert ask(call, "recompute", int(least * MIB) + 1) == ("recompute", 0)
 
 
 def _is_number(word: str) -> bool:
@@ -187,32 +231,20 @@ class Allocations(TorchDispatchMode):
             self.bytes -= nbytes
 
 
-def train(n, d, V, workspace, window, half, need_dinput, need_dweight, *, kept: int, reduction: str) -> int:
+def train(call: Call, kept: int, reduction: str = "mean") -> int:
     """The peak bytes of a forward and a backward beyond dinput and dweight, no kernel launched."""
-    dtype = torch.float16 if half else torch.bfloat16
-    hidden, weight = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, V))
-    target = torch.empty(n, dtype=torch.int64, device="meta")
-    dloss = torch.empty((n,) if reduction == "none" else (), device="meta")
+    hidden, weight = (torch.empty(rows, call.d, dtype=call.dtype, device="meta") for rows in (call.n, call.V))
+    target = torch.empty(call.n, dtype=torch.int64, device="meta")
+    dloss = torch.empty((call.n,) if reduction == "none" else (), device="meta")
+    options = (-100, reduction, call.window, call.workspace)
     with Allocations() as counted:
-        arguments = (hidden, weight, target, -100, reduction, window, workspace)
         if kept:
-            _, *saved = launch.forward_keep(*arguments, kept)
+            _, *saved = launch.forward_keep(hidden, weight, target, *options, kept)
         else:
-            _, *saved = launch.forward(*arguments)
+            _, *saved = launch.forward(hidden, weight, target, *options)
             saved += [None, None]
-        results = launch.backward(
-            dloss,
-            hidden,
-            weight,
-            target,
-            *saved,
-            -100,
-            reduction,
-            window,
-            workspace,
-            need_dinput,
-            need_dweight,
-        )
+        arguments = [dloss, hidden, weight, target, *saved, *options, call.need_dinput, call.need_dweight]
+        results = launch.backward(*arguments)
     return counted.peak - sum(tensor.nbytes for tensor in results if tensor is not None)
 
 
@@ -243,40 +275,32 @@ def _forget() -> None:
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "auto"])
 def test_what_is_allocated_is_within_the_workspace(schedule: str, reduction: str, no_kernels):
     served = 0
-    for n, d, V, workspace, window, half, *needs in draws(120, seed=13):
-        if not workspace:
-            continue
-        kept = decide(n, d, V, workspace, window, half, *needs, schedule=schedule)
+    for call in draws(120, seed=13):
+        kept = decide(call, schedule) if call.workspace else None
         if kept is None:
             continue
         served += 1
-        peak = train(n, d, V, workspace, window, half, *needs, kept=kept, reduction=reduction)
-        assert peak <= workspace, (
-            f"{(n, d, V)}, window {window}, half {half}, needs {needs}, kept {kept}: "
-            f"{peak / MIB:.2f} MiB of {workspace / MIB:.2f}"
+        peak = train(call, kept, reduction)
+        assert peak <= call.workspace, (
+            f"{call}, kept {kept}: {peak / MIB:.2f} MiB of {call.workspace / MIB:.2f}"
         )
     assert served > 20
 
 
 @pytest.mark.parametrize(("n", "d", "V"), TABLE)
 def test_the_workspace_is_used(n: int, d: int, V: int, no_kernels):
-    """Not only a bound: of 2 GiB for what has more to keep, at least three quarters are filled."""
-    workspace = 2 << 30
-    if 2 * n * V < 2 * workspace:
-        workspace = n * V
-    kept = decide(n, d, V, workspace, 0, False, True, True)
-    if kept is None:
-        pytest.fail("refused")
-    peak = train(n, d, V, workspace, 0, False, True, True, kept=kept, reduction="mean")
-    assert 0.75 * workspace <= peak <= workspace
+    """Not only a bound: where there is more to keep than it holds, at least three quarters are filled."""
+    call = Call(n, d, V, workspace=min(2 << 30, n * V))
+    kept = decide(call)
+    assert kept is not None
+    assert 0.75 * call.workspace <= train(call, kept) <= call.workspace
 
 
 def test_a_frozen_weight_has_nothing_of_its_size(no_kernels):
-    n, d, V = 1024, 4096, 262144
-    kept = decide(n, d, V, 200 * MIB, 0, False, True, False, schedule="auto")
+    call = Call(1024, 4096, 262144, workspace=200 * MIB, need_dweight=False)
+    kept = decide(call, "auto")
     assert kept is not None
-    peak = train(n, d, V, 200 * MIB, 0, False, True, False, kept=kept, reduction="mean")
-    assert peak <= 200 * MIB < 2 * V * d
+    assert train(call, kept) <= call.workspace < 2 * call.V * call.d
 
 
 def test_plan_needs_neither_torch_nor_cutlass():
