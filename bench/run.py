@@ -190,9 +190,8 @@ def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
             if provider != "cute_lce":
                 yield Case(provider, None, reduction, None)
                 continue
-            budgets = (
-                [budget for budget, _ in shape.bars] if args.workspace_mb == ["table"] else args.workspace_mb
-            )
+            # No budgets at all stand for the table's: each shape brings its own.
+            budgets = args.workspace_mb or [budget for budget, _ in shape.bars]
             for schedule in args.schedule:
                 for budget in budgets:
                     yield Case(provider, schedule, reduction, budget)

@@ -212,7 +212,9 @@ def forward(
             costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS
         tiles_per_window = min(costs, key=costs.__getitem__)
     windows, rounds = _rounds(config, n, vocab, clusters, tiles_per_window)
-    group_m = max(1, min(rows, DEVICES[arch].panel // (2 * d * config.cluster_rows)))
+    # Wide tiles leave more of the vocabulary in flight, and less room for rows of H.
+    panel = DEVICES[arch].panel * (5 if config.pingpong or is_blackwell(arch) else 3) // 5
+    group_m = max(1, min(rows, panel // (2 * d * config.cluster_rows)))
     return Plan(
         config=config,
         n=n,
