@@ -285,6 +285,9 @@ DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes, where the least needs no more."""
 STRIPE_MULTIPLE = 768  # whole tiles of all three GEMMs
 LEAST_STRIPE = 64
+# What a stripe costs beside its GEMMs, the accumulator read and written, in columns of a logits GEMM: on an
+# H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s.
+STRIPE_COLUMNS = 1400
 LEAST_UNIT = 64  # columns that share one byte of what was raised, at least
 
 
@@ -376,11 +379,17 @@ def kept_columns(
     rest = backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, LEAST_UNIT) + forward_bytes(n, V)
     # Columns that fit: two bytes a row, and a share of the bytes that say what was raised.
     fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + 1) * max(n, 1)), 0)
-    # A recomputed column costs a GEMM's share, a stripe a pass over the accumulator: stripes want some of
-    # the room too.
-    stripe = window or max((V - fit) // 8, STRIPE_MULTIPLE)
-    kept = min(max(fit - stripe, 0), V - 1)
-    return kept // STRIPE_MULTIPLE * STRIPE_MULTIPLE
+    # Against keeping nothing, whose stripes have all the room.
+    recomputed = stripe_columns(n, d, V, False, need_dinput, need_dweight, 0, window, workspace)
+    best, least = 0, V + ceil_div(V, recomputed) * STRIPE_COLUMNS
+    # A stripe takes room from what is kept, but many of them take passes over the accumulator.
+    for tiles in (1, 2, 4, 8, 16, 32, 64):
+        stripe = window or tiles * STRIPE_MULTIPLE
+        kept = min(max(fit - stripe, 0), V - 1) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
+        cost = V - kept + ceil_div(V - kept, stripe) * STRIPE_COLUMNS
+        if kept > 0 and cost < least:
+            best, least = kept, cost
+    return best
 
 
 @functools.lru_cache(maxsize=4096)
