@@ -164,7 +164,8 @@ def test_kept_columns_grow_with_the_workspace():
         kept = [kept_columns(call, int(1.3**power)) for power in range(45, 95)]
         assert all(type(columns) is int for columns in kept)
         assert all(0 <= columns <= call.V for columns in kept)
-        assert kept == sorted(kept), (call, kept)
+        # A little more room may go into longer stripes; twice as much always goes into what is kept too.
+        assert all(less <= more for less, more in zip(kept, kept[3:], strict=False)), (call, kept)
         # Whole tiles of the forward, so that no tile is half kept; or everything.
         for arch in ARCHITECTURES:
             columns = plans.configs(arch)[0].cluster_columns
