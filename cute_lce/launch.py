@@ -17,7 +17,7 @@ from . import plan as plans
 
 _logger = logging.getLogger("cute_lce")
 
-ARCHITECTURES = {(9, 0): "sm_90a"}
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Compute capability -> the architecture that kernels are compiled for."""
 
 LEAST_KEPT = 1 << 33
