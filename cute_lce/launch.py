@@ -209,7 +209,7 @@ def _forward(
     kept_arguments = (0, 0, 0, 0, 0)
     if keep is not None:
         kept, columns = keep
-        raised = torch.empty(((8 + -(-columns // plans.LEAST_UNIT)) * n,), dtype=torch.uint8, device=device)
+        raised = torch.empty((_raised_bytes(columns) * n,), dtype=torch.uint8, device=device)
         kept_arguments = kept.data_ptr(), kept_scale.data_ptr(), raised.data_ptr(), kept.stride(0), columns
     function(
         hidden,
