@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cute_lce import plan as plans
-from tests.emulated_backward import check, train
+from tests import sanitize
+from tests.emulated_backward import check, device, train
 from tests.numerics import Case, assert_close, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -302,6 +303,18 @@ def test_a_rows_loss_does_not_depend_on_its_batch(arch: str):
         part = replace(case, input=hidden[rows], target=case.target[rows])
         dloss = case.upstream("none")[rows]
         assert torch.equal(train(part, arch, dloss=dloss, seed=1, **options).loss, whole[rows]), rows
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step if step.jumps else pytest.param(step, marks=pytest.mark.emulator_full) for step in sanitize.STEPS],
+    ids=str,
+)
+def test_what_the_sanitizer_runs(step: sanitize.Step, as_planned, monkeypatch):
+    """What needs a GPU and its tool to be of use, and is right before it gets there."""
+    monkeypatch.setattr(Case, "multiplies_narrow", property(lambda case: True))
+    with device("sm_90a", sanitize.FEW):
+        step.run(step.case())
 
 
 # ----------------------------------------------------------------------------------------------------------
