@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -23,7 +24,7 @@ DEVICES = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> Mock:
+def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
     """Stands where compiled functions come from; must not be called where the driver is refused."""
     get = Mock(name="compiled._get")
     monkeypatch.setattr(compiled, "_functions", {})
