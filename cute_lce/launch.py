@@ -74,9 +74,12 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _architecture(device: torch.device) -> tuple[str, int]:
-    """(architecture, SMs) of a device."""
+    """(architecture, SMs) of a device. Raises RuntimeError where its driver cannot load the kernels."""
     properties = torch.cuda.get_device_properties(device)
-    return ARCHITECTURES[properties.major, properties.minor], properties.multi_processor_count
+    capability = properties.major, properties.minor
+    name = f"{device} ({properties.name}, compute capability {capability[0]}.{capability[1]})"
+    compiled.check_driver(ARCHITECTURES[capability], name)
+    return ARCHITECTURES[capability], properties.multi_processor_count
 
 
 @functools.lru_cache(maxsize=4096)
