@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass, replace
 
 KIB = 1024
+ACCUMULATORS = 2
+"""Tiles in tensor memory: one is filled while the other is read."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class KernelConfig:
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
         return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16) + KIB
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of tensor memory, of which a power of two is allocated: the accumulators (Blackwell)."""
+        return 1 << (ACCUMULATORS * self.tile_n - 1).bit_length() if is_blackwell(self.arch) else 0
 
 
 @dataclass(frozen=True)
