@@ -34,7 +34,7 @@ class Request:
 
     reduction: str = "mean"
     schedule: str = "auto"
-    workspace_mb: int | None = None
+    workspace_mb: float | None = None
     window: int | None = None
     logits: int = 0  # n x V, for the providers that materialise them
 

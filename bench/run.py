@@ -288,6 +288,16 @@ def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
+def provenance(device: torch.device, command: str) -> dict[str, Any]:
+    """The keys that say of a result where it is from."""
+    return {
+        "gpu": describe_device(device),
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+    }
+
+
 def finite_or_text(value: Any) -> Any:
     """JSON has no NaN and no infinity: they are kept as text."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -360,12 +370,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     device = args.device
-    gpu = describe_device(device)
     results: list[dict[str, Any]] = (
         json.loads(args.out.read_text()) if args.append and args.out.exists() else []
     )
     kept = len(results)
-    print(f"{gpu}; {versions()}", flush=True)
+    print(f"{describe_device(device)}; {versions()}", flush=True)
     for shape in args.shapes:
         started = time.perf_counter()
         inputs = make_inputs(shape, DTYPES[args.dtype], args.rows, device)
@@ -388,7 +397,6 @@ def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
                 result = {
-                    "gpu": gpu,
                     "provider": case.provider,
                     "schedule": case.schedule,
                     "reduction": case.reduction,
@@ -398,9 +406,7 @@ def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
                     "dtype": args.dtype,
                     "pass": name,
                     "workspace_mb": case.workspace_mb,
-                    "versions": versions(),
-                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                    "command": command,
+                    **provenance(device, command),
                     **{key: finite_or_text(value) for key, value in measured.items()},
                 }
                 results.append({key: result[key] for key in KEYS})
@@ -471,7 +477,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.show:
-        print(table([result for path in args.show for result in json.loads(path.read_text())]))
+        kept = [result for path in args.show for result in json.loads(path.read_text())]
+        # bench.errors and bench.host_time keep theirs in the same folder.
+        print(table([result for result in kept if "floor_ms" in result]))
         return 0
     words = sys.argv[1:] if argv is None else argv
     results = run(args, f"python3 -m bench.run {shlex.join(words)}")

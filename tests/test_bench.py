@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import host_time, providers, run, shapes, timing, train_lm
+from bench import errors, host_time, providers, run, shapes, timing, train_lm
 
 CPU = torch.device("cpu")
 
@@ -218,6 +218,88 @@ def test_a_wrong_option_is_refused_by_name(capsys):
         with pytest.raises(SystemExit):
             run.main(["--device", "cpu", *argv])
         assert named in capsys.readouterr().err
+
+
+# errors
+
+
+ERRORS = ("--device", "cpu", "--shapes", "60,32,403", "--regimes", "confident", "jump_100")
+
+
+def test_errors_of_ours_are_within_their_bars_and_those_of_bf16_logits_are_not(tmp_path, capsys):
+    out = tmp_path / "errors.json"
+    argv = [*ERRORS, "--providers", "cute_lce", "torch_eager_bf16ce", "cce", "--out", str(out)]
+    assert errors.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert printed.rstrip().endswith("ours are within their bars")
+    results = json.loads(out.read_text())
+    assert all(tuple(result) == errors.KEYS for result in results)
+    # The yardstick, ours three times, eager torch, a peer that is not there: regimes of 2 and of 3 parts.
+    assert len(results) == 2 * (5 * (2 + 3) + 2)
+    for result in results:
+        assert result["command"].endswith(" ".join(argv))
+        if result["provider"] == "cce":
+            assert result["failed"].startswith("Unavailable: not installed")
+            continue
+        assert (result["err_dh"] is None) == (result["part"] == "no target")
+        assert 0 < result["err_dw"] < 2
+        if result["provider"] == "cute_lce":
+            assert result["x_dw"] <= errors.BARS["err_dw"]
+        elif result["provider"] == "torch_eager_bf16ce":
+            assert result["x_dw"] > 2 * errors.BARS["err_dw"] or result["part"] == "others"
+    kept = [result["kept"] for result in results if result["provider"] == "cute_lce"]
+    assert {0 if k is None else round(2 * k / 403) for k in kept} == {0, 1, 2}
+
+    assert errors.main(["--show", str(out)]) == 0
+    table = capsys.readouterr().out.strip()
+    assert table in printed
+    assert "cce fails: Unavailable: not installed" in table
+    assert errors.main(["--show", str(out), "--parts"]) == 0
+    assert "no target" in capsys.readouterr().out
+    # bench.run's table leaves out what is not its own.
+    assert run.main(["--show", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("fault", ["rounded", "nan", "zero dw", "raises"])
+def test_errors_end_with_status_1_if_ours_are_wrong(fault, monkeypatch, capsys):
+    def wrong(request):
+        def loss(x, w, y):
+            if fault == "raises":
+                raise RuntimeError("no such kernel")
+            if fault == "zero dw":
+                w = w.detach() + 0 * w
+            found = F.cross_entropy(F.linear(x.float(), w.float()), y, reduction=request.reduction)
+            if fault == "rounded":
+                return found.bfloat16().float()
+            return found * math.nan if fault == "nan" else found
+
+        return loss
+
+    monkeypatch.setitem(providers.PROVIDERS, "cute_lce", wrong)
+    assert errors.main([*ERRORS, "--providers", "cute_lce", "--reduction", "none"]) == 1
+    missed = capsys.readouterr().out.partition("OURS MISS THEIR BARS")[2]
+    named = {"rounded": "err_loss", "nan": "err_dh nan", "zero dw": "err_dw", "raises": "no such kernel"}
+    assert named[fault] in missed
+    assert fault != "rounded" or "err_dh" not in missed
+
+
+def test_the_yardstick_is_fp32_logits_with_dlogits_rounded_once():
+    problem = errors.Problem(shapes.Shape(40, 64, 131), "mixed", "none", CPU)
+    hidden, weight = (t.double().requires_grad_() for t in (problem.hidden, problem.weight))
+    losses = F.cross_entropy(hidden @ weight.T, problem.target, reduction="none")
+    losses.backward(problem.upstream.double())
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    exact = problem.errors((losses.detach(), hidden.grad, weight.grad))["all"]
+    assert all(error is not None and error < 1e-12 for error in exact.values())
+    found = problem.yardstick["all"]
+    assert found["err_loss"] is not None
+    assert found["err_dh"] is not None
+    assert found["err_dw"] is not None
+    assert 1e-9 < found["err_loss"] < 1e-6
+    assert 1e-3 < found["err_dh"] < 4e-3
+    assert 1e-3 < found["err_dw"] < 4e-3
 
 
 # the demo
