@@ -5,11 +5,12 @@ shared library made by the host's C compiler (`cc`, or what CC names) from the o
 loading one needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so a second process's
 first call does not import cutlass.
 
-A file's name is a hash of everything that it depends on: the arguments, the versions of the DSL and of
-tvm-ffi, the sources of cute_lce's kernels and the host's architecture. A file begins its life under a
-temporary name and is renamed when it is whole; it ends in a hash of its name and content, and one whose
-hash is another (cut off, altered, copied from another name) is a miss and is written again. Any number of
-processes may share a folder: each that misses compiles, all write the same, and the last one's stays.
+A file's name is a hash of everything that it depends on: the arguments, the versions of the DSL, of its
+CUDA toolkit and of tvm-ffi, the sources of cute_lce's kernels and the host's architecture. A file begins its
+life under a temporary name and is renamed when it is whole; it ends in a hash of its name and content, and
+one whose hash is another (cut off, altered, copied from another name) is a miss and is written again. Any
+number of processes may share a folder: each that misses compiles, all write the same, and the last one's
+stays.
 
 CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
 """
@@ -38,6 +39,9 @@ _functions: dict[tuple, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 SEAL_BYTES = 32
+
+LEAST_DRIVER = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_103a": (12, 9)}
+"""Architecture -> the CUDA version whose drivers are the first that load its code (docs/kernels.md)."""
 
 
 def forward(config: KernelConfig, dtype: str, target_dtype: str, keeps: bool = False) -> Callable[..., None]:
@@ -93,7 +97,8 @@ def _environment() -> str:
     folder = Path(__file__).parent
     for path in sorted([*folder.glob("kernels/*.py"), folder / "plan.py", folder / "compiled.py"]):
         sources.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return repr((versions, sources.hexdigest(), platform.system(), platform.machine()))
+    toolkit, _ = _toolkit()
+    return repr((versions, toolkit, sources.hexdigest(), platform.system(), platform.machine()))
 
 
 def _digest(key: tuple) -> str:
@@ -101,20 +106,65 @@ def _digest(key: tuple) -> str:
 
 
 @functools.cache
+def driver_version() -> tuple[int, int] | None:
+    """(major, minor) of the CUDA version that this machine's driver supports; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if status else (version.value // 1000, version.value % 1000 // 10)
+
+
+@functools.cache
+def _toolkits() -> dict[int, Path]:
+    """CUDA major version -> runtime library, of each toolkit that the DSL is installed for."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    libraries = {}
+    for folder in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        for library in Path(folder).glob("cu[0-9]*/lib/libcute_dsl_runtime.so"):
+            libraries[int(library.parents[1].name.removeprefix("cu"))] = library
+    return libraries
+
+
+def _toolkit() -> tuple[int, Path]:
+    """(CUDA major version, runtime library) of the toolkit that compiles and loads here.
+
+    As the DSL chooses: the newest one that the driver is new enough for; without a driver, the newest.
+    """
+    toolkits, driver = _toolkits(), driver_version()
+    if not toolkits:
+        raise ImportError(
+            "nvidia-cutlass-dsl: libcute_dsl_runtime.so is not installed; "
+            "pip install 'nvidia-cutlass-dsl[cu13]'"
+        )
+    major = max((major for major in toolkits if driver is None or major <= driver[0]), default=max(toolkits))
+    return major, toolkits[major]
+
+
+def check_driver(arch: str, device: str) -> None:
+    """Raise RuntimeError where this machine's driver is too old to load an architecture's code.
+
+    device: what to call it in the error. To be called before the first compile for a device: what a driver
+    says by itself, at a kernel's first call, names neither the cause nor the cure.
+    """
+    found, toolkits = driver_version(), _toolkits()
+    least = max(LEAST_DRIVER[arch], (min(toolkits, default=0), 0))
+    if found is not None and found < least:
+        raise RuntimeError(
+            f"{device}: got a driver that supports CUDA {found[0]}.{found[1]}, which cannot load kernels "
+            f"compiled for {arch}; want one that supports CUDA {least[0]}.{least[1]} or later"
+        )
+
+
+@functools.cache
 def _runtime() -> Any:
     """tvm_ffi, with the DSL's runtime library loaded for the compiled files to link against."""
     import tvm_ffi
 
-    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
-    for folder in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
-        for flavour in ("cu13", "cu12", "."):
-            library = Path(folder, flavour, "lib", "libcute_dsl_runtime.so")
-            if library.exists():
-                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-                return tvm_ffi
-    raise ImportError(
-        "nvidia-cutlass-dsl: libcute_dsl_runtime.so is not installed; pip install 'nvidia-cutlass-dsl[cu13]'"
-    )
+    _, library = _toolkit()
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return tvm_ffi
 
 
 def _load(path: Path) -> Callable[..., None] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from . import ops
 from .options import resolve_ignore_index
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
-_eager = functools.partial(ops.fused_linear_cross_entropy, eager=True)
 
 
 def linear_cross_entropy(
@@ -83,10 +80,11 @@ def linear_cross_entropy(
         raise TypeError(f"workspace_mb: got {type(workspace_mb).__name__}, want a number of MiB or None")
     if window is not None and (not isinstance(window, int | torch.SymInt) or window is True):
         raise TypeError(f"window: got {type(window).__name__}, want an int or None")
-    call = _fused_linear_cross_entropy
     if ops.is_plain_eager(input, linear_weight, target):
-        call = _eager
-    return call(
+        return ops.eager(
+            input, linear_weight, target, reduction, ignore_index, schedule, workspace_mb, window
+        )
+    return _fused_linear_cross_entropy(
         input,
         linear_weight,
         target,

@@ -28,6 +28,9 @@ REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 
 DTYPES = (torch.bfloat16, torch.float16)
 
+ALIGNMENT = 256
+"""Bytes at whose multiples the parts of a backward's workspace begin."""
+
 grad_in_forward = streaming.grad_in_forward
 scale_gradients = streaming.scale_gradients
 
@@ -71,9 +74,12 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _architecture(device: torch.device) -> tuple[str, int]:
-    """(architecture, SMs) of a device."""
+    """(architecture, SMs) of a device. Raises RuntimeError where its driver cannot load the kernels."""
     properties = torch.cuda.get_device_properties(device)
-    return ARCHITECTURES[properties.major, properties.minor], properties.multi_processor_count
+    capability = properties.major, properties.minor
+    name = f"{device} ({properties.name}, compute capability {capability[0]}.{capability[1]})"
+    compiled.check_driver(ARCHITECTURES[capability], name)
+    return ARCHITECTURES[capability], properties.multi_processor_count
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,12 +96,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rows(name: str, tensor: Tensor) -> Tensor:
-    """The tensor if TMA can read its rows, else a copy whose rows are padded with zeros to 16 bytes."""
+def _in_place(tensor: Tensor) -> bool:
+    """Whether TMA can read a matrix with these strides, if it begins at a multiple of 16 bytes."""
     rows, d = tensor.shape
     pitch = tensor.stride(0) if rows > 1 else d
-    if tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d and tensor.data_ptr() % 16 == 0:
+    return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
+
+
+def _rows(name: str, tensor: Tensor) -> Tensor:
+    """The tensor if TMA can read its rows, else a copy whose rows are padded with zeros to 16 bytes."""
+    if _in_place(tensor) and tensor.data_ptr() % 16 == 0:
         return tensor
+    rows, d = tensor.shape
     copy = tensor.new_zeros(rows, -(-d // 8) * 8)
     copy[:, :d] = tensor
     _log_copy(name, tuple(tensor.shape), tuple(tensor.stride()), copy.nbytes)
@@ -114,29 +126,54 @@ def _log_copy(name: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes
     )
 
 
-def forward(input, linear_weight, target, ignore_index, reduction, window, workspace):
+def forward(input, linear_weight, target, *options):
     """The paper's Algorithm 1 with windows: one GEMM whose logits stay in registers, and one small kernel.
 
     input (n, d) and linear_weight (V, d), both bfloat16 or both float16, any strides; target (n,) int64 or
-    int32. What the kernels cannot read in place is copied (`_rows`). ignore_index: an int. reduction: "none",
-    "sum" or "mean". window: columns of a window, rounded up to whole tiles, 0 or None: the plan's choice.
-    workspace: bytes that may be allocated, 0: no cap.
+    int32. What the kernels cannot read in place is copied (`_rows`). options: ignore_index, an int;
+    reduction, "none", "sum" or "mean"; window, columns of a window, rounded up to whole tiles, 0 or None: the
+    plan's choice; workspace, bytes that may be allocated, 0: no cap.
     Returns loss fp32, (n,) or (); row_max and row_sum (n,) fp32, of the logits; num_valid () int64, the
     targets that are not ignored. A target out of range makes its row's loss and row_sum nan. With n = 0
     nothing is launched. Allocates these, the plan's workspace (4 workspace_floats bytes) and the copies;
     never synchronises; runs on torch's current stream of input's device. Arguments are checked in ops.py.
     Raises what `compiled.forward` does, on the first call of a configuration.
     """
-    return _forward(
-        input, linear_weight, target, ignore_index, reduction, window, workspace, True, None, None
-    )
+    return bind("forward", input, linear_weight, target, *options)(input, linear_weight, target)
 
 
-def loss(input, linear_weight, target, ignore_index, reduction, window, workspace):
+def loss(input, linear_weight, target, *options):
     """The loss alone of `forward`, whose statistics stay in the workspace."""
-    return _forward(
-        input, linear_weight, target, ignore_index, reduction, window, workspace, False, None, None
-    )[0]
+    return bind("loss", input, linear_weight, target, *options)(input, linear_weight, target)
+
+
+def forward_keep(input, linear_weight, target, *options):
+    """forward, which also keeps the first kept_columns columns' exponentials; see kernels.keep.
+
+    options: forward's, and kept_columns.
+    """
+    return bind("forward_keep", input, linear_weight, target, *options)(input, linear_weight, target)
+
+
+def bind(function, input, linear_weight, target, *options):
+    """One of the three above for operands like these, of (input, linear_weight, target).
+
+    It may serve any operands of the same devices, dtypes, shapes and strides; what these decide is decided
+    here and once.
+    """
+    if input.shape[0] == 0:
+        return functools.partial(_no_rows, function, options)
+    return _Forward(function, input, linear_weight, target, *options)
+
+
+def _no_rows(function, options, input, linear_weight, target):
+    """What the forwards return without launching anything."""
+    like = input.new_zeros((0,), dtype=torch.float32)
+    loss = like if options[1] == "none" else like.new_zeros(())
+    if function == "loss":
+        return loss
+    statistics = loss, like.new_empty((0,)), like.new_empty((0,)), like.new_zeros((), dtype=torch.int64)
+    return statistics if function == "forward" else (*statistics, *empty_kept(input, options[4]))
 
 
 def _raised_bytes(columns: int) -> int:
@@ -150,12 +187,18 @@ def empty_kept(input, kept_columns):
     return input.new_empty((n, -(-kept_columns // 8) * 8)), input.new_empty((n,), dtype=torch.float32)
 
 
-def forward_keep(input, linear_weight, target, ignore_index, reduction, window, workspace, kept_columns):
-    """forward, which also keeps the first kept_columns columns' exponentials; see kernels.keep."""
-    kept, kept_scale = empty_kept(input, kept_columns)
-    if workspace:
-        workspace = max(workspace - kept.nbytes - _raised_bytes(kept_columns) * input.shape[0], 1)
-    results = _forward(
+@functools.cache
+def _like(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """One element to allocate others like: empty_like takes two thirds of the time of empty."""
+    return torch.empty((), dtype=dtype, device=device)
+
+
+class _Forward:
+    """A forward of operands of one kind: what it allocates and launches; see `bind`."""
+
+    def __init__(
+        self,
+        function,
         input,
         linear_weight,
         target,
@@ -163,89 +206,111 @@ def forward_keep(input, linear_weight, target, ignore_index, reduction, window, 
         reduction,
         window,
         workspace,
-        True,
-        (kept, kept_columns),
-        kept_scale,
-    )
-    return *results, kept, kept_scale
-
-
-def _forward(
-    input, linear_weight, target, ignore_index, reduction, window, workspace, statistics, keep, kept_scale
-):
-    device, n = input.device, input.shape[0]
-    loss = torch.empty((n,) if reduction == "none" else (), dtype=torch.float32, device=device)
-    row_max = row_sum = num_valid = loss
-    if statistics or n == 0:
-        # new_empty of a tensor's own dtype takes half the time of torch.empty.
-        row_max, row_sum = loss.new_empty((n,)), loss.new_empty((n,))
-        num_valid = (
-            target.new_empty(())
-            if target.dtype is torch.int64
-            else torch.empty((), dtype=torch.int64, device=device)
+        kept_columns=0,
+    ):
+        device, (n, d) = input.device, input.shape
+        self.statistics, self.kept_columns = function != "loss", kept_columns
+        # A pointer is looked at in every call.
+        self.in_place = _in_place(input) and _in_place(linear_weight) and target.stride(0) == 1
+        if kept_columns and workspace:
+            kept_bytes = -(-kept_columns // 8) * 8 * input.itemsize + 4 + _raised_bytes(kept_columns)
+            workspace = max(workspace - kept_bytes * n, 1)
+        chosen, self.function = _prepare(
+            device,
+            input.dtype,
+            target.dtype,
+            n,
+            -(-d // 8) * 8,
+            linear_weight.shape[0],
+            window,
+            workspace,
+            kept_columns > 0,
         )
-    if n == 0:
-        return loss.zero_(), row_max, row_sum, num_valid.zero_()
-    hidden, weight = _rows("input", input), _rows("linear_weight", linear_weight)
-    if target.stride(0) != 1:
-        target = target.contiguous()
-    chosen, function = _prepare(
-        device,
-        hidden.dtype,
-        target.dtype,
-        n,
-        hidden.shape[1],
-        weight.shape[0],
-        window,
-        workspace,
-        keep is not None,
-    )
-    scratch = loss.new_empty((chosen.workspace_floats + (0 if statistics else 2 * n + 3),))
-    addresses = row_max.data_ptr(), row_sum.data_ptr(), num_valid.data_ptr()
-    if not statistics:
-        # Behind the workspace, the count at a multiple of 8 bytes.
-        behind = scratch.data_ptr() + 8 * (-(-chosen.workspace_floats // 2))
-        addresses = behind + 8, behind + 8 + 4 * n, behind
-    kept_arguments = (0, 0, 0, 0, 0)
-    if keep is not None:
-        kept, columns = keep
-        raised = torch.empty((_raised_bytes(columns) * n,), dtype=torch.uint8, device=device)
-        kept_arguments = kept.data_ptr(), kept_scale.data_ptr(), raised.data_ptr(), kept.stride(0), columns
-    function(
-        hidden,
-        weight,
-        target,
-        ignore_index,
-        REDUCTIONS[reduction],
-        loss.data_ptr(),
-        *addresses,
-        scratch.data_ptr(),
-        chosen.windows,
-        chosen.tiles_per_window,
-        chosen.group_m,
-        chosen.clusters,
-        chosen.paced,
-        *kept_arguments,
-    )
-    return loss, row_max, row_sum, num_valid
+        number, count = _like(device, torch.float32), _like(device, torch.int64)
+        # The statistics that nobody wants stand behind the workspace, the count at a multiple of 8 bytes.
+        self.behind = 8 * (-(-chosen.workspace_floats // 2))
+        self.row_bytes = 4 * n
+        self.row, self.count = number.expand(n), count
+        self.loss = self.row if reduction == "none" else number
+        self.scratch = number.expand(chosen.workspace_floats + (0 if self.statistics else 2 * n + 3))
+        self.head = ignore_index, REDUCTIONS[reduction]
+        self.tail = (
+            chosen.windows,
+            chosen.tiles_per_window,
+            chosen.group_m,
+            chosen.clusters,
+            int(chosen.paced),
+        )
+        self.raised = _like(device, torch.uint8).expand(_raised_bytes(kept_columns) * n)
+
+    def __call__(self, input, linear_weight, target):
+        hidden, weight = input, linear_weight
+        if not self.in_place or (hidden.data_ptr() | weight.data_ptr()) % 16:
+            hidden, weight = _rows("input", hidden), _rows("linear_weight", weight)
+            target = target.contiguous()
+        loss, scratch = torch.empty_like(self.loss), torch.empty_like(self.scratch)
+        workspace = scratch.data_ptr()
+        if self.statistics:
+            row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
+            num_valid = torch.empty_like(self.count)
+            results = loss, row_max, row_sum, num_valid
+            addresses = row_max.data_ptr(), row_sum.data_ptr(), num_valid.data_ptr()
+        else:
+            results, behind = loss, workspace + self.behind
+            addresses = behind + 8, behind + 8 + self.row_bytes, behind
+        keep = (0, 0, 0, 0, 0)
+        if self.kept_columns:
+            kept, kept_scale = empty_kept(input, self.kept_columns)
+            raised = torch.empty_like(self.raised)
+            keep = (
+                kept.data_ptr(),
+                kept_scale.data_ptr(),
+                raised.data_ptr(),
+                kept.stride(0),
+                self.kept_columns,
+            )
+            results = *results, kept, kept_scale
+        self.function(
+            hidden, weight, target, *self.head, loss.data_ptr(), *addresses, workspace, *self.tail, *keep
+        )
+        return results
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepare_backward(
-    device, dtype, target_dtype, n, d, V, need_dinput, need_dweight, kept, window, workspace
-):
-    """(plan, compiled function) of a backward."""
-    arch, sms = _architecture(device)
-    half = dtype is torch.float16
-    chosen = plans.backward(arch, n, d, V, sms, half, need_dinput, need_dweight, kept, window, workspace)
-    return chosen, compiled.backward(
-        chosen.logits, chosen.dhidden, chosen.dweight, _name(dtype), _name(target_dtype)
-    )
+class _Backward:
+    """A backward of operands of one kind: its plan, where things lie in its workspace, its launches.
+
+    stripes: of each, whether it is kept, and the launch's arguments behind the addresses.
+    """
+
+    def __init__(
+        self, device, dtype, target_dtype, n, d, V, need_dinput, need_dweight, kept, window, workspace
+    ):
+        arch, sms = _architecture(device)
+        half = dtype is torch.float16
+        chosen = plans.backward(arch, n, d, V, sms, half, need_dinput, need_dweight, kept, window, workspace)
+        self.function = compiled.backward(
+            chosen.logits, chosen.dhidden, chosen.dweight, _name(dtype), _name(target_dtype)
+        )
+        self.pitch = chosen.pitch
+        self.stripes = [
+            (first < kept, (first, columns, i == 0, i == len(chosen.stripes) - 1, *ints))
+            for i, (first, columns, ints) in enumerate(chosen.stripes)
+        ]
+        self.paced = any(any(ints[3 :: len(ints) // 3]) for _, _, ints in chosen.stripes)
+        sizes = {
+            "kept_factor": 4 * n if kept else 0,
+            "kept_hidden": n * d * dtype.itemsize if kept and need_dweight else 0,
+            "dlogits": n * chosen.pitch * dtype.itemsize,
+            "accumulator": 4 * n * d if need_dinput and len(chosen.stripes) > 1 else 0,
+        }
+        self.offsets, total = [], 0
+        for size in sizes.values():
+            self.offsets.append(total)
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        self.workspace = _like(device, torch.uint8).expand(total)
 
 
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
+_prepare_backward = functools.lru_cache(maxsize=4096)(_Backward)
 
 
 def backward(
@@ -282,61 +347,57 @@ def backward(
     d, V = hidden.shape[1], weight.shape[0]
     if target.stride(0) != 1:
         target = target.contiguous()
-    kept_columns = 0 if kept is None else min(kept.shape[1], V)
-    chosen, function = _prepare_backward(
-        device, dtype, target.dtype, n, d, V, need_dinput, need_dweight, kept_columns, window, workspace
+    prepared = _prepare_backward(
+        device,
+        dtype,
+        target.dtype,
+        n,
+        d,
+        V,
+        need_dinput,
+        need_dweight,
+        0 if kept is None else min(kept.shape[1], V),
+        window,
+        workspace,
     )
-    one = _one(device)
-    # The factor of dinput's rows and its stride, dweight's operand and its factor: of what is recomputed.
-    factor, factor_stride, scaled_hidden, weight_factor = one, 0, hidden, one
+    scratch = torch.empty_like(prepared.workspace)
+    start = scratch.data_ptr()
+    kept_factor, kept_hidden, dlogits, accumulator = [start + offset for offset in prepared.offsets]
+    # Of what is recomputed: the factors of dinput's rows and their stride, dweight's, its operand.
+    factors = (0, 0, 0, hidden.data_ptr(), hidden.stride(0))
     if dtype is torch.float16:
         factor = torch.where(target != ignore_index, streaming.row_upstream(dloss, num_valid, reduction), 0)
-        factor_stride = 1
-        weight_factor = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-        scaled_hidden = (hidden * (factor / weight_factor).unsqueeze(1)).to(dtype)
-    # The same of what was kept, which the kernels write.
-    kept_factor, kept_hidden = one, hidden
+        greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+        scaled_hidden = (hidden * (factor / greatest).unsqueeze(1)).to(dtype).contiguous()
+        factors = (factor.data_ptr(), 1, greatest.data_ptr(), scaled_hidden.data_ptr(), d)
+    dinput = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_dinput else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_dweight else None
+    outputs = (0 if dinput is None else dinput.data_ptr(), 0 if dweight is None else dweight.data_ptr())
+    common = (
+        hidden,
+        weight,
+        target,
+        ignore_index,
+        reduction == "mean",
+        dloss.data_ptr(),
+        dloss.stride(0) if dloss.dim() else 0,
+        row_max.data_ptr(),
+        row_sum.data_ptr(),
+        num_valid.data_ptr(),
+        accumulator,
+        *outputs,
+    )
+    recomputed = (*factors, dlogits, prepared.pitch, 0)
     if kept is not None:
-        kept_factor = torch.empty((n,), dtype=torch.float32, device=device)
-        if need_dweight:
-            kept_hidden = torch.empty_like(hidden)
-    dinput = hidden.new_empty((n, d)) if need_dinput else None
-    dweight = weight.new_empty((V, d)) if need_dweight else None
-    dlogits = hidden.new_empty((n, chosen.pitch))
-    several = need_dinput and len(chosen.stripes) > 1
-    accumulator = torch.empty((n, d) if several else (0,), dtype=torch.float32, device=device)
-    progress = torch.zeros((3 * len(chosen.stripes),), dtype=torch.int32, device=device)
-    for i, (first, columns, ints) in enumerate(chosen.stripes):
-        is_kept = first < kept_columns
-        matrix = dlogits if kept is None or not is_kept else kept
-        function(
-            hidden,
-            weight,
-            kept_hidden if is_kept else scaled_hidden,
-            target,
-            ignore_index,
-            reduction == "mean",
-            dloss.data_ptr(),
-            dloss.stride(0) if dloss.dim() else 0,
-            row_max.data_ptr(),
-            row_sum.data_ptr(),
-            num_valid.data_ptr(),
-            (kept_factor if is_kept else factor).data_ptr(),
-            1 if is_kept else factor_stride,
-            (one if is_kept else weight_factor).data_ptr(),
-            matrix.data_ptr(),
-            accumulator.data_ptr(),
-            0 if dinput is None else dinput.data_ptr(),
-            0 if dweight is None else dweight.data_ptr(),
-            kept_reference.data_ptr() if is_kept else 0,
-            progress.data_ptr() + 12 * i,
-            matrix.stride(0),
-            first,
-            columns,
-            i == 0,
-            i == len(chosen.stripes) - 1,
-            ints,
-        )
+        kept_factors = (kept_factor, 1, 0, kept_hidden, d)
+        read = (*kept_factors, kept.data_ptr(), kept.stride(0), kept_reference.data_ptr())
+    progress = 0
+    if prepared.paced:
+        counters = torch.zeros((3 * len(prepared.stripes),), dtype=torch.int32, device=device)
+        progress = counters.data_ptr()
+    for is_kept, arguments in prepared.stripes:
+        prepared.function(*common, *(read if is_kept else recomputed), progress, *arguments)
+        progress += 12
     if d != input.shape[1]:
         dinput, dweight = (
             None if gradient is None else gradient[:, : input.shape[1]].contiguous()

@@ -25,6 +25,7 @@ import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def _log_streaming(device: torch.device) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_plain_eager(input: Tensor, linear_weight: Tensor, target: Tensor) -> bool:
+def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
     """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no subclass, no meta tensor.
 
     Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call has four.
@@ -94,10 +95,10 @@ def is_plain_eager(input: Tensor, linear_weight: Tensor, target: Tensor) -> bool
         and not is_in_torch_dispatch_mode()
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
         and forward_ad._current_level < 0
-        and type(input) in _PLAIN
-        and type(linear_weight) in _PLAIN
-        and type(target) in _PLAIN
-        and not (input.is_meta or linear_weight.is_meta or target.is_meta)
+        and type(first) in _PLAIN
+        and type(second) in _PLAIN
+        and type(third) in _PLAIN
+        and not (first.is_meta or second.is_meta or third.is_meta)
     )
 
 
@@ -151,9 +152,55 @@ def _workspace_bytes(workspace_mb: float) -> int:
     return max(int(workspace_mb * MEBIBYTE), 1)
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(module: ModuleType, *arguments) -> tuple[str, int]:
-    return module.plan(*arguments)
+def _resolve(
+    input,
+    linear_weight,
+    target,
+    need_dinput,
+    need_dweight,
+    reduction,
+    ignore_index,
+    schedule,
+    workspace_mb,
+    window,
+):
+    """Check a call and decide what serves it: (inner op, its arguments behind input, weight and target)."""
+    _check_tensors(input, linear_weight, target)
+    check_reduction(reduction)
+    check_schedule(schedule)
+    ignore_index = resolve_ignore_index(ignore_index)
+    workspace = 0 if workspace_mb is None else _workspace_bytes(workspace_mb)
+    if window is None:
+        window = 0
+    elif window < 1:
+        raise ValueError(f"window: got {window}, want at least 1 column or None")
+    V, d = linear_weight.shape
+    schedule, kept_columns = implementation(input.device, input.dtype).plan(
+        target.numel(),
+        d,
+        V,
+        input.dtype,
+        input.device.type,
+        schedule,
+        reduction,
+        need_dinput,
+        need_dweight,
+        window,
+        workspace,
+    )
+    options = (ignore_index, reduction, window, workspace)
+    if schedule == "recompute":
+        return _forward, options
+    if schedule == "keep":
+        return _forward_keep, (*options, kept_columns)
+    return _grad_in_forward, (*options, need_dinput, need_dweight)
+
+
+def _needs(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
+    """Which of the two needs a gradient."""
+    if torch.is_grad_enabled():
+        return input.requires_grad, linear_weight.requires_grad
+    return False, False
 
 
 def fused_linear_cross_entropy(
@@ -166,75 +213,129 @@ def fused_linear_cross_entropy(
     schedule: str = "auto",
     workspace_mb: float | None = None,
     window: int | None = None,
-    eager: bool = False,
 ) -> Tensor:
-    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments.
-
-    eager: what `is_plain_eager` says of the tensors; False, always right, goes through the dispatcher.
-    """
-    device = input.device
-    device_type = device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        input, linear_weight = _autocast(input, linear_weight, torch.get_autocast_dtype(device_type))
-    _check_tensors(input, linear_weight, target)
-    check_reduction(reduction)
-    check_schedule(schedule)
-    ignore_index = resolve_ignore_index(ignore_index)
-    workspace = 0 if workspace_mb is None else _workspace_bytes(workspace_mb)
-    if window is None:
-        window = 0
-    elif window < 1:
-        raise ValueError(f"window: got {window}, want at least 1 column or None")
-
-    shape = None
-    if input.dim() != 2:
-        shape = target.shape
-        input, target = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    need_dinput = need_dweight = False
-    if torch.is_grad_enabled():
-        need_dinput, need_dweight = input.requires_grad, linear_weight.requires_grad
-    n, d = input.shape
-    V = linear_weight.shape[0]
-    # Symbolic sizes cannot be keys of a cache.
-    plan = _plan if type(n) is int and type(d) is int and type(V) is int else _plan.__wrapped__
-    schedule, kept_columns = plan(
-        implementation(device, input.dtype),
-        n,
-        d,
-        V,
-        input.dtype,
-        device_type,
-        schedule,
+    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
+    if is_plain_eager(input, linear_weight, target):
+        return eager(input, linear_weight, target, reduction, ignore_index, schedule, workspace_mb, window)
+    input, linear_weight = _autocast(input, linear_weight)
+    op, options = _resolve(
+        input,
+        linear_weight,
+        target,
+        *_needs(input, linear_weight),
         reduction,
-        need_dinput,
-        need_dweight,
+        ignore_index,
+        schedule,
+        workspace_mb,
         window,
-        workspace,
     )
-    arguments = (input, linear_weight, target, ignore_index, reduction, window, workspace)
-    if schedule == "recompute":
-        op, function = _forward, _ForwardFunction
-    elif schedule == "keep":
-        op, function, arguments = _forward_keep, _ForwardFunction, (*arguments, kept_columns)
-    else:
-        op, function = _grad_in_forward, _GradInForwardFunction
-        arguments = (*arguments, need_dinput, need_dweight)
-    if not eager:
-        loss = op(*arguments)[0]
-    elif need_dinput or need_dweight:
-        loss = function.apply(_bodies[op], False, *arguments)
-    elif CHECK_TARGETS:
-        loss = _bodies[op](*arguments)[0]
-    else:
-        # Nothing needs a gradient, so that the plan is the plain forward.
-        loss = implementation(device, input.dtype).loss(*arguments)
-    if shape is not None and reduction == "none":
-        loss = loss.view(shape)
-    return loss
+    rows, targets = _flatten(input, target)
+    loss = op(rows, linear_weight, targets, *options)[0]
+    return loss.view(target.shape) if reduction == "none" and target.dim() != 1 else loss
 
 
-def _autocast(input: Tensor, linear_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cast as torch's own linear does: every floating tensor but float64."""
+class _Call(NamedTuple):
+    """An eager call of one kind, checked and decided: run(input, linear_weight, target).
+
+    apply: of the autograd.Function that calls `run`, None where nothing needs a gradient and `run` gives the
+    loss. options: the inner op's arguments behind the operands. flat: whether the operands are (n, d), (n,).
+    """
+
+    apply: Callable[..., Any] | None
+    run: Callable[..., Any]
+    options: tuple
+    flat: bool
+
+
+_calls: dict[tuple, _Call] = {}
+_MAX_CALLS = 4096
+
+
+def eager(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    reduction: str,
+    ignore_index: int | None,
+    schedule: str,
+    workspace_mb: float | None,
+    window: int | None,
+) -> Tensor:
+    """fused_linear_cross_entropy past the dispatcher, for what `is_plain_eager` allows.
+
+    All that does not depend on values is checked and decided once for operands of the same kind.
+    """
+    input, linear_weight = _autocast(input, linear_weight)
+    needs = _needs(input, linear_weight)
+    arguments = (reduction, ignore_index, schedule, workspace_mb, window)
+    try:
+        key = (
+            input.device,
+            input.dtype,
+            input.shape,
+            input.stride(),
+            linear_weight.device,
+            linear_weight.dtype,
+            linear_weight.shape,
+            linear_weight.stride(),
+            target.device,
+            target.dtype,
+            target.shape,
+            target.stride(),
+            needs,
+            arguments,
+        )
+    except RuntimeError:
+        # A layout without strides, which is refused.
+        key = ()
+    call = _calls.get(key) or _prepare_call(key, input, linear_weight, target, needs, arguments)
+    rows, targets = (input, target) if call.flat else _flatten(input, target)
+    if call.apply is None:
+        loss = call.run(rows, linear_weight, targets)
+    else:
+        loss = call.apply(call.run, False, call.options, rows, linear_weight, targets)
+    return loss if call.flat or reduction != "none" else loss.view(target.shape)
+
+
+def _prepare_call(key, input, linear_weight, target, needs, arguments) -> _Call:
+    """Check and decide; remember it if that is worth it, which on a CPU it is not."""
+    op, options = _resolve(input, linear_weight, target, *needs, *arguments)
+    module = implementation(input.device, input.dtype)
+    wanted = needs[0] or needs[1]
+    body = _bodies[op]
+    if CHECK_TARGETS or op is _grad_in_forward or not hasattr(module, "bind"):
+        if wanted:
+            run = lambda *operands: body(*operands, *options)  # noqa: E731
+        else:
+            run = lambda *operands: body(*operands, *options)[0]  # noqa: E731
+    else:
+        name = op.name().partition("::")[2] if wanted else "loss"
+        rows, targets = _flatten(input, target)
+        run = module.bind(name, rows, linear_weight, targets, *options)
+    function = _GradInForwardFunction if op is _grad_in_forward else _ForwardFunction
+    # Without the look at functorch's transforms, of which a plain eager call has none.
+    apply = super(torch.autograd.Function, function).apply if wanted else None  # pyright: ignore
+    call = _Call(apply, run, options, input.dim() == 2)
+    if key and hasattr(module, "bind"):
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call
+
+
+def _flatten(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., d) and (...) as (n, d) and (n,)."""
+    if input.dim() == 2:
+        return input, target
+    return input.reshape(-1, input.shape[-1]), target.reshape(-1)
+
+
+def _autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast cast as torch's own linear does: every floating tensor but float64."""
+    device_type = input.device.type
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return input, linear_weight
+    dtype = torch.get_autocast_dtype(device_type)
     if input.is_floating_point() and input.dtype is not torch.float64:
         input = input.to(dtype)
     if linear_weight.is_floating_point() and linear_weight.dtype is not torch.float64:
@@ -433,17 +534,17 @@ _NO_DOUBLE_BACKWARD = (
 
 
 class _ForwardFunction(torch.autograd.Function):
-    """forward, and forward_keep, whose arguments end with one more and whose results end with two more.
+    """forward, and forward_keep, whose results end with two more.
 
-    The first argument, `run`, is the op or its body. `whole` says whether all of its results are wanted, as
-    the op's schema has it, or the loss alone, which spares an eager call the others' wrapping.
+    run: of input, linear_weight and target. whole: whether all of its results are wanted, as the op's schema
+    has it, or the loss alone, which spares an eager call the others' wrapping. options: the op's other
+    arguments.
     """
 
     @staticmethod
-    def forward(ctx, run, whole, *arguments):
-        with _below_autograd():
-            results = run(*arguments)
-        input, linear_weight, target, *ctx.options = arguments
+    def forward(ctx, run, whole, options, input, linear_weight, target):
+        results = run(input, linear_weight, target)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, linear_weight, target, *results[1:])
         if not whole:
@@ -453,32 +554,28 @@ class _ForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, _, need_dinput, need_dweight, *others = ctx.needs_input_grad
-        if dresults[0] is None:
-            return None, None, None, None, *(None for _ in others)
+        dloss = dresults[0]
+        if dloss is None:
+            return None, None, None, None, None, None
+        _, _, _, need_dinput, need_dweight, _ = ctx.needs_input_grad
         saved = ctx.saved_tensors
         kept = () if len(saved) == 8 else (None, None)
-        dinput, dweight = _backward(dresults[0], *saved, *kept, *ctx.options[:4], need_dinput, need_dweight)
-        return (
-            None,
-            None,
-            dinput if need_dinput else None,
-            dweight if need_dweight else None,
-            *(None for _ in others),
-        )
+        arguments = (dloss, *saved, *kept, *ctx.options[:4], need_dinput, need_dweight)
+        input = saved[0]
+        if not torch.is_grad_enabled() and is_plain_eager(dloss, input, saved[1]):
+            dinput, dweight = implementation(input.device, input.dtype).backward(*arguments)
+        else:
+            dinput, dweight = _backward(*arguments)
+        return None, None, None, dinput if need_dinput else None, dweight if need_dweight else None, None
 
 
 class _GradInForwardFunction(torch.autograd.Function):
-    """grad_in_forward, or its body, as `run`, whose backward is scale_gradients.
-
-    `whole` is as in _ForwardFunction.
-    """
+    """grad_in_forward, whose backward is scale_gradients. Arguments as of _ForwardFunction."""
 
     @staticmethod
-    def forward(ctx, run, whole, *arguments):
-        with _below_autograd():
-            results = run(*arguments)
-        ctx.dtype, ctx.reduction, ctx.needed = arguments[0].dtype, arguments[4], arguments[-2:]
+    def forward(ctx, run, whole, options, input, linear_weight, target):
+        results = run(input, linear_weight, target)
+        ctx.dtype, ctx.reduction, ctx.needed = input.dtype, options[1], options[-2:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*results[1:])
         if not whole:
@@ -488,9 +585,8 @@ class _GradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        others = (None for _ in ctx.needs_input_grad[4:])
         if dresults[0] is None:
-            return None, None, None, None, *others
+            return None, None, None, None, None, None
         if torch.is_grad_enabled():
             # The gradients are constants by now: without this a second derivative would silently miss them.
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
@@ -498,43 +594,42 @@ class _GradInForwardFunction(torch.autograd.Function):
         dinput, dweight = _scale_gradients(
             dresults[0], *ctx.saved_tensors, ctx.reduction, ctx.dtype, need_dinput, need_dweight
         )
-        return None, None, dinput if need_dinput else None, dweight if need_dweight else None, *others
+        return None, None, None, dinput if need_dinput else None, dweight if need_dweight else None, None
 
 
 class _GradientFunction(torch.autograd.Function):
     """The ops that give gradients, which cannot be differentiated again."""
 
     @staticmethod
-    def forward(ctx, op, *arguments):
-        with _below_autograd():
-            return op(*arguments)
+    def forward(ctx, run, *operands):
+        return run(*operands)
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
-def _register_autograd(name: str, op, apply) -> None:
-    def autograd(first, second, third, *arguments):
-        if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad or third.requires_grad):
-            return apply(first, second, third, *arguments)
-        with _below_autograd():
-            return op(first, second, third, *arguments)
+def _register_autograd(name: str, op, function: type[torch.autograd.Function]) -> None:
+    """Under autograd `op` is `function`'s; its first three arguments are the tensors that may need a
+    gradient."""
+
+    def autograd(first, second, third, *options):
+        def run(*operands):
+            with _below_autograd():
+                return op(*operands, *options)
+
+        operands = first, second, third
+        if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)):
+            return run(*operands)
+        if function is _GradientFunction:
+            return function.apply(run, *operands)
+        return function.apply(run, True, options, *operands)
 
     _library.impl(name, autograd, "Autograd")
 
 
-# Each op's first three arguments are tensors, and the only ones that can need a gradient.
-_register_autograd("forward", _forward, functools.partial(_ForwardFunction.apply, _forward, True))
-_register_autograd(
-    "forward_keep", _forward_keep, functools.partial(_ForwardFunction.apply, _forward_keep, True)
-)
-_register_autograd("backward", _backward, functools.partial(_GradientFunction.apply, _backward))
-_register_autograd(
-    "grad_in_forward",
-    _grad_in_forward,
-    functools.partial(_GradInForwardFunction.apply, _grad_in_forward, True),
-)
-_register_autograd(
-    "scale_gradients", _scale_gradients, functools.partial(_GradientFunction.apply, _scale_gradients)
-)
+_register_autograd("forward", _forward, _ForwardFunction)
+_register_autograd("forward_keep", _forward_keep, _ForwardFunction)
+_register_autograd("backward", _backward, _GradientFunction)
+_register_autograd("grad_in_forward", _grad_in_forward, _GradInForwardFunction)
+_register_autograd("scale_gradients", _scale_gradients, _GradientFunction)

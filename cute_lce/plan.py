@@ -152,7 +152,7 @@ def is_blackwell(arch: str) -> bool:
 def configs(arch: str) -> tuple[KernelConfig, ...]:
     """The configurations among which `forward` chooses, the ones that `cute-lce compile` compiles."""
     if is_blackwell(arch):
-        pair = KernelConfig(arch, tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7, pace=0)
+        pair = KernelConfig(arch, tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
         return pair, replace(pair, tile_m=128, cluster_m=1, stages=4)
     return (
         KernelConfig(arch),

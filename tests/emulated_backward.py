@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from cute_lce import compiled, launch
+from cute_lce import plan as plans
 from tests import emulator
 from tests.numerics import Case, assert_close
 
@@ -73,6 +74,32 @@ def _forget() -> None:
     for function in vars(launch).values():
         if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):
             function.cache_clear()
+
+
+def narrow_plans(patch: pytest.MonkeyPatch) -> None:
+    """Narrow tiles, and few stages so that rings wrap: an emulated tile costs by its columns."""
+    configs, gradients = plans.configs, plans.gradient_configs
+    forget_plans()
+
+    def narrow(config: plans.KernelConfig) -> plans.KernelConfig:
+        if plans.is_blackwell(config.arch):
+            return replace(config, tile_n=128, stages=3)
+        # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
+        return replace(config, tile_n=128, stages=3) if config.tile_n == 256 else replace(config, stages=2)
+
+    def narrow_logits(config: plans.KernelConfig) -> plans.KernelConfig:
+        if plans.is_blackwell(config.arch):
+            return narrow(config)
+        return replace(config, tile_n=64, stages=3)
+
+    patch.setattr(plans, "configs", lambda arch: tuple(map(narrow_logits, configs(arch))))
+    patch.setattr(plans, "gradient_configs", lambda arch: tuple(map(narrow, gradients(arch))))
+    patch.setattr(plans, "STRIPE_MULTIPLE", 128)
+
+
+def forget_plans() -> None:
+    plans.forward.cache_clear()
+    plans.backward.cache_clear()
 
 
 @dataclass

@@ -84,8 +84,9 @@ class Case:
     ):
         """The same with logits in float32 (float64 for float64), gradients rounded last.
 
-        rounded_dlogits: with softmax - onehot rounded to the dtype before the products, as every
-        implementation does whose products have narrow operands; None: where the case multiplies so.
+        rounded_dlogits: with dlogits rounded to the dtype before the products, as every implementation does
+        whose products have narrow operands: bfloat16 upstream (softmax - onehot), float16 softmax - onehot,
+        since it has no room for the upstream. None: where the case multiplies so.
         """
         if self.multiplies_narrow if rounded_dlogits is None else rounded_dlogits:
             return self._rounded_baseline(dloss, reduction)
@@ -106,16 +107,17 @@ class Case:
         hidden, weight = self.input.flatten(0, -2).float(), self.linear_weight.float()
         target = self.target.flatten().long()
         valid = target != self.ignore_index
-        logits = hidden @ weight.mT
         onehot = torch.nn.functional.one_hot(target.where(valid, 0), weight.shape[0])
-        dlogits = (logits.softmax(1) - onehot).to(dtype).float()
+        dlogits = (hidden @ weight.mT).softmax(1) - onehot
         upstream = torch.as_tensor(dloss, dtype=torch.float32, device=hidden.device)
         if reduction == "mean":
             upstream = upstream / valid.sum().clamp(min=1)
         factor = torch.where(valid, upstream.expand(self.target.shape).flatten(), 0).unsqueeze(1)
-        dinput = (factor * (dlogits @ weight)).to(dtype).view(self.input.shape)
+        before, after = (factor, 1.0) if dtype is torch.bfloat16 else (1.0, factor)
+        dlogits = (before * dlogits).to(dtype).float()
+        dinput = (after * (dlogits @ weight)).to(dtype).view(self.input.shape)
         loss, _, _ = self.baseline(dloss, reduction, rounded_dlogits=False)
-        return loss, dinput, (dlogits.mT @ (factor * hidden)).to(dtype)
+        return loss, dinput, (dlogits.mT @ (after * hidden)).to(dtype)
 
     def upstream(self, reduction: str) -> Tensor:
         """An upstream gradient other than 1; for "none" with zeros, negatives and a wide range."""

@@ -7,12 +7,17 @@
 
 The variable gives each tensor an allocation of its own, so that memcheck sees where it ends. --baseline
 runs torch.mm on the same shapes, whose Hopper kernels are CUTLASS's: a finding that it has too is the
-tool's.
+tool's. --only forward or --only backward runs half of it. What is computed is compared with float64: a run
+that fails has computed something else.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -20,6 +25,10 @@ import torch
 from cute_lce import compiled, launch
 from cute_lce import plan as plans
 from tests.numerics import Case, random_case
+from tests.test_gpu_backward import Trained, jumping, some_ignored
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FEW = 4  # SMs that a plan is told of, so that each cluster has several runs
 
 # Ragged in every direction; several windows and runs a cluster; one token and one class; whole tiles.
 SHAPES = [(300, 72, 1000, 192), (1, 8, 1, 0), (256, 128, 384, 0), (700, 200, 2000, 400)]
@@ -39,24 +48,118 @@ def forward(case: Case, config: plans.KernelConfig, window: int, sms: int) -> No
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One forward and backward.
+
+    kept: the share of the vocabulary that the forward keeps, None for float16; of it whole tiles are kept.
+    window: columns of a stripe that is not kept, 0: one stripe. jumps: column -> how far every eighth row's
+    logit there lies above the others, so that references are raised.
+    """
+
+    n: int
+    d: int
+    V: int
+    kept: float | None
+    window: int
+    reduction: str
+    jumps: tuple[tuple[int, float], ...] = ()
+
+    def case(self) -> Case:
+        case = random_case(self.n, self.d, self.V, FP16 if self.kept is None else BF16)
+        if self.jumps:
+            case = jumping(case, dict(self.jumps), slice(0, None, 8))
+        return some_ignored(case) if self.n > 1 else case
+
+    def run(self, case: Case) -> None:
+        """Loss and both gradients against float64, by the rule of all tests."""
+        Trained(case, self.kept, self.reduction, self.window).check()
+
+
+# Every kernel of the backward and of the forward that keeps, and every branch that writes to memory: one
+# stripe and several with a ragged last, which go through the accumulator; nothing, some and all kept.
+STEPS = [
+    Step(300, 72, 1000, 0, 384, "none"),
+    Step(300, 72, 1000, None, 384, "mean"),
+    Step(300, 72, 1001, 1, 0, "mean"),
+    Step(140, 200, 2000, 0.5, 500, "none"),
+    Step(140, 200, 2000, None, 0, "none"),
+    Step(140, 72, 1000, 1, 0, "none", jumps=((20, 100.0), (900, 300.0))),
+    Step(256, 128, 768, 1, 0, "sum"),
+    Step(1, 8, 7, 1, 0, "none"),
+    Step(1, 8, 7, None, 0, "mean"),
+]
+
+
+@contextlib.contextmanager
+def planned_for(arch: str, sms: int) -> Iterator[None]:
+    """Plans are for so many SMs of the device's."""
+    _forget()
+    try:
+        with mock.patch.object(launch, "_architecture", return_value=(arch, sms)):
+            yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    """Empty launch's caches, which do not expect the device to change."""
+    for function in vars(launch).values():
+        if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def forwards(arch: str, sms: int) -> None:
+    """Every configuration, with as many clusters as runs, and with so few that each has several."""
+    for n, d, V, window in SHAPES:
+        for dtype in (BF16, FP16):
+            case = random_case(n, d, V, dtype).to("cuda")
+            case.target[1::3] = case.ignore_index
+            for config in plans.configs(arch):
+                for few in (sms, FEW):
+                    forward(case, config, window, few)
+            torch.cuda.synchronize()
+            _done(f"n {n}, d {d}, V {V}, window {window}, {dtype}")
+
+
+def backwards(arch: str, sms: int) -> None:
+    for step in STEPS:
+        case = step.case().to("cuda")
+        for few in (sms, FEW):
+            with planned_for(arch, few):
+                step.run(case)
+        torch.cuda.synchronize()
+        _done(str(step))
+
+
+def baseline() -> None:
+    for n, d, V, _ in SHAPES:
+        for dtype in (BF16, FP16):
+            case = random_case(n, d, V, dtype).to("cuda")
+            dlogits = torch.mm(case.input, case.linear_weight.T)
+            torch.mm(dlogits, case.linear_weight)
+            torch.mm(dlogits.T, case.input)
+            torch.cuda.synchronize()
+            _done(f"torch.mm, n {n}, d {d}, V {V}, {dtype}")
+
+
+def _done(what: str) -> None:
+    print(f"{time.process_time():6.1f} s  {what}: done", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.sanitize", description="Small runs for compute-sanitizer.")
     parser.add_argument("--baseline", action="store_true", help="torch.mm instead of the kernels")
+    parser.add_argument("--only", choices=["forward", "backward"], help="one of the two passes")
     args = parser.parse_args()
     arch, sms = launch._architecture(torch.device("cuda", 0))
-    for n, d, V, window in SHAPES:
-        for dtype in (torch.bfloat16, torch.float16):
-            case = random_case(n, d, V, dtype).to("cuda")
-            case.target[1::3] = case.ignore_index
-            if args.baseline:
-                torch.mm(case.input, case.linear_weight.T)
-                continue
-            for config in plans.configs(arch):
-                # As many clusters as runs, and so few that each has several.
-                for few in (sms, 4):
-                    forward(case, config, window, few)
-            torch.cuda.synchronize()
-            print(f"n {n}, d {d}, V {V}, window {window}, {dtype}: done", flush=True)
+    if args.baseline:
+        baseline()
+        return
+    if args.only != "backward":
+        forwards(arch, sms)
+    if args.only != "forward":
+        backwards(arch, sms)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from cute_lce import plan
 from tests import cubin
 
+EVICT_FIRST = 0x12F0000000000000  # CUTLASS's CacheHintSm100::EVICT_FIRST
 SHARED_MEMORY = 227 * 1024  # what a block can have on compute capability 10.0 and 10.3
 PAIR, SINGLE = plan.configs("sm_100a")
 CONFIGS = {"pair": PAIR, "single": SINGLE, "two pairs": replace(PAIR, cluster_m=4)}
@@ -75,6 +76,24 @@ def test_loads_are_multicast_where_ctas_share():
     assert ".cta_group::2" in "".join(re.findall(r"cp\.async\.bulk\.tensor\S*", gemm("pair").ptx))
     shared = re.findall(r"cp\.async\.bulk\.tensor\S*", gemm("two pairs").ptx)
     assert any(".multicast::cluster" in load for load in shared)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_streams_past_leaves_l2_first(name: str):
+    """The loads' L2 policies, in order: none of A, which stays, and evict-first of B."""
+    ptx = gemm(name).ptx
+    registers = re.findall(r"cp\.async\.bulk\.tensor\S* .*, (%rd\d+);", ptx)
+    policies = [re.findall(rf"mov\.b64 \s*{register}, (\d+);", ptx) for register in registers]
+    assert policies == [["0"], [str(EVICT_FIRST)]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_the_load_warp_keeps_pace(name: str):
+    """A step and the steps that a cluster does not make, and no more atomics."""
+    counted = r"\s(red\.\S+)"
+    assert gemm(name).ptx_of(counted) == ["red.relaxed.gpu.global.add.s32"] * 2
+    unpaced = cubin.forward_key(replace(CONFIGS[name], pace=0))
+    assert not cubin.kernel(unpaced, "GemmSm100").ptx_of(counted)
 
 
 def test_stages_fill_shared_memory():

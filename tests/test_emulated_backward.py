@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce import plan as plans
-from tests.emulated_backward import check, train
+from tests import sanitize
+from tests.emulated_backward import check, device, forget_plans, narrow_plans, train
+from tests.emulated_forward import ignoring
 from tests.numerics import Case, assert_close, random_case
+from tests.test_gpu_backward import jumping
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -31,52 +33,10 @@ def as_planned():
     """The configurations that plans choose, instead of narrow ones."""
 
 
-def narrow_plans(patch: pytest.MonkeyPatch) -> None:
-    configs, gradients = plans.configs, plans.gradient_configs
-    _forget()
-
-    def narrow(config: plans.KernelConfig) -> plans.KernelConfig:
-        if plans.is_blackwell(config.arch):
-            return replace(config, tile_n=128, stages=3)
-        # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
-        return replace(config, tile_n=128, stages=3) if config.tile_n == 256 else replace(config, stages=2)
-
-    def narrow_logits(config: plans.KernelConfig) -> plans.KernelConfig:
-        if plans.is_blackwell(config.arch):
-            return narrow(config)
-        return replace(config, tile_n=64, stages=3)
-
-    patch.setattr(plans, "configs", lambda arch: tuple(map(narrow_logits, configs(arch))))
-    patch.setattr(plans, "gradient_configs", lambda arch: tuple(map(narrow, gradients(arch))))
-    patch.setattr(plans, "STRIPE_MULTIPLE", 128)
-
-
-def _forget() -> None:
-    plans.forward.cache_clear()
-    plans.backward.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def _plans_are_not_kept():
     yield
-    _forget()
-
-
-def ignoring(case: Case) -> Case:
-    target = case.target.clone()
-    target[1::3] = case.ignore_index
-    return replace(case, target=target)
-
-
-def jumping(case: Case, heights: dict[int, float]) -> Case:
-    """Columns whose logits lie above all others by so much, for every row; targets there and elsewhere."""
-    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
-    hidden[:, 0] = 1
-    weight[:, 0] = 0
-    for i, (column, height) in enumerate(heights.items()):
-        weight[column, 0] = height
-        target[i] = column
-    return replace(case, input=hidden, linear_weight=weight, target=target)
+    forget_plans()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -302,6 +262,18 @@ def test_a_rows_loss_does_not_depend_on_its_batch(arch: str):
         part = replace(case, input=hidden[rows], target=case.target[rows])
         dloss = case.upstream("none")[rows]
         assert torch.equal(train(part, arch, dloss=dloss, seed=1, **options).loss, whole[rows]), rows
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step if step.jumps else pytest.param(step, marks=pytest.mark.emulator_full) for step in sanitize.STEPS],
+    ids=str,
+)
+def test_what_the_sanitizer_runs(step: sanitize.Step, as_planned, monkeypatch):
+    """What needs a GPU and its tool to be of use, and is right before it gets there."""
+    monkeypatch.setattr(Case, "multiplies_narrow", property(lambda case: True))
+    with device("sm_90a", sanitize.FEW):
+        step.run(step.case())
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -112,25 +112,6 @@ def test_fewer_clusters_than_runs(sms: int, group_m: int):
     check(case, run)
 
 
-@pytest.mark.parametrize("config", ["pingpong", "shared"])
-@pytest.mark.parametrize("paced", [False, True])
-def test_pace(paced: bool, config: str):
-    """4 clusters of different loads; those with fewer runs count the steps that they do not make."""
-    case = random_case(300, 200, 5 * 64, BF16)
-    run = forward(case, replace(NARROW[config], pace=1), sms=8, window=64, paced=paced, seed=3)
-    check(case, run)
-    counted = sum(count for opcode, count in run.counts.instructions.items() if opcode.startswith("red."))
-    assert bool(counted) == paced
-
-
-def test_clusters_that_are_not_resident_do_not_stop_the_others():
-    """Another kernel may hold their SMs: clusters wait a bounded time for progress that cannot come."""
-    case = random_case(300, 72, 4 * 64, BF16)
-    run = forward(case, replace(NARROW["shared"], pace=1), sms=8, window=64, paced=True, resident=2)
-    assert run.plan.clusters == 4
-    check(case, run)
-
-
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_reduction(reduction: str):
     case = ignoring(random_case(140, 64, 200, BF16))

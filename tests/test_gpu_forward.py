@@ -51,16 +51,27 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
     """hidden @ weight.T in `dtype`, slab by slab of the vocabulary.
 
     float32 is torch's product of the narrow operands as they are: the tensor cores' sums round more than
-    those of widened operands do. It is asked for as tensor cores take it, with whole tiles of rows and
-    16-byte rows: for a few rows, or an odd number of features, cuBLAS has kernels that sum otherwise.
+    those of widened operands do, in proportion to their length. It is asked for as tensor cores take it,
+    with 16-byte rows, and with so many rows and columns that whole sums fill the GPU: for smaller results
+    cuBLAS splits a sum into parts, whose shorter sums round less.
     """
     slabs = weight.split(max(1, 2**27 // weight.shape[1]))
     if dtype is not torch.float32:
         return torch.cat([hidden.to(dtype) @ slab.to(dtype).mT for slab in slabs], dim=1)
-    rows, room = len(hidden), (0, -hidden.shape[1] % 8)
-    whole = torch.nn.functional.pad(hidden, room).repeat(-(-256 // rows), 1)
-    padded = (torch.nn.functional.pad(slab, room) for slab in slabs)
-    return torch.cat([torch.mm(whole, slab.mT, out_dtype=dtype)[:rows] for slab in padded], dim=1)
+    found = []
+    whole = _at_least(FULL, torch.nn.functional.pad(hidden, (0, -hidden.shape[1] % 8)))
+    for slab in slabs:
+        columns = _at_least(FULL, torch.nn.functional.pad(slab, (0, -slab.shape[1] % 8)))
+        found.append(torch.mm(whole, columns.mT, out_dtype=dtype)[: len(hidden), : len(slab)])
+    return torch.cat(found, dim=1)
+
+
+FULL = 2048
+
+
+def _at_least(rows: int, matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix's rows, repeated until there are as many."""
+    return matrix.repeat(-(-rows // len(matrix)), 1)
 
 
 def check_rows(case: Case, results, rows: list[int]) -> None:

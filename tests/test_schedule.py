@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import pairwise
 
 import pytest
 
-from cute_lce.kernels.schedule import clamp_below, run_coord, run_tiles
+from cute_lce.kernels.schedule import Walk, clamp_below, run_coord, run_tiles
 
 
 def order(rows: int, windows: int, group_m: int) -> list[tuple[int, int]]:
@@ -79,6 +80,38 @@ def test_windows_cover_every_tile_once(seed: int):
         spans = [run_tiles(window, tiles_per_window, tiles) for window in range(windows)]
         assert [tile for first, end in spans for tile in range(first, end)] == list(range(tiles))
         assert all(0 < end - first <= tiles_per_window for first, end in spans)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_walks_cover_every_tile_once(seed: int):
+    """All CTAs of all clusters together: each tile of the product once, in windows that are theirs alone."""
+    draw = random.Random(seed)
+    for _ in range(40):
+        rows, tiles, tiles_m, tiles_n = (draw.randint(1, most) for most in (9, 9, 2, 3))
+        tiles_per_window, clusters = draw.randint(1, tiles), draw.randint(1, 12)
+        windows = -(-tiles // tiles_per_window)
+        group_m = draw.randint(1, rows)
+        found, partials = [], {}
+        for cluster, m, n in itertools.product(range(clusters), range(tiles_m), range(tiles_n)):
+            walk = Walk(
+                rows,
+                windows,
+                tiles_per_window,
+                group_m,
+                tiles,
+                cluster,
+                clusters,
+                tiles_m,
+                tiles_n,
+                m,
+                n,
+            )
+            for run in range(walk.cluster, walk.runs, walk.clusters):
+                m_tile, window, first, end = walk.run(run)
+                found += [(m_tile, walk.n_tile(tile)) for tile in range(first, end)]
+                assert partials.setdefault((m_tile, walk.partial(window)), walk) is walk
+        assert sorted(found) == list(itertools.product(range(rows * tiles_m), range(tiles * tiles_n)))
+        assert len(partials) == rows * tiles_m * windows * tiles_n
 
 
 def test_clamp_below():

@@ -18,8 +18,6 @@ from cute_lce.kernels.forward import mainloop, vector
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
 from cute_lce.plan import KernelConfig
 
-GEMM_INTS = 4  # windows, group_m, clusters, paced
-
 
 class Backward:
     """One stripe of the backward; see cute_lce.launch.backward for the tensors.
@@ -42,7 +40,6 @@ class Backward:
         self,
         hidden: cute.Tensor,  # (n, d)
         weight: cute.Tensor,  # (V, d)
-        scaled_hidden: cute.Tensor,  # (n, d), the dW GEMM's operand: hidden itself, or its rows scaled
         target: cute.Tensor,  # (n,)
         ignore_index: Int64,
         mean: Int32,
@@ -51,22 +48,35 @@ class Backward:
         row_max: Int64,  # fp32 (n,)
         row_sum: Int64,  # fp32 (n,)
         num_valid: Int64,  # one int64
-        factor: Int64,  # fp32 (n,) of stride factor_stride: what rows of dlogits @ weight are multiplied by
-        factor_stride: Int64,
-        weight_factor: Int64,  # one fp32: what dlogits.T @ scaled_hidden is multiplied by
-        dlogits: Int64,  # (n, columns) in the operands' dtype, rows of `pitch` elements
         accumulator: Int64,  # fp32 (n, d)
         dhidden: Int64,  # (n, d), 0: not wanted
         dweight: Int64,  # (V, d), 0: not wanted
+        factor: Int64,  # fp32 (n,) of stride factor_stride: factors of dlogits @ weight's rows; 0: ones
+        factor_stride: Int64,
+        weight_factor: Int64,  # one fp32: the factor of dlogits.T @ scaled_hidden; 0: one
+        scaled_hidden: Int64,  # (n, d), rows of scaled_pitch elements: hidden itself, or its rows scaled
+        scaled_pitch: Int64,
+        dlogits: Int64,  # (n, columns) in the operands' dtype, rows of `pitch` elements
+        pitch: Int64,
         # fp32 (n,), 0: dlogits are recomputed; else factor and scaled_hidden are written here
         kept_scale: Int64,
-        progress: Int64,  # three zeroed int32
-        pitch: Int64,
+        progress: Int64,  # three zeroed int32 if a GEMM is paced
         first: Int32,  # the stripe: its first column and its columns
         columns: Int32,
         is_first: Int32,
         is_last: Int32,
-        plans,  # GEMM_INTS Int32 of each GEMM
+        logits_windows: Int32,  # the plans of the three GEMMs
+        logits_group: Int32,
+        logits_clusters: Int32,
+        logits_paced: Int32,
+        dhidden_windows: Int32,
+        dhidden_group: Int32,
+        dhidden_clusters: Int32,
+        dhidden_paced: Int32,
+        dweight_windows: Int32,
+        dweight_group: Int32,
+        dweight_clusters: Int32,
+        dweight_paced: Int32,
         stream: cuda.CUstream,
     ):
         dtype = hidden.element_type
@@ -75,12 +85,14 @@ class Backward:
         stripe = cute.make_tensor(
             weight.iterator + Int64(first) * row_pitch, cute.make_layout((columns, d), stride=(row_pitch, 1))
         )
-        matrix = cute.make_tensor(
-            cute.make_ptr(dtype, dlogits, cute.AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((n, columns), stride=(cute.assume(pitch, divby=8), 1)),
-        )
+        matrix = _matrix(dtype, dlogits, n, columns, pitch)
+        scaled = _matrix(dtype, scaled_hidden, n, d, scaled_pitch)
         counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
-        ints = [plans[GEMM_INTS * i : GEMM_INTS * (i + 1)] for i in range(3)]
+        ints = [
+            (logits_windows, logits_group, logits_clusters, logits_paced),
+            (dhidden_windows, dhidden_group, dhidden_clusters, dhidden_paced),
+            (dweight_windows, dweight_group, dweight_clusters, dweight_paced),
+        ]
         upstream = _strided(dloss, n, dloss_stride)
         factors = _strided(factor, n, factor_stride)
         if kept_scale == 0:
@@ -113,7 +125,7 @@ class Backward:
                     vector(Int64, num_valid, 1),
                     vector(Float32, kept_scale, n),
                     factors,
-                    scaled_hidden,
+                    scaled,
                     ignore_index,
                     mean,
                     Int32(dweight != 0),
@@ -126,8 +138,8 @@ class Backward:
                 matrix,
                 _transposed(stripe),
                 GradientTensors(
-                    _matrix(dtype, dhidden, n, d),
-                    _matrix(Float32, accumulator, n, d),
+                    _matrix(dtype, dhidden, n, d, d),
+                    _matrix(Float32, accumulator, n, d, d),
                     factors,
                     is_first,
                     is_last,
@@ -137,14 +149,14 @@ class Backward:
                 stream,
             )
         if dweight != 0:
-            out = _matrix(dtype, dweight + Int64(first) * d * (dtype.width // 8), columns, d)
+            out = _matrix(dtype, dweight + Int64(first) * d * (dtype.width // 8), columns, d, d)
             self._gemm(
                 self.dweight,
                 _transposed(matrix),
-                _transposed(scaled_hidden),
+                _transposed(scaled),
                 GradientTensors(
                     out,
-                    _matrix(Float32, accumulator, columns, d),
+                    _matrix(Float32, accumulator, columns, d, d),
                     _strided(weight_factor, columns, 0),
                     Int32(1),
                     Int32(1),
@@ -173,11 +185,11 @@ def _transposed(matrix: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(matrix.iterator, cute.make_layout((columns, rows), stride=(1, matrix.stride[0])))
 
 
-def _matrix(kind, address: Int64, rows, columns) -> cute.Tensor:
-    """The row-major (rows, columns) matrix at a 16-byte aligned address; columns is a multiple of 8."""
+def _matrix(kind, address: Int64, rows, columns, pitch) -> cute.Tensor:
+    """The (rows, columns) matrix at a 16-byte aligned address; pitch: elements a row, a multiple of 8."""
     return cute.make_tensor(
         cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=16),
-        cute.make_layout((rows, columns), stride=(Int64(columns), 1)),
+        cute.make_layout((rows, columns), stride=(cute.assume(Int64(pitch), divby=8), 1)),
     )
 
 
@@ -203,13 +215,11 @@ def compile_backward(
         Backward(logits, dhidden, dweight, scaled=dtype == "bfloat16"),
         rows(n),
         rows(cute.sym_int()),
-        rows(n),
         cute.runtime.make_fake_compact_tensor(index, (n,)),
         Int64(0),
         Int32(0),
-        *(Int64(0) for _ in range(15)),
-        *(Int32(0) for _ in range(4)),
-        tuple(Int32(0) for _ in range(3 * GEMM_INTS)),
+        *(Int64(0) for _ in range(17)),
+        *(Int32(0) for _ in range(4 + 12)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

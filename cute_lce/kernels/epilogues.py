@@ -328,7 +328,7 @@ class GradientTensors(NamedTuple):
 
     out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`,
     written unless `last`. factor (m,) fp32 with any stride (0: one number): what the product's rows are
-    multiplied by.
+    multiplied by; at address 0: ones.
     """
 
     out: cute.Tensor
@@ -353,9 +353,10 @@ class GradientEpilogue:
     @cute.jit
     def begin(self, tensors: GradientTensors, rows: cute.Tensor):
         factor = cute.make_rmem_tensor(cute.size(rows), Float32)
+        scaled = tensors.factor.iterator.toint() != 0
         for r in cutlass.range_constexpr(cute.size(rows)):
-            factor[r] = Float32(0.0)
-            if rows[r] < cute.size(tensors.out, mode=[0]):
+            factor[r] = Float32(1.0)
+            if scaled and rows[r] < cute.size(tensors.out, mode=[0]):
                 factor[r] = tensors.factor[rows[r]]
         return factor
 

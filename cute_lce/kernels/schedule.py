@@ -9,6 +9,9 @@ Plain integer arithmetic without branches: the functions take Python ints in the
 in kernels.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 
 def clamp_below(x, ceiling):
     """min(x, ceiling) for values whose difference fits in 32 bits, without a branch."""
@@ -37,3 +40,44 @@ def run_tiles(window, tiles_per_window, tiles):
     """[first, end) of the vocabulary tiles that a window covers; the last window may be shorter."""
     first = window * tiles_per_window
     return first, clamp_below(first + tiles_per_window, tiles)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one CTA computes: the runs of its cluster, in order, and of each cluster-wide tile the CTA's own.
+
+    rows, windows, tiles_per_window, group_m: as above. tiles: of the vocabulary, each as wide as a cluster.
+    cluster, clusters: the cluster's number, and how many there are: it takes runs cluster, cluster +
+    clusters, ... below `runs`. tiles_m, tiles_n: tiles that a cluster computes at once. m, n: which of them
+    is this CTA's.
+    """
+
+    rows: Any
+    windows: Any
+    tiles_per_window: Any
+    group_m: Any
+    tiles: Any
+    cluster: Any
+    clusters: Any
+    tiles_m: int
+    tiles_n: int
+    m: Any
+    n: Any
+
+    @property
+    def runs(self):
+        return self.rows * self.windows
+
+    def run(self, number):
+        """(m tile of this CTA, window, [first, end) of the cluster-wide tiles) of a run."""
+        row, window = run_coord(number, self.rows, self.windows, self.group_m)
+        first, end = run_tiles(window, self.tiles_per_window, self.tiles)
+        return row * self.tiles_m + self.m, window, first, end
+
+    def n_tile(self, tile):
+        """This CTA's n tile of a cluster-wide one."""
+        return tile * self.tiles_n + self.n
+
+    def partial(self, window):
+        """Which of the windows' partials is this CTA's."""
+        return window * self.tiles_n + self.n

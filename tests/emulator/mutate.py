@@ -79,6 +79,12 @@ def mutations(ptx: str) -> list[Mutation]:
     return found
 
 
+def entry_of(ptx: str, line: int) -> str:
+    """The name of the kernel that a line of a module is in."""
+    names = re.findall(r"\.visible \.entry (\w+)", "\n".join(ptx.split("\n")[:line]))
+    return names[-1] if names else ""
+
+
 def apply(ptx: str, mutation: Mutation) -> str:
     """The module's text with one mutation."""
     lines = ptx.split("\n")
@@ -165,13 +171,15 @@ def main() -> None:
     import tempfile
     from pathlib import Path
 
+    from .backward_kernels import subjects
     from .mutation_kernels import KERNELS
 
     sections = []
     counts = []
-    for subject in KERNELS:
+    for subject in [*KERNELS, *subjects()]:
         with tempfile.TemporaryDirectory() as folder:
-            verdicts = survey(subject.build(folder), subject.check, subject.seeds)
+            emulated = subject.build(folder)
+            verdicts = survey(emulated, subject.check, subject.seeds, subject.mutates(emulated.ptx))
         sections.append(table(subject.name, verdicts, subject.reason))
         counts.append((subject.name, len(verdicts), sum(1 for v in verdicts if v.found)))
         print(*counts[-1], flush=True)

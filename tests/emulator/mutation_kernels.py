@@ -11,13 +11,13 @@ import torch
 
 from . import hopper_forward
 from .host import Emulated, build, known_allocations
-from .mutate import Mutation
+from .mutate import Mutation, entry_of
 
 
 @dataclass(frozen=True)
 class Subject:
     """reasons: (pattern of the statement, what was done, why it cannot be found); `check` runs it and
-    compares."""
+    compares; `entries` says of a kernel's name whether it is mutated."""
 
     name: str
     build: Callable[[str], Emulated]
@@ -26,6 +26,11 @@ class Subject:
     least_mutations: int = 1
     missed: int = 0  # how many cannot be found
     reasons: list[tuple[str, str, str]] = field(default_factory=list)
+    entries: Callable[[str], bool] = lambda name: True
+
+    def mutates(self, ptx: str) -> Callable[[Mutation], bool]:
+        """Whether a mutation is of one of the subject's kernels."""
+        return lambda mutation: self.entries(entry_of(ptx, mutation.line))
 
     def reason(self, mutation: Mutation) -> str | None:
         for pattern, what, why in self.reasons:

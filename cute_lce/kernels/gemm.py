@@ -1,0 +1,245 @@
+"""What both mainloops share: the launch, the operands' way into shared memory, how clusters keep pace."""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from cute_lce.kernels import schedule
+from cute_lce.plan import KernelConfig
+
+SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
+PATIENCE = 256  # looks at the others' progress before a cluster gives up waiting
+SLACK = 4  # clusters in SLACK may be one step behind
+EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads: what streams past leaves first
+
+
+class Operand(NamedTuple):
+    """A or B, as the launch hands it to the kernel.
+
+    tma: the copy of a tile. coords: the matrix, (m or n, k), as TMA's coordinates. slots: the layout of the
+    ring's slots in shared memory, the last mode the stages.
+    """
+
+    tma: cute.CopyAtom
+    coords: cute.Tensor
+    slots: cute.ComposedLayout
+
+    def shared(self, field) -> cute.Tensor:
+        """The slots in a field of the kernel's storage, one that `slots_of` made."""
+        return field.get_tensor(self.slots.outer, swizzle=self.slots.inner)
+
+
+class Stream(NamedTuple):
+    """A or B, as the load warp sees it.
+
+    tiles: ((tile bytes), tiles, k tiles) in global memory. slots: ((tile bytes), stages) in shared memory.
+    mask: the CTAs that get what this one loads, None without multicast.
+    """
+
+    tma: cute.CopyAtom
+    tiles: cute.Tensor
+    slots: cute.Tensor
+    mask: Any
+
+
+class Gemm:
+    """A (m, k) times B (n, k) transposed, persistent, its fp32 tiles given to an epilogue.
+
+    A and B are bf16 or fp16 and may be major along k or along m and n. A run is a row of clusters and a
+    window (schedule.py); a cluster takes runs cluster_id, cluster_id + clusters, ... and a run's tiles in
+    order. One warp of each CTA loads: for every tile of every run its k tiles of A and B, by TMA into a ring
+    of config.stages slots, B's with the policy evict-first. With a cluster a tile of B is sliced along m
+    and one of A along n, and each CTA multicasts its slice.
+
+    Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
+    are close together. Every `pace` k tiles a cluster counts a step in `progress` and, if it is ahead,
+    looks again until all clusters together have made as many as if each had made its own number but one in
+    SLACK of them one step fewer. At its end a cluster counts the steps of the runs and tiles that it did
+    not have, so that no one waits for it. Only the load warp of the cluster's first CTA does so; the others
+    follow through the ring. It changes speed alone: who has looked PATIENCE times in vain never waits
+    again, so that nothing depends on all clusters being resident.
+
+    Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's
+    producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; the epilogue
+    masks columns beyond n and does not write rows beyond m.
+
+    A mainloop is a subclass with what differs, the movement: the operands' shapes in shared memory, the
+    pipelines, the other warp roles. It has `threads`, a CTA's, and defines
+        operands(a, b)                  (tiled MMA, Operand of A, Operand of B)
+        storage_of(dtype, slots, slots) the struct of its shared memory
+        kernel(...)                     which sends one of its warps into `load`
+    """
+
+    threads: int
+
+    def __init__(self, config: KernelConfig, epilogue):
+        self.config = config
+        self.epilogue = epilogue
+        self.tile = (config.tile_m, config.tile_n, config.tile_k)
+        self.cluster = (config.cluster_m, config.cluster_n)
+        # Tiles that a cluster computes at once, along m and n.
+        self.cluster_tiles = (config.cluster_m // config.pair, config.cluster_n)
+        self.peers = sum(self.cluster_tiles) - 1  # tiles that read slices of what a CTA loads
+        self.slot_bytes = (config.tile_m + config.tile_n) * config.tile_k * 2
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,  # (m, k)
+        b: cute.Tensor,  # (n, k)
+        tensors,
+        progress: cute.Tensor,  # (1,) int32, zero before the launch
+        windows: Int32,
+        tiles_per_window: Int32,
+        group_m: Int32,
+        clusters: Int32,
+        paced: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch on `clusters` clusters; a window has tiles_per_window tiles of cluster_n tile_n columns.
+
+        tensors: what the epilogue reads and writes. group_m: rows of clusters that share L2 (schedule.py).
+        paced: 0 or 1.
+        """
+        config = self.config
+        tiled_mma, operand_a, operand_b = self.operands(a, b)
+        self.storage = self.storage_of(a.element_type, operand_a.slots, operand_b.slots)
+        rows = cute.ceil_div(cute.size(a, mode=[0]), config.cluster_rows)
+        self.kernel(
+            operand_a,
+            operand_b,
+            tensors,
+            tiled_mma,
+            progress,
+            (rows, windows, tiles_per_window, group_m, paced),
+        ).launch(
+            grid=(clusters * config.cluster_m, config.cluster_n, 1),
+            block=(self.threads, 1, 1),
+            cluster=(*self.cluster, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def cluster_layout(self):
+        """(CTA of a pair, tile along m, tile along n, 1) -> rank in the cluster."""
+        return cute.tiled_divide(cute.make_layout((*self.cluster, 1)), (self.config.pair,))
+
+    def coordinate(self):
+        """This CTA's in cluster_layout."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return self.cluster_layout().get_flat_coord(rank)
+
+    def tiles(self, a: Operand, b: Operand):
+        """(tile_m, tile_k, m tiles, k tiles) and (tile_n, tile_k, n tiles, k tiles)."""
+        tile_m, tile_n, tile_k = self.tile
+        return (
+            cute.local_tile(a.coords, (tile_m, tile_k), (None, None)),
+            cute.local_tile(b.coords, (tile_n, tile_k), (None, None)),
+        )
+
+    def walk(self, runs, coord, n_tiles: Int32) -> schedule.Walk:
+        """This CTA's runs and tiles; coord: its coordinate in cluster_layout."""
+        config = self.config
+        rows, windows, tiles_per_window, group_m, _ = runs
+        return schedule.Walk(
+            rows,
+            windows,
+            tiles_per_window,
+            group_m,
+            tiles=cute.ceil_div(n_tiles, config.cluster_n),
+            cluster=cute.arch.block_idx()[0] // config.cluster_m,
+            clusters=cute.arch.grid_dim()[0] // config.cluster_m,
+            tiles_m=self.cluster_tiles[0],
+            tiles_n=self.cluster_tiles[1],
+            m=coord[1],
+            n=coord[2],
+        )
+
+    def stream(self, operand: Operand, tiles, slots, coord, along: int) -> Stream:
+        """An operand whose tiles CTAs share along mode `along` of cluster_layout, each loading a slice."""
+        parts = self.cluster_tiles[along - 1]
+        modes = cute.rank(slots) - 1
+        shared, source = cpasync.tma_partition(
+            operand.tma,
+            coord[along],
+            cute.make_layout(parts),
+            cute.group_modes(slots, 0, modes),
+            cute.group_modes(tiles, 0, modes),
+        )
+        mask = cute.make_layout_image_mask(self.cluster_layout(), coord, mode=along) if parts > 1 else None
+        return Stream(operand.tma, source, shared, mask)
+
+    @cute.jit
+    def load(self, a: Stream, b: Stream, ring, coord, progress, runs):
+        """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring."""
+        config = self.config
+        slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
+        walk = self.walk(runs, coord, cute.size(b.tiles, mode=[1]))
+        k_tiles = cute.size(a.tiles, mode=[2])
+        *_, paced = runs
+        counts = paced != 0 and coord[0] + coord[1] + coord[2] == 0 and cute.arch.lane_idx() == 0
+        steps, patience = Int32(0), Int32(PATIENCE)
+        for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
+            m_tile, _, first, end = walk.run(run)
+            for tile in cutlass.range(first, end, unroll=1):
+                n_tile = walk.n_tile(tile)
+                for k in cutlass.range(k_tiles, unroll=1):
+                    if cutlass.const_expr(config.pace > 0):
+                        if k % config.pace == 0:
+                            steps += 1
+                            if counts:
+                                enough = steps * walk.clusters - walk.clusters // SLACK
+                                patience = _keep_pace(progress, enough, patience)
+                    ring.producer_acquire(slot)
+                    full = ring.producer_get_barrier(slot)
+                    cute.copy(
+                        a.tma,
+                        a.tiles[None, m_tile, k],
+                        a.slots[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=a.mask,
+                    )
+                    cute.copy(
+                        b.tma,
+                        b.tiles[None, n_tile, k],
+                        b.slots[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=b.mask,
+                        cache_policy=cutlass.Int64(EVICT_FIRST),
+                    )
+                    slot.advance()
+        if cutlass.const_expr(config.pace > 0):
+            if counts:
+                most = cute.ceil_div(walk.runs, walk.clusters) * (
+                    walk.tiles_per_window * cute.ceil_div(k_tiles, config.pace)
+                )
+                cute.arch.red(
+                    progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu"
+                )
+        ring.producer_tail(slot)
+
+
+def slots_of(dtype, layout: cute.ComposedLayout):
+    """The type of a field of shared memory that holds an operand's slots."""
+    return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout.outer)], SMEM_ALIGN]
+
+
+@cute.jit
+def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
+    """Count one step of this cluster; look up to `patience` times whether all together have made `enough`.
+
+    Clusters that read the same tiles find them in L2 only while they stay close together; those ahead wait a
+    little for the rest. Nothing but speed depends on it: a cluster that has waited in vain, as when some are
+    not resident because another kernel holds their SMs, never waits again. Returns the patience that is left.
+    """
+    cute.arch.red(progress.iterator, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
+    seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
+    looks = Int32(0)
+    while seen < enough and looks < patience:
+        seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
+        looks += 1
+    return Int32(cutlass.select_(looks < patience, patience, Int32(0)))
