@@ -93,6 +93,18 @@ def test_the_chip_is_full(arch: str, n: int):
             assert plan.rounds <= plan.ideal_rounds * 1.03, plan
 
 
+def test_fewer_sms_than_a_cluster_are_refused():
+    pingpong, _, single = plans.configs("sm_90a")
+    assert plans.forward("sm_90a", 100, 64, 1000, 1).config == single
+    for call in (
+        lambda: plans.forward("sm_90a", 1000, 64, 1000, 1),
+        lambda: plans.gemm(pingpong, 1000, 64, 1000, 1),
+        lambda: plans.backward("sm_90a", 100, 64, 1000, 1, False, True, True, 0, 0, 0),
+    ):
+        with pytest.raises(ValueError, match=r"^sms: got 1, want at least the 2 of a cluster"):
+            call()
+
+
 def test_a_small_vocabulary_leaves_no_cluster_two_windows_while_others_have_none():
     plan = plans.forward("sm_90a", 128, 4096, 192 * 100, 132)
     assert plan.tiles_per_window == 1
