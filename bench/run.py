@@ -8,6 +8,7 @@ bench/results/README.md says what each key means.
     python3 -m bench.run --shapes forward --providers cute_lce --out bench/results/h100_forward.json
     python3 -m bench.run --shapes backward --pass fwd_bwd --reduction mean none --workspace-mb table
     python3 -m bench.run --shapes 8192,4096,131072 --providers all --quick
+    python3 -m bench.run --shapes forward --providers cute_lce quack_chunk8k --sustained 0.4
     python3 -m bench.run --show bench/results/*.json
 """
 
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from bench import providers, shapes
-from bench.timing import Call, peak_extra_bytes, relative_rms, time_interleaved
+from bench.timing import Call, Timing, peak_extra_bytes, relative_rms, time_interleaved, time_sustained
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KEYS = (
@@ -53,7 +54,8 @@ KEYS = (
         "ms_min",
         "ms_max",
     ),
-    *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "versions", "date", "command"),
+    *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "sustained_s"),
+    *("versions", "date", "command"),
 )
 PACKAGES = (
     *("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "liger-kernel"),
@@ -197,15 +199,15 @@ def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
                     yield Case(provider, schedule, reduction, budget)
 
 
-def measure(
+def check(
     case: Case,
     shape: shapes.Shape,
     inputs: Inputs,
     reference: Reference | None,
     floor: Floor,
     args: argparse.Namespace,
-) -> dict[str, Any]:
-    """Check, weigh and time one case; the measured keys of its result."""
+) -> tuple[Call, dict[str, Any]]:
+    """Check and weigh one case: (the call to time, what was measured of it)."""
     request = providers.Request(
         case.reduction, case.schedule or "auto", case.workspace_mb, args.window, logits=shape.n * shape.vocab
     )
@@ -242,17 +244,48 @@ def measure(
     hidden.grad = weight.grad = None
     extra = peak_extra_bytes(call, hidden.device) - gradients
     hidden.grad = weight.grad = None
+    return call, {"extra_mib": max(0, extra) / 2**20, **errors}
 
-    budget_s, max_reps = (0.15, 5) if args.quick else (args.seconds, 50)
-    floor_time, timing = time_interleaved((floor, call), hidden.device, budget_s=budget_s, max_reps=max_reps)
-    return {
-        "ms": timing.ms,
-        "ms_min": timing.ms_min,
-        "ms_max": timing.ms_max,
-        "floor_ms": floor_time.ms,
-        "extra_mib": max(0, extra) / 2**20,
-        **errors,
-    }
+
+def timed(timing: Timing, floor: Timing) -> dict[str, float]:
+    """The keys of a call's time beside its floor's."""
+    return {"ms": timing.ms, "ms_min": timing.ms_min, "ms_max": timing.ms_max, "floor_ms": floor.ms}
+
+
+def measure(
+    shape: shapes.Shape,
+    inputs: Inputs,
+    reference: Reference | None,
+    floor: Floor,
+    args: argparse.Namespace,
+    label: str,
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """The cases of a shape and pass, each with the measured keys of its result; one that fails is said."""
+    device, sustained = inputs.hidden.device, args.sustained
+    waiting: list[tuple[Case, Call, dict[str, Any]]] = []
+    for case in cases(shape, args):
+        try:
+            call, measured = check(case, shape, inputs, reference, floor, args)
+            if sustained is not None:
+                waiting.append((case, call, measured))
+                continue
+            budget_s, max_reps = (0.15, 5) if args.quick else (args.seconds, 50)
+            floor_time, timing = time_interleaved((floor, call), device, budget_s=budget_s, max_reps=max_reps)
+            del call
+            yield case, measured | timed(timing, floor_time)
+        except providers.Unavailable as reason:
+            print(f"{label} {case}: left out, {reason}", flush=True)
+        except Exception as error:  # A peer that fails is a finding; the other measurements go on.
+            print(f"{label} {case}: FAILED, {type(error).__name__}: {str(error)[:300]}", flush=True)
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if sustained is not None and waiting:
+        calls = [floor, *(call for _, call, _ in waiting)]
+        floor_time, *timings = time_sustained(calls, device, seconds=sustained)
+        for (case, _, measured), timing in zip(waiting, timings, strict=True):
+            yield case, measured | timed(timing, floor_time)
 
 
 # Results.
@@ -348,7 +381,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for r in results:
         rows.append(
             (
-                *(str(r[key]) for key in ("n", "d", "vocab", "dtype", "pass", "reduction", "provider")),
+                *(str(r[key]) for key in ("n", "d", "vocab", "dtype")),
+                r["pass"] + (" sustained" if r.get("sustained_s") else ""),
+                *(r[key] for key in ("reduction", "provider")),
                 r["schedule"] or "-",
                 text(r["workspace_mb"], "d"),
                 *(text(r[key], ".3f") for key in ("ms", "ms_min", "ms_max")),
@@ -382,20 +417,7 @@ def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
         for name in args.passes:
             backward = name == "fwd_bwd"
             floor = Floor(inputs, backward, shape.frozen)
-            for case in cases(shape, args):
-                label = f"{shape} {name} {case}"
-                try:
-                    measured = measure(case, shape, inputs, reference, floor, args)
-                except providers.Unavailable as reason:
-                    print(f"{label}: left out, {reason}", flush=True)
-                    continue
-                except Exception as error:  # A peer that fails is a finding; the other measurements go on.
-                    print(f"{label}: FAILED, {type(error).__name__}: {str(error)[:300]}", flush=True)
-                    continue
-                finally:
-                    gc.collect()
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
+            for case, measured in measure(shape, inputs, reference, floor, args, f"{shape} {name}"):
                 result = {
                     "provider": case.provider,
                     "schedule": case.schedule,
@@ -406,13 +428,13 @@ def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
                     "dtype": args.dtype,
                     "pass": name,
                     "workspace_mb": case.workspace_mb,
+                    "sustained_s": args.sustained,
                     **provenance(device, command),
                     **{key: finite_or_text(value) for key, value in measured.items()},
                 }
                 results.append({key: result[key] for key in KEYS})
-                print(
-                    f"{label}: {result['ms']:.3f} ms, x {result['ms'] / result['floor_ms']:.3f}", flush=True
-                )
+                times = result["ms"] / result["floor_ms"]
+                print(f"{shape} {name} {case}: {result['ms']:.3f} ms, x {times:.3f}", flush=True)
                 if args.out is not None:
                     write(args.out, results)
             del floor
@@ -444,6 +466,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", default="untrained", choices=rows, help="how sure the tokens are (%(default)s)")
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--seconds", type=float, default=0.5, help="timed seconds of one measurement (%(default)s)")
+    add(
+        "--sustained",
+        type=float,
+        metavar="SECONDS",
+        help="time each call back to back for so long, in rounds of random order with the floor, caches warm",
+    )
     add("--quick", action="store_true", help="few repetitions")
     add("--no-errors", action="store_true", help="leave out the float64 reference")
     add("--out", type=Path, help="JSON file for the results, written after each measurement")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call: the median over several runs of each run's median, and the runs' extremes."""
+    """Milliseconds of one call: the median over several runs of each run's own, and the runs' extremes."""
 
     ms: float
     ms_min: float
@@ -86,6 +87,46 @@ def time_interleaved(
         for found, times in zip(medians, _time_in_turn(calls, reps, device), strict=True):
             found.append(statistics.median(times))
     return [Timing.of_runs(found) for found in medians]
+
+
+def _time_back_to_back(call: Call, reps: int, device: torch.device) -> float:
+    """Milliseconds of one of `reps` calls, one right behind the other."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(reps):
+            call()
+        return (time.perf_counter() - start) * 1e3 / reps
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(reps):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / reps
+
+
+def time_sustained(
+    calls: Sequence[Call], device: torch.device, *, seconds: float = 0.4, rounds: int = 5
+) -> list[Timing]:
+    """Time each of several calls back to back for so long, in rounds of random order.
+
+    So long, a GPU settles at the clock that its power limit leaves to this load; the order is drawn anew in
+    each round, so that none has always the same predecessor's heat. Nothing is flushed from the caches.
+    `Timing` is of the rounds.
+    """
+    reps = []
+    for call in calls:
+        for _ in range(2):
+            call()
+        synchronize(device)
+        taken = statistics.median(_time_back_to_back(call, 1, device) for _ in range(3))
+        reps.append(max(1, round(seconds * 1e3 / max(taken, 1e-3))))
+    draw = random.Random(0)
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for i in draw.sample(range(len(calls)), len(calls)):
+            found[i].append(_time_back_to_back(calls[i], reps[i], device))
+    return [Timing.of_runs(times) for times in found]
 
 
 def peak_extra_bytes(call: Call, device: torch.device) -> int:

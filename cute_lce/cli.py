@@ -101,17 +101,34 @@ DATA_SHEETS = {
 
 
 def show_plan(args: argparse.Namespace) -> int:
-    """Print how the kernels would do one forward, and the work that it cannot do without."""
-    name, flops_per_second, bytes_per_second, sms = DATA_SHEETS[args.arch]
-    used_sms = args.sms or plan.DEVICES[args.arch].sms
-    chosen = plan.forward(args.arch, args.n, args.d, args.vocab, used_sms, args.window or 0)
+    """Print how the kernels would do one forward, one forward and backward, and the least work of each."""
+    sms = args.sms or plan.DEVICES[args.arch].sms
+    try:
+        _show_forward(args, sms)
+        _show_backward(args, sms)
+    except ValueError as error:
+        # Its first word is the name of an argument of the Python call.
+        print(f"cute-lce plan: {error}", file=sys.stderr)
+        return 1
+    return 0
 
+
+def _show_forward(args: argparse.Namespace, sms: int) -> None:
+    chosen = plan.forward(args.arch, args.n, args.d, args.vocab, sms, args.window or 0)
     config = chosen.config
-    print("config, which the kernel is compiled for")
+    print("config, which the forward's kernel is compiled for")
     rows = [(field.name, str(getattr(config, field.name))) for field in dataclasses.fields(config)]
-    _print_table([*rows, ("shared memory", f"{config.shared_memory:,} bytes")], indent=2)
+    _print_table(rows, indent=2)
 
-    print("plan of the call")
+    device = plan.DEVICES[args.arch]
+    print("what it takes of an SM, of what there is")
+    budgets = [("shared memory", f"{config.shared_memory:,} of {device.shared_memory:,} bytes")]
+    if device.tmem_columns:
+        budgets.append(("tensor memory", f"{config.tmem_columns} of {device.tmem_columns} columns"))
+    busy = chosen.clusters * config.cluster_m * config.cluster_n
+    _print_table([*budgets, ("SMs", f"{busy} of {used_sms}")], indent=2)
+
+    print("plan of the forward, where nothing needs a gradient")
     fields = [field.name for field in dataclasses.fields(chosen) if field.name != "config"]
     rows = [(field, str(getattr(chosen, field))) for field in fields]
     rows.append(("window", f"{chosen.window} columns"))
@@ -119,31 +136,90 @@ def show_plan(args: argparse.Namespace) -> int:
     rows.append(("workspace", f"{chosen.workspace_floats * 4 / 2**20:.2f} MiB"))
     _print_table(rows, indent=2)
 
-    flops = 2 * args.n * args.d * args.vocab
     # Both operands and the targets are read once, and each token's loss is written; operands are 16-bit.
     least_bytes = 2 * (args.n + args.vocab) * args.d + (8 + 4) * args.n
-    share = min(1.0, used_sms / sms)
+    _show_floor("what a forward costs", args, sms, "2 n d V", args.vocab, least_bytes, "each operand once")
+
+
+def _show_backward(args: argparse.Namespace, sms: int) -> None:
+    """The backward's plan as `launch` makes it."""
+    import torch
+
+    from cute_lce import launch
+
+    n, d, vocab, window = args.n, args.d, args.vocab, args.window or 0
+    need_dinput, need_dweight = args.frozen != "hidden", args.frozen != "weight"
+    workspace = int((args.workspace_mb or 0) * 2**20)
+    schedule, kept = launch.plan(
+        *(n, d, vocab, getattr(torch, args.dtype), "cuda", args.schedule, "mean", need_dinput, need_dweight),
+        *(window, workspace),
+    )
+    half = args.dtype == "float16"
+    chosen = plan.backward(
+        args.arch, n, d, vocab, sms, half, need_dinput, need_dweight, kept, window, workspace
+    )
+
+    recomputed = len(chosen.stripes) - (kept > 0)
+    print("plan of the backward")
+    rows = [
+        ("schedule", schedule),
+        ("kept", f"{kept} columns"),
+        ("recomputed", f"{vocab - kept} columns in {recomputed} stripes"),
+        ("stripe", f"{chosen.stripe} columns"),
+        ("workspace", f"{chosen.workspace / 2**20:.2f} MiB at most, with what the forward keeps"),
+        ("GEMM of logits", _describe(chosen.logits) if recomputed else "none"),
+        ("GEMM of dinput", _describe(chosen.dhidden) if need_dinput else "none"),
+        ("GEMM of dweight", _describe(chosen.dweight) if need_dweight else "none"),
+    ]
+    _print_table(rows, indent=2)
+
+    # The forward's logits, those that are made again, and the gradients.
+    columns = vocab + (vocab - kept) + (need_dinput + need_dweight) * vocab
+    terms = " + ".join(["V", *["(V - kept)"] * (recomputed > 0), *["V"] * (need_dinput + need_dweight)])
+    gradients = (n if need_dinput else 0) + (vocab if need_dweight else 0)
+    # What is kept is written once, and read by each gradient's GEMM.
+    kept_bytes = 2 * n * kept * (1 + need_dinput + need_dweight)
+    least_bytes = 2 * (2 * (n + vocab) + gradients) * d + (8 + 4) * n + kept_bytes
+    _show_floor(
+        *("what forward and backward cost", args, sms, f"2 n d ({terms})", columns, least_bytes),
+        "each operand once a pass, the gradients once, what is kept once a GEMM",
+    )
+
+
+def _describe(config: plan.KernelConfig) -> str:
+    return (
+        f"tiles {config.tile_m} x {config.tile_n} x {config.tile_k}, clusters {config.cluster_m} x "
+        f"{config.cluster_n}, {config.stages} stages"
+    )
+
+
+def _show_floor(
+    what: str, args: argparse.Namespace, sms: int, formula: str, columns: int, least_bytes: int, of: str
+) -> None:
+    """The work that a pass cannot do without: GEMMs over so many columns of the vocabulary, and bytes."""
+    name, flops_per_second, bytes_per_second, full = DATA_SHEETS[args.arch]
+    flops = 2 * args.n * args.d * columns
+    share = min(1.0, sms / full)
     compute_ms = flops / (flops_per_second * share) * 1e3
     memory_ms = least_bytes / bytes_per_second * 1e3
-    print(f"what the forward implies on {name}, by its data sheet")
+    print(f"{what} at least, on {name} by its data sheet")
     _print_table(
         [
-            ("FLOP", f"{flops:.3e} (2 n d V)"),
-            ("least bytes", f"{least_bytes:.3e} (each operand once)"),
+            ("FLOP", f"{flops:.3e} ({formula})"),
+            ("least bytes", f"{least_bytes:.3e} ({of})"),
             ("compute", f"{compute_ms:.3f} ms at {flops_per_second * share / 1e12:.1f} TFLOP/s"),
             ("memory", f"{memory_ms:.3f} ms at {bytes_per_second / 1e12:.2f} TB/s"),
             ("floor", f"{max(compute_ms, memory_ms):.3f} ms"),
         ],
         indent=2,
     )
-    return 0
 
 
 # compile
 
 
 def fill_cache(args: argparse.Namespace) -> int:
-    """Compile what calls of these sizes may need, on a machine with or without a GPU."""
+    """Compile all that calls may need, on a machine with or without a GPU."""
     print(f"into {compiled.cache_dir()}")
     for dtype in args.dtype:
         for target_dtype in args.target_dtype:
@@ -152,29 +228,15 @@ def fill_cache(args: argparse.Namespace) -> int:
 
 
 def _compile_for(args: argparse.Namespace, dtype: str, target_dtype: str) -> None:
-    """What launch.py asks of `compiled` for these types."""
-    names, configs = (dtype, target_dtype), plan.configs(args.arch)
-    for config in configs:
-        _report(f"forward {' '.join(names)} {config}", compiled.forward, config, *names, False)
-    half = dtype == "float16"
-    if not half:
-        _report(f"forward, keep {' '.join(names)} {configs[0]}", compiled.forward, configs[0], *names, True)
-    # Which kernel a backward takes depends neither on n nor on the SMs of the device.
-    backward = plan.backward(
-        args.arch,
-        n=4096,
-        d=args.d,
-        V=args.vocab,
-        sms=plan.DEVICES[args.arch].sms,
-        half=half,
-        need_dinput=True,
-        need_dweight=True,
-        kept=0,
-        window=0,
-        workspace=0,
-    )
-    gemms = backward.logits, backward.dhidden, backward.dweight
-    _report(f"backward {' '.join(names)} {' '.join(map(str, gemms))}", compiled.backward, *gemms, *names)
+    """What launch.py may ask of `compiled` for these types. Sizes do not matter: one kernel serves all."""
+    for kind, *key in plan.kernels(args.arch, dtype == "float16"):
+        if kind == "forward":
+            config, keeps = key
+            label = f"forward{', keep' if keeps else ''} {dtype} {target_dtype} {config}"
+            _report(label, compiled.forward, config, dtype, target_dtype, keeps)
+        else:
+            label = f"backward {dtype} {target_dtype} {' '.join(map(str, key))}"
+            _report(label, compiled.backward, *key, dtype, target_dtype)
 
 
 def _report(label: str, compile_one: Callable[..., object], *key: object) -> None:
@@ -196,19 +258,27 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=info)
 
     command = commands.add_parser(
-        "plan", help="how the kernels would do a forward, and the floor of its time"
+        "plan", help="how the kernels would do a forward and a backward, and the floors of their times"
     )
     for option, text in (("--n", "tokens"), ("--d", "hidden size"), ("--vocab", "vocabulary")):
         command.add_argument(option, type=_positive, required=True, help=text)
     command.add_argument("--arch", choices=tuple(plan.DEVICES), required=True)
-    command.add_argument("--window", type=_positive, help="columns of a window (chosen)")
+    command.add_argument("--window", type=_positive, help="columns of a window or stripe (chosen)")
+    command.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
+    schedules = ("auto", "recompute", "keep")
+    command.add_argument("--schedule", choices=schedules, default="auto", help="(%(default)s)")
+    command.add_argument("--workspace-mb", type=float, help="MiB that a call may allocate (1024)")
+    command.add_argument("--frozen", choices=("hidden", "weight"), help="the operand without a gradient")
     command.add_argument("--sms", type=_positive, help="SMs of the device (the architecture's)")
     command.set_defaults(run=show_plan)
 
-    command = commands.add_parser("compile", help="fill the cache of compiled kernels; needs no GPU")
+    command = commands.add_parser(
+        "compile",
+        help="fill the cache of compiled kernels; needs no GPU, but the host architecture that will use them",
+    )
     command.add_argument("--arch", choices=tuple(plan.DEVICES), required=True)
     for option, text in (("--d", "hidden size"), ("--vocab", "vocabulary")):
-        command.add_argument(option, type=_positive, required=True, help=text)
+        command.add_argument(option, type=_positive, help=f"{text}: any, the kernels serve every size")
     for option, choices, default in (
         ("--dtype", ("bfloat16", "float16"), ["bfloat16"]),
         ("--target-dtype", ("int64", "int32"), ["int64"]),

@@ -10,13 +10,14 @@ CUDA toolkit and of tvm-ffi, the sources of cute_lce's kernels and the host's ar
 life under a temporary name and is renamed when it is whole; it ends in a hash of its name and content, and
 one whose hash is another (cut off, altered, copied from another name) is a miss and is written again. Any
 number of processes may share a folder: each that misses compiles, all write the same, and the last one's
-stays.
+stays. What a killed process left of a compile is removed by the next compile that is an hour younger.
 
 CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -25,9 +26,11 @@ import importlib.util
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,8 @@ _functions: dict[tuple, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 SEAL_BYTES = 32
+TEMPORARY = ".compiling-"
+STALE_SECONDS = 3600
 
 LEAST_DRIVER = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_103a": (12, 9)}
 """Architecture -> the CUDA version whose drivers are the first that load its code (docs/kernels.md)."""
@@ -215,10 +220,22 @@ def trace(key: tuple, extra_options: str = "") -> Any:
     raise ValueError(f"kind: got {kind!r}, want 'forward' or 'backward'")
 
 
+def _sweep(folder: Path) -> None:
+    """Remove what processes left that were killed while they compiled: no compile takes so long.
+
+    Others may sweep at the same time; what is gone already is no error.
+    """
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def _build(key: tuple, path: Path) -> None:
     """Compile into `path`, which appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as folder:
+    _sweep(path.parent)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
         compiled = Path(folder, "kernel.o")
         trace(key).export_to_c(str(compiled), function_name="kernel", export_only_tvm_ffi_symbols=True)
         linked = Path(folder, "kernel.so")

@@ -53,7 +53,7 @@ def plan(n, d, V, dtype, device_type, schedule, reduction, need_dinput, need_dwe
             "'recompute' or 'auto'"
         )
     if workspace:
-        least = plans.forward_bytes(n, V)
+        least = plans.forward_bytes(n)
         if wants_gradient:
             columns = min(window or plans.LEAST_STRIPE, V)
             least = max(least, plans.backward_bytes(n, d, V, columns, half, need_dinput, need_dweight))
@@ -86,8 +86,7 @@ def _architecture(device: torch.device) -> tuple[str, int]:
 def _prepare(device, dtype, target_dtype, n, d, V, window, workspace, keeps):
     """(plan, compiled function) of a forward: one dictionary look-up in the steady state."""
     arch, sms = _architecture(device)
-    # What is kept is stored between MMAs, which wants the configuration whose epilogue hides best.
-    config = plans.configs(arch)[0] if keeps else None
+    config = plans.keep_config(arch) if keeps else None
     chosen = plans.forward(arch, n, d, V, sms, window, workspace, config)
     return chosen, compiled.forward(chosen.config, _name(dtype), _name(target_dtype), keeps)
 

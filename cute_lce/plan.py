@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 KIB = 1024
+ACCUMULATORS = 2
+"""Tiles in tensor memory: one is filled while the other is read."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class KernelConfig:
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
         return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16) + KIB
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of tensor memory, of which a power of two is allocated: the accumulators (Blackwell)."""
+        return 1 << (ACCUMULATORS * self.tile_n - 1).bit_length() if is_blackwell(self.arch) else 0
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ def is_blackwell(arch: str) -> bool:
 
 
 def configs(arch: str) -> tuple[KernelConfig, ...]:
-    """The configurations among which `forward` chooses, the ones that `cute-lce compile` compiles."""
+    """The configurations among which `forward` chooses."""
     if is_blackwell(arch):
         pair = KernelConfig(arch, tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
         return pair, replace(pair, tile_m=128, cluster_m=1, stages=4)
@@ -160,6 +167,19 @@ def configs(arch: str) -> tuple[KernelConfig, ...]:
         KernelConfig(arch, tile_m=256, pingpong=False, stages=4),
         KernelConfig(arch, cluster_m=1),
     )
+
+
+def keep_config(arch: str) -> KernelConfig:
+    """The configuration of a forward that keeps, which stores between MMAs: its epilogue hides best."""
+    return configs(arch)[0]
+
+
+def _clusters(config: KernelConfig, sms: int) -> int:
+    """Clusters that run at once."""
+    size = config.cluster_m * config.cluster_n
+    if sms < size:
+        raise ValueError(f"sms: got {sms}, want at least the {size} of a cluster")
+    return sms // size
 
 
 def _round_ns(config: KernelConfig, d: int) -> int:
@@ -193,17 +213,18 @@ def forward(
     workspace: bytes that may be allocated, at least `forward_bytes`; 0: PARTIAL_BYTES of partials, where it
     matters.
     config: the kernel's configuration; None: chosen.
+    Raises ValueError where the SMs do not make one cluster.
     """
     if config is None:
-        config = _choose_config(arch, n, d, vocab, sms, window)
-    clusters = sms // (config.cluster_m * config.cluster_n)
+        config = _choose_config(arch, n, d, vocab, window)
+    clusters = _clusters(config, sms)
     tiles = ceil_div(vocab, config.cluster_columns)
     rows = ceil_div(n, config.cluster_rows)
     if window:
         tiles_per_window = min(ceil_div(window, config.cluster_columns), tiles)
     else:
         # The fewest rounds, but partials cost too.
-        spare = min(PARTIAL_BYTES, (workspace or 2 * PARTIAL_BYTES) - forward_bytes(n, vocab) // 2)
+        spare = min(PARTIAL_BYTES, (workspace or 2 * PARTIAL_BYTES) - forward_bytes(n) // 2)
         shortest = ceil_div(8 * n * config.partials_per_window * tiles, max(spare, 1))
         candidates = range(max(1, min(shortest, tiles)), min(max(MAX_TILES_PER_WINDOW, shortest), tiles) + 1)
         costs = {}
@@ -231,12 +252,12 @@ def forward(
     )
 
 
-def forward_bytes(n: int, vocab: int) -> int:
+def forward_bytes(n: int) -> int:
     """The least bytes of workspace and statistics that every forward gets by with: one window."""
     return 128 * n + 4 * KIB
 
 
-def _choose_config(arch: str, n: int, d: int, vocab: int, sms: int, window: int) -> KernelConfig:
+def _choose_config(arch: str, n: int, d: int, vocab: int, window: int) -> KernelConfig:
     if is_blackwell(arch):
         # A CTA alone asks half as much again of L2; it is for what would leave half a pair idle.
         pair, single = configs(arch)
@@ -292,21 +313,32 @@ STRIPE_COLUMNS = 1400
 LEAST_UNIT = 64  # columns that share one byte of what was raised, at least
 
 
-def gradient_configs(arch: str) -> tuple[KernelConfig, KernelConfig]:
-    """The configurations of the GEMMs of dinput and dlinear_weight."""
+def gradient_config(arch: str) -> KernelConfig:
+    """The configuration of both gradients' GEMMs."""
     if is_blackwell(arch):
-        config = configs(arch)[0]
-    else:
-        # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
-        # halves; and 256 columns ask the least of shared memory.
-        config = KernelConfig(arch, tile_n=256, pingpong=False, stages=4)
-    return config, config
+        return configs(arch)[0]
+    # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
+    # halves; and 256 columns ask the least of shared memory.
+    return KernelConfig(arch, tile_n=256, pingpong=False, stages=4)
+
+
+def kernels(arch: str, half: bool) -> list[tuple]:
+    """All that calls may ask `compiled` for, apart from dtypes: ("forward", configuration, keeps) and
+    ("backward", configurations of the logits', dinput's and dlinear_weight's GEMM).
+
+    half: whether the operands are float16, which nothing keeps.
+    """
+    found: list[tuple] = [("forward", config, False) for config in configs(arch)]
+    if not half:
+        found.append(("forward", keep_config(arch), True))
+    gradients = gradient_config(arch)
+    return [*found, ("backward", configs(arch)[0], gradients, gradients)]
 
 
 def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
     """Plan an (m, k) x (n, k) product."""
     rows, windows = ceil_div(m, config.cluster_rows), ceil_div(n, config.cluster_columns)
-    clusters = max(1, min(sms // (config.cluster_m * config.cluster_n), rows * windows))
+    clusters = max(1, min(_clusters(config, sms), rows * windows))
     side = max(1, int((clusters * config.cluster_columns / config.cluster_rows) ** 0.5))
     paced = 2 * k * (m + n) > DEVICES[config.arch].l2 // 2 and rows > 1
     return GemmPlan(windows, min(rows, side), clusters, paced)
@@ -375,9 +407,9 @@ def kept_columns(
     """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as
     leave room for stripes of the rest."""
     workspace = usable(workspace or DEFAULT_WORKSPACE)
-    if backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, V) + forward_bytes(n, V) <= workspace:
+    if backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, V) + forward_bytes(n) <= workspace:
         return V
-    rest = backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, LEAST_UNIT) + forward_bytes(n, V)
+    rest = backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, LEAST_UNIT) + forward_bytes(n)
     # Columns that fit: two bytes a row, and a share of the bytes that say what was raised.
     fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + 1) * max(n, 1)), 0)
     # Against keeping nothing, whose stripes have all the room.
@@ -441,8 +473,7 @@ def backward(
 
     window: a stripe's columns, 0: chosen. workspace: bytes, 0: the default.
     """
-    logits = configs(arch)[0]
-    dhidden, dweight = gradient_configs(arch)
+    logits, gradients = configs(arch)[0], gradient_config(arch)
     stripe = stripe_columns(n, d, V, half, need_dinput, need_dweight, kept, window, workspace)
     if not window:
 
@@ -462,14 +493,14 @@ def backward(
     for first, columns in ranges:
         plans = (
             gemm(logits, n, columns, d, sms),
-            gemm(dhidden, n, d, columns, sms),
-            gemm(dweight, columns, d, n, sms),
+            gemm(gradients, n, d, columns, sms),
+            gemm(gradients, columns, d, n, sms),
         )
         stripes.append((first, columns, tuple(number for plan in plans for number in plan.ints)))
     return BackwardPlan(
         logits=logits,
-        dhidden=dhidden,
-        dweight=dweight,
+        dhidden=gradients,
+        dweight=gradients,
         kept=kept,
         stripe=stripe,
         pitch=ceil_div(stripe, 8) * 8,

@@ -78,7 +78,7 @@ def _forget() -> None:
 
 def narrow_plans(patch: pytest.MonkeyPatch) -> None:
     """Narrow tiles, and few stages so that rings wrap: an emulated tile costs by its columns."""
-    configs, gradients = plans.configs, plans.gradient_configs
+    configs, gradients = plans.configs, plans.gradient_config
     forget_plans()
 
     def narrow(config: plans.KernelConfig) -> plans.KernelConfig:
@@ -93,7 +93,7 @@ def narrow_plans(patch: pytest.MonkeyPatch) -> None:
         return replace(config, tile_n=64, stages=3)
 
     patch.setattr(plans, "configs", lambda arch: tuple(map(narrow_logits, configs(arch))))
-    patch.setattr(plans, "gradient_configs", lambda arch: tuple(map(narrow, gradients(arch))))
+    patch.setattr(plans, "gradient_config", lambda arch: narrow(gradients(arch)))
     patch.setattr(plans, "STRIPE_MULTIPLE", 128)
 
 

@@ -1,5 +1,6 @@
 """The bench harness and the demo on shapes that a CPU does at once."""
 
+import functools
 import itertools
 import json
 import math
@@ -46,6 +47,18 @@ def test_interleaved_times_alternate_and_tell_slow_from_fast():
     assert order == ["fast", "slow"] * (len(order) // 2)
     # Two unmeasured rounds, and three runs of at least one.
     assert len(order) >= 2 * (2 + 3)
+
+
+def test_sustained_calls_are_back_to_back_and_in_random_order():
+    order = []
+    calls = [functools.partial(order.append, name) for name in ("a", "b", "c")]
+    found = timing.time_sustained(calls, CPU, seconds=1e-3, rounds=20)
+    assert len(found) == 3
+    assert all(0 < t.ms_min <= t.ms <= t.ms_max for t in found)
+    turns = [name for name, _ in itertools.groupby(order)]
+    firsts = {tuple(turns[i : i + 3]) for i in range(3, len(turns) - 3, 3)}
+    assert len(firsts) > 1, "always the same order"
+    assert len(order) > 10 * len(turns), "not back to back"
 
 
 def test_median_of_runs():
@@ -135,6 +148,7 @@ def test_a_run_writes_every_key_and_prints_its_table_last(tmp_path, capsys):
         assert tuple(result) == run.KEYS
         assert 0 < result["ms_min"] <= result["ms"] <= result["ms_max"]
         assert result["floor_ms"] > 0
+        assert result["sustained_s"] is None
         assert 0 < result["err_loss"] < 1e-2
         backward = result["pass"] == "fwd_bwd"
         for key in ("err_dh", "err_dw"):
@@ -150,6 +164,27 @@ def test_a_run_writes_every_key_and_prints_its_table_last(tmp_path, capsys):
     capsys.readouterr()
     assert run.main(["--show", str(out)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(results) + 1
+
+
+def test_a_sustained_run_has_the_same_keys_and_says_so(tmp_path, capsys):
+    out = tmp_path / "results.json"
+    argv = ["--device", "cpu", "--shapes", "tiny", "--sustained", "0.002", "--pass", "fwd", "fwd_bwd"]
+    argv += ["--providers", "cute_lce", "torch_eager_fp32ce", "cce", "--out", str(out)]
+    assert run.main(argv) == 0
+    assert "cce: left out" in capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert [(r["pass"], r["provider"]) for r in results] == [
+        *(("fwd", "cute_lce"), ("fwd", "torch_eager_fp32ce")),
+        *(("fwd_bwd", "cute_lce"), ("fwd_bwd", "torch_eager_fp32ce")),
+    ]
+    for result in results:
+        assert tuple(result) == run.KEYS
+        assert result["sustained_s"] == 0.002
+        assert 0 < result["ms_min"] <= result["ms"] <= result["ms_max"]
+        assert result["err_loss"] < 1e-2
+        assert (result["err_dw"] is None) == (result["pass"] == "fwd")
+    # All of a pass were measured beside the same floor.
+    assert len({r["floor_ms"] for r in results}) == 2
 
 
 def test_a_frozen_operand_has_no_gradient_and_no_product(tmp_path):
@@ -398,14 +433,60 @@ def test_verdict_bounds():
 # host_time
 
 
-def test_host_time_prints_a_line_for_each_schedule(capsys):
-    argv = "--device cpu --shape 8,16,64 --groups 2 --schedule auto recompute --providers cute_lce cce"
-    assert host_time.main(argv.split()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[2:4]] == [["cute_lce", "auto"], ["cute_lce", "recompute"]]
-    assert all(float(text) > 0 for line in lines[2:4] for text in line.split()[2:])
-    assert "left out, not installed" in lines[4]
+def test_host_time_writes_every_key_and_a_line_for_each_provider(tmp_path, capsys):
+    out = tmp_path / "host_time.json"
+    argv = ["--device", "cpu", "--shape", "8,16,64", "--groups", "1"]
+    argv += ["--providers", "cute_lce", "torch_eager_bf16ce", "cce", "--out"]
+    assert host_time.main([*argv, str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "cce: left out, Unavailable: not installed" in printed
+    results = json.loads(out.read_text())
+    assert len(results) == (len(host_time.OURS) + 1) * 3
+    for result in results:
+        assert tuple(result) == host_time.KEYS
+        assert 0 < result["us_min"] <= result["us"] <= result["us_max"]
+        assert result["command"].endswith(" ".join([*argv, str(out)]))
+    assert [result["pass"] for result in results[:3]] == ["fwd", "fwd_grad", "bwd"]
+    table = host_time.table(results)
+    assert len(table.splitlines()) == 1 + len(host_time.OURS) + 1
+    assert printed.rstrip().endswith(table)
+    assert host_time.main(["--show", str(out)]) == 0
+    assert capsys.readouterr().out.rstrip() == table
 
 
 def test_host_time_is_that_of_one_call():
-    assert 800 < host_time.host_microseconds(lambda: time.sleep(1e-3), CPU, groups=2) < 20_000
+    made = []
+
+    def make(count):
+        made.append(count)
+        return [lambda: time.sleep(1e-3)] * count
+
+    timing = host_time.host_microseconds(make, CPU, groups=2)
+    assert 800 < timing.ms < 20_000
+    assert timing.ms_min <= timing.ms <= timing.ms_max
+    # A warm-up, and three runs of two groups.
+    assert made == [3] + [host_time.GROUP] * 6
+
+
+def test_host_times_backward_is_timed_without_its_forward():
+    slept = []
+
+    def forward():
+        slept.append("forward")
+        return torch.ones(())
+
+    calls = host_time.Calls(forward, forward, lambda loss: slept.append("backward"))
+    timed = calls.timed("bwd", 3)
+    assert slept == ["forward"] * 3
+    for call in timed:
+        call()
+    assert slept == ["forward"] * 3 + ["backward"] * 3
+
+
+def test_host_times_bars():
+    ours = {"provider": "cute_lce", "dtype": "bf16", "launches": 24}
+    assert host_time.bar(ours | {"pass": "fwd"}) == 40
+    assert host_time.bar(ours | {"pass": "fwd_grad"}) == 60
+    assert host_time.bar(ours | {"pass": "bwd"}) == 100 + 5 * 24
+    assert host_time.bar(ours | {"pass": "bwd", "launches": None}) is None
+    assert host_time.bar(ours | {"pass": "fwd", "provider": "cce"}) is None

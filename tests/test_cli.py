@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_lce
-from cute_lce import cli, compiled, ops, plan
+from cute_lce import cli, compiled, launch, ops, plan
 
 
 def test_info_names_versions_and_the_cpu_path(capsys):
@@ -54,11 +54,16 @@ def test_the_module_runs_as_a_program():
     assert "info" in run.stdout
 
 
-def printed_table(capsys) -> dict[str, str]:
-    """The printed lines as name -> value; names end where two spaces begin."""
-    lines = capsys.readouterr().out.splitlines()
-    pairs = (re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+def printed_tables(capsys) -> tuple[dict[str, str], dict[str, str]]:
+    """(of the forward, of the backward): printed lines as name -> value; names end where two spaces begin."""
+
+    def table(text: str) -> dict[str, str]:
+        pairs = (re.split(r"  +", line.strip(), maxsplit=1) for line in text.splitlines())
+        return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+    forward, title, backward = capsys.readouterr().out.partition("plan of the backward")
+    assert title
+    return table(forward), table(backward)
 
 
 @pytest.mark.parametrize("arch", plan.DEVICES)
@@ -67,7 +72,7 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     n, d, vocab = 1000, 512, 50257
     argv = ["plan", "--n", str(n), "--d", str(d), "--vocab", str(vocab), "--arch", arch]
     assert cli.main([*argv, *options]) == 0
-    table = printed_table(capsys)
+    table, _ = printed_tables(capsys)
     given = dict(zip(options[::2], map(int, options[1::2]), strict=True))
     sms = given.get("--sms", plan.DEVICES[arch].sms)
     wanted = plan.forward(arch, n, d, vocab, sms, given.get("--window", 0))
@@ -77,11 +82,61 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
                 assert table[field.name] == str(getattr(part, field.name))
     assert int(table["windows"]) * int(table["window"].split()[0]) >= vocab
     assert table["arch"] == arch
+    device = plan.DEVICES[arch]
+    config = wanted.config
+    assert table["shared memory"] == f"{config.shared_memory:,} of {device.shared_memory:,} bytes"
+    assert table.get("tensor memory") == ("512 of 512 columns" if plan.is_blackwell(arch) else None)
+    assert table["SMs"] == f"{wanted.clusters * config.cluster_m * config.cluster_n} of {sms}"
     flops = 2 * n * d * vocab
     assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
     _, peak, _, full = cli.DATA_SHEETS[arch]
     assert float(table["compute"].split()[0]) == pytest.approx(flops / (peak * sms / full) * 1e3, abs=1e-3)
     assert float(table["floor"].split()[0]) >= float(table["memory"].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "schedule", "gemms"),
+    [
+        ("", "bfloat16", "auto", 4),
+        ("--workspace-mb 70", "bfloat16", "auto", 4),
+        ("--schedule recompute", "bfloat16", "recompute", 4),
+        ("--schedule keep --workspace-mb 4000 --frozen weight", "bfloat16", "keep", 2),
+        ("--dtype float16 --frozen hidden --window 1000", "float16", "auto", 3),
+    ],
+)
+def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule, gemms, capsys):
+    n, d, vocab = 1000, 1024, 50257
+    assert cli.main(f"plan --arch sm_90a --n {n} --d {d} --vocab {vocab} {options}".split()) == 0
+    _, table = printed_tables(capsys)
+    given = dict(zip(*[iter(options.split())] * 2, strict=True))
+    needs = given.get("--frozen") != "hidden", given.get("--frozen") != "weight"
+    window, workspace = int(given.get("--window", 0)), int(given.get("--workspace-mb", 0)) << 20
+    found, kept = launch.plan(
+        n, d, vocab, getattr(torch, dtype), "cuda", schedule, "mean", *needs, window, workspace
+    )
+    wanted = plan.backward("sm_90a", n, d, vocab, 132, dtype == "float16", *needs, kept, window, workspace)
+    assert table["schedule"] == found
+    assert table["kept"] == f"{kept} columns"
+    stripes = len(wanted.stripes) - (kept > 0)
+    assert table["recomputed"] == f"{vocab - kept} columns in {stripes} stripes"
+    assert float(table["workspace"].split()[0]) == pytest.approx(wanted.workspace / 2**20, abs=0.01)
+    assert workspace == 0 or wanted.workspace <= workspace
+    for name, needed in zip(("dinput", "dweight"), needs, strict=True):
+        assert (table[f"GEMM of {name}"] == "none") != needed
+    flops = 2 * n * d * (gemms * vocab - kept * (gemms > 2 or stripes > 0))
+    assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
+    assert float(table["floor"].split()[0]) >= float(table["compute"].split()[0])
+
+
+def test_plan_refuses_what_the_call_would_refuse(capsys):
+    base = ["plan", "--arch", "sm_90a", "--n", "4096", "--d", "1024", "--vocab", "50257"]
+    for options, named in (
+        (["--workspace-mb", "1"], "workspace_mb: got 1.000, want at least"),
+        (["--schedule", "keep", "--dtype", "float16"], "schedule: got 'keep' with float16"),
+        (["--sms", "1"], "sms: got 1, want at least the 2 of a cluster"),
+    ):
+        assert cli.main([*base, *options]) == 1
+        assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,37 @@ def test_nothing_is_left_when_a_compile_fails(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RuntimeError, match=r"no-such-compiler: not found.*set CC"):
         compiled.forward(*KEY[1:])
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_swept_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(compiled, "trace", lambda key: 1 / 0)
+    old, fresh, other = (
+        tmp_path / name for name in (".compiling-old", ".compiling-fresh", "somebody's folder")
+    )
+    for path, age in ((old, 2), (fresh, 0.5), (other, 2)):
+        path.mkdir()
+        (path / "kernel.o").write_bytes(b"half of it")
+        then = time.time() - 3600 * age
+        os.utime(path, (then, then))
+    with pytest.raises(ZeroDivisionError):
+        compiled.forward(*KEY[1:])
+    assert {path.name for path in tmp_path.iterdir()} == {fresh.name, other.name}
+
+    # Another process may remove it first.
+    old.mkdir()
+    os.utime(old, (0, 0))
+    stat = Path.stat
+
+    def gone(self, **options):
+        if self == old:
+            os.rmdir(old)
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    compiled._sweep(tmp_path)
+    assert not os.path.exists(old)
 
 
 def test_the_configs_of_plans_are_compiled_from_one_place():

@@ -197,12 +197,12 @@ def test_gemms_are_in_bounds(arch: str):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_configs_fit_the_device(arch: str):
-    for config in plans.gradient_configs(arch):
-        assert config.arch == arch
-        assert config.shared_memory <= DEVICES[arch].shared_memory
-        # Operands whose rows are not along k come in 64 columns; a multicast sends each CTA whole ones.
-        assert config.tile_m % (64 * config.cluster_n) == 0
-        assert config.tile_n % (64 * config.cluster_m) == 0
+    config = plans.gradient_config(arch)
+    assert config.arch == arch
+    assert config.shared_memory <= DEVICES[arch].shared_memory
+    # Operands whose rows are not along k come in 64 columns; a multicast sends each CTA whole ones.
+    assert config.tile_m % (64 * config.cluster_n) == 0
+    assert config.tile_n % (64 * config.cluster_m) == 0
 
 
 def test_more_workspace_is_never_more_work():
@@ -326,6 +326,28 @@ def _forget() -> None:
     for function in vars(launch).values():
         if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):
             function.cache_clear()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_all_that_launch_asks_for_is_what_compile_compiles(half: bool, no_kernels, monkeypatch):
+    """`plan.kernels` is what `cute-lce compile` goes by: no more, and no less."""
+    asked = set()
+
+    class Functions:
+        def get(self, key):
+            kind, *configs, dtype, target_dtype = key[:-1] if key[0] == "forward" else key
+            assert (dtype, target_dtype) == ("float16" if half else "bfloat16", "int64")
+            asked.add((kind, *configs, *(key[-1:] if kind == "forward" else ())))
+            return lambda *arguments: None
+
+    monkeypatch.setattr(compiled, "_functions", Functions())
+    calls = [call._replace(half=half) for call in draws(60, seed=17)]
+    calls += [Call(100, 64, 1000, half=half), Call(8192, 4096, 1 << 19, half=half)]
+    for call in calls:
+        kept = decide(call)
+        if kept is not None:
+            train(call, kept)
+    assert asked == set(plans.kernels("sm_90a", half))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
