@@ -301,11 +301,15 @@ def test_frozen(arch: str, frozen: str, kept: int):
 
 
 @both
-@pytest.mark.parametrize("seed", range(3))
-def test_schedules(arch: str, seed: int):
-    """Orders of warps and engines, with several clusters, tiles and k tiles of every GEMM."""
-    case = ignoring(random_case(70, 136, 260, BF16, seed))
-    check(case, train(case, arch, kept_columns=128 * (seed % 2), window=130, sms=4, seed=seed))
+@pytest.mark.parametrize("how", ["stripes", "keep, stripes"])
+@pytest.mark.parametrize("seed", range(20))
+def test_schedules(arch: str, how: str, seed: int):
+    """Orders of warps and engines: all tiles and k tiles of every GEMM for one cluster, or shared by two; the
+    second stripe, or the first after what is kept, adds to the accumulator."""
+    dtype, kept, _ = HOW[how]
+    case = ignoring(random_case(70, 136, 260, dtype, seed))
+    kept_columns = 260 if kept is None else kept
+    check(case, train(case, arch, kept_columns=kept_columns, window=130, sms=2 + 2 * (seed % 2), seed=seed))
 
 
 @both
@@ -364,9 +368,24 @@ def test_configs_as_planned(arch: str, dtype: torch.dtype, keeps: bool, as_plann
 @both
 @pytest.mark.parametrize("seed", range(20))
 def test_many_schedules(arch: str, seed: int):
+    """Ragged sizes; recomputed, partly kept, all kept, and every fourth in fp16."""
     dtype = FP16 if seed % 4 == 3 else BF16
     V = 200 + 21 * seed
     case = ignoring(random_case(37 + 8 * seed, 64 + 8 * (seed % 10), V, dtype, seed))
     kept = 0 if dtype is FP16 else (0, 128, V)[seed % 3]
     window = (0, 100, 128)[seed % 3]
     check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 3), seed=seed))
+
+
+@pytest.mark.emulator_full
+@both
+@hows
+@pytest.mark.parametrize("seed", range(20))
+def test_schedules_as_planned(arch: str, how: str, seed: int, as_planned):
+    """The configurations of a GPU: several tiles of columns of each GEMM, and rings that wrap."""
+    V = 900 if how == "keep, stripes" else 600
+    dtype, kept, window = HOW[how]
+    kept = V if kept is None else 768 if kept else 0
+    case = ignoring(random_case(60 + 10 * seed, 328, V, dtype, seed))
+    window = (V - kept) // 2 + 6 if window else 0
+    check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 2), seed=seed))
