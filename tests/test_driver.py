@@ -42,6 +42,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, arch: str, driver: tuple[int, int] 
     properties = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(compiled, "driver_version", lambda: driver)
+    monkeypatch.setattr(launch, "_like", lambda device, dtype: torch.empty((), dtype=dtype))
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     launch._prepare_backward(device, dtype, torch.int64, 256, 64, 512, True, True, 0, 0, 0)
     chosen, _ = launch._prepare(device, dtype, torch.int64, 256, 64, 512, 0, 0, False)
