@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,3 +140,25 @@ def test_driver_version(version: int | None, status: int, expected, tmp_path: Pa
         text=True,
     )
     assert found.stdout.strip() == str(expected)
+
+
+@pytest.mark.emulator_full
+def test_what_the_older_toolkit_compiles_is_as_good(tmp_path: Path):
+    """With a driver of CUDA 12.8 the DSL's compiler of CUDA 12 makes the kernels: the forward's tests again."""
+    if 12 not in compiled._toolkits():
+        pytest.skip("the DSL is not installed for CUDA 12")
+    source = tmp_path / "driver.c"
+    source.write_text(FAKE % (12080, 0))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    files = [
+        f"tests/test_{kind}_{arch}.py" for kind in ("compiled", "emulated") for arch in ("sm90", "sm100")
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not emulator_full", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert re.search(r"\d{3} passed", run.stdout)
