@@ -144,7 +144,7 @@ def test_driver_version(version: int | None, status: int, expected, tmp_path: Pa
 
 @pytest.mark.emulator_full
 def test_what_the_older_toolkit_compiles_is_as_good(tmp_path: Path):
-    """With a driver of CUDA 12.8 the DSL's compiler of CUDA 12 makes the kernels: the forward's tests again."""
+    """With a driver of 12.8 the DSL's compiler of CUDA 12 makes the kernels: the forward's tests again."""
     if 12 not in compiled._toolkits():
         pytest.skip("the DSL is not installed for CUDA 12")
     source = tmp_path / "driver.c"
