@@ -1,7 +1,11 @@
-"""The backward, executed: launch.py's own host side, both architectures' PTX emulated, against float64."""
+"""The backward, executed: launch.py's own host side, both architectures' PTX emulated, against float64.
+
+python -m tests.test_emulated_backward      prints the instruction counts that docs/kernels.md quotes
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -350,6 +354,89 @@ def test_what_the_sanitizer_runs(step: sanitize.Step, as_planned, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# What an epilogue of Blackwell's costs
+
+
+def launched_gemms(d: int, V: int, stripe: int, kept: int = 0, gradients: bool = True) -> list[dict]:
+    """Instructions (warp -> opcode -> executed) of each GEMM of a forward and a backward, in the order of the
+    launches, for 256 rows whose target is in the first tile: one row of tiles for one pair of CTAs."""
+    case = random_case(256, d, V, BF16)
+    case = replace(case, target=torch.zeros_like(case.target))
+    run = train(
+        case,
+        "sm_100a",
+        window=stripe,
+        kept_columns=kept,
+        sms=2,
+        need_dinput=gradients,
+        need_dweight=gradients,
+    )
+    results = run.emulator.results
+    return [
+        counts
+        for result in results
+        for launch, counts in zip(result.launches, result.by_launch, strict=True)
+        if "Gemm" in launch.kernel
+    ]
+
+
+def per_tile(few: dict, many: dict, warp: int = 0, parts: int = 4) -> Counter:
+    """What a warp executes for one tile, from two runs that differ by two tiles of both CTAs, or for one of
+    `parts`."""
+    return Counter({op: (n - few[warp][op]) / parts for op, n in many[warp].items() if n != few[warp][op]})
+
+
+def epilogues() -> dict[str, Counter]:
+    """Opcode -> executed by a warp for its 32 rows of a tile of 256 columns, of every epilogue."""
+    (_, few), (_, many) = (launched_gemms(64, V, 0, gradients=False) for V in (512, 1024))
+    found = {"dlogits": per_tile(few, many)}
+    few, many = (launched_gemms(d, 256, 0) for d in (512, 1024))
+    found["gradient, one stripe"] = per_tile(few[2], many[2])
+    few, many = (launched_gemms(d, 384, 128) for d in (512, 1024))
+    for i, which in enumerate(("first", "middle", "last")):
+        found[f"dinput, {which} stripe"] = per_tile(few[2 + 3 * i], many[2 + 3 * i])
+    few, many = (launched_gemms(64, V, 0, kept=V, gradients=False)[0] for V in (512, 1024))
+    found["keeping forward"] = per_tile(few, many)
+    return found
+
+
+def cycles(counts: Counter) -> tuple[float, float]:
+    """Clocks of an SM for a tile's epilogue, if everything overlaps and if nothing does.
+
+    Four warps on four schedulers: an ex2 takes 8 clocks (16 a clock and SM), other instructions at most 2, a
+    slab's load from tensor memory 144 (57 bytes a clock and warp). The four share the path to global memory,
+    where a lane has a row of its own: 32 lines an instruction, taken to be one a clock.
+    """
+    ex2 = counts["ex2.approx.ftz.f32"]
+    slabs = sum(n for op, n in counts.items() if op.startswith("tcgen05.ld"))
+    # Bytes that say what was raised lie side by side, a line for a warp.
+    lines = 4 * sum(32 * n for op, n in counts.items() if op.startswith(("ld.global.v", "st.global.v")))
+    total = sum(counts.values())
+    return max(8 * ex2, lines, total), 8 * ex2 + 144 * slabs + 2 * (total - ex2) + lines
+
+
+def test_epilogues_hide_behind_the_mmas(as_planned):
+    """As docs/kernels.md has it. A tile's MMAs take 8 k clocks: features, columns of a stripe, or tokens."""
+    found = epilogues()
+    for name in ("dlogits", "keeping forward"):
+        assert 256 <= found[name]["ex2.approx.ftz.f32"] <= 264, name
+    for name, counts in found.items():
+        stored = counts["st.global.v4.b32"] * 4 + counts["st.global.v2.b32"] * 2
+        # 256 columns of a lane's row: 16-bit numbers two to a word, of the accumulator one.
+        assert stored == (256 if name in ("dinput, first stripe", "dinput, middle stripe") else 128), name
+    # Whatever overlaps, from the k that the document names.
+    for name, k in {
+        "dlogits": 1200,
+        "keeping forward": 1250,
+        "gradient, one stripe": 800,
+        "dinput, first stripe": 2500,
+        "dinput, middle stripe": 4700,
+        "dinput, last stripe": 3200,
+    }.items():
+        assert cycles(found[name])[1] < 8 * k, name
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Long
 
 
@@ -389,3 +476,12 @@ def test_schedules_as_planned(arch: str, how: str, seed: int, as_planned):
     case = ignoring(random_case(60 + 10 * seed, 328, V, dtype, seed))
     window = (V - kept) // 2 + 6 if window else 0
     check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 2), seed=seed))
+
+
+if __name__ == "__main__":
+    for name, counts in epilogues().items():
+        least, most = cycles(counts)
+        print(f"{name}: {sum(counts.values()):.0f} instructions, {least:.0f} to {most:.0f} clocks a tile")
+        for k in (1024, 4096, 8192):
+            print(f"    k {k}: {least / (8 * k):.0%} to {most / (8 * k):.0%} of the MMAs")
+        print("    ", dict(counts.most_common(16)))
