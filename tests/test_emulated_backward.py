@@ -11,9 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_lce import launch, linear_cross_entropy, ops
 from tests import sanitize
 from tests.emulated_backward import Run, check, device, forget_plans, narrow_plans, train
 from tests.emulated_forward import ignoring, minus_infinity, scaled, sick_rows
+from tests.emulator import known_allocations
 from tests.numerics import Case, assert_close, make, random_case
 from tests.test_gpu_backward import jumping
 
@@ -300,6 +302,93 @@ def test_frozen(arch: str, frozen: str, kept: int):
     assert gemms == 1 + 2 * (2 if kept else 1) - (1 if kept else 0)
 
 
+@both
+@pytest.mark.parametrize("how", ["recompute", "keep, stripes", "keep", "fp16"])
+def test_retained_backwards(arch: str, how: str):
+    """Two gradients of one forward, then the first again with the same bits: nothing saved is written to."""
+    dtype, kept, window = HOW[how]
+    case = ignoring(random_case(37, 64, 200, dtype))
+    columns = 200 if kept is None else kept
+    with device(arch, 2) as emulator:
+        operands = (case.input, case.linear_weight, case.target)
+        options = (case.ignore_index, "none", window, 0)
+        if columns:
+            loss, *saved = launch.forward_keep(*operands, *options, columns)
+        else:
+            loss, *statistics = launch.forward(*operands, *options)
+            saved = [*statistics, None, None]
+        found = []
+        for factor in (1.0, -3.0, 1.0):
+            dloss = factor * case.upstream("none").float()
+            arguments = [dloss, *operands, *saved, *options, True, True]
+            dinput, dweight = launch.backward(*arguments)
+            run = Run(loss, dinput, dweight, columns, emulator)
+            check(case, run, dloss=dloss)
+            found.append(run)
+    assert torch.equal(found[0].dinput, found[2].dinput)
+    assert torch.equal(found[0].dweight, found[2].dweight)
+
+
+@both
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_the_public_call(arch: str, schedule: str, monkeypatch):
+    """From linear_cross_entropy to the gradients, by the eager path that a GPU's tensors take."""
+    case = ignoring(random_case(37, 64, 200, BF16))
+    hidden, weight = case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()
+    monkeypatch.setattr(ops, "implementation", lambda device, dtype: launch)
+    # The emulator's own mode, which learns of memory, is one that the dispatcher would have to be told of.
+    monkeypatch.setattr(ops, "is_in_torch_dispatch_mode", lambda: False)
+    backward = launch.backward
+
+    def known_backward(dloss, *arguments):
+        # Autograd leaves that mode; what launch keeps for a device was made in another.
+        sanitize.forget_device()
+        with known_allocations():
+            return backward(dloss.clone(), *arguments)
+
+    monkeypatch.setattr(launch, "backward", known_backward)
+    monkeypatch.setattr(Case, "multiplies_narrow", property(lambda case: True))
+    ops._plan.cache_clear()
+    with device(arch, 2) as emulator:
+        loss = linear_cross_entropy(hidden, weight, case.target, reduction="sum", schedule=schedule)
+        for dloss in (torch.tensor(1.5), torch.tensor(-0.3)):
+            dinput, dweight = torch.autograd.grad(loss, (hidden, weight), dloss, retain_graph=True)
+            run = Run(loss.detach(), dinput, dweight, 0, emulator)
+            check(case, run, reduction="sum", dloss=dloss)
+    ops._plan.cache_clear()
+    gemms = sum("Gemm" in name for name in emulator.launched)
+    assert gemms == 1 + 2 * (2 if schedule == "keep" else 3)
+
+
+@both
+def test_without_gradients_there_is_one_gemm_and_nothing_kept(arch: str):
+    case = random_case(37, 64, 200, BF16)
+    for schedule in ("auto", "keep", "recompute", "grad_in_forward"):
+        plan = (37, 64, 200, BF16, "cuda", schedule, "mean", False, False, 0, 0)
+        assert launch.plan(*plan) == ("recompute", 0)
+    with device(arch, 2) as emulator:
+        loss = launch.loss(case.input, case.linear_weight, case.target, case.ignore_index, "mean", 0, 0)
+    assert_close("loss", loss, case.expected()[0], case.baseline()[0])
+    assert sum("Gemm" in name for name in emulator.launched) == 1
+    assert not any(name in kernel for name in ("References", "Finish") for kernel in emulator.launched)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": FP16, "schedule": "keep"}, "schedule: got 'keep' with float16"),
+        ({"schedule": "grad_in_forward", "reduction": "none"}, "schedule: got 'grad_in_forward' with"),
+        ({"schedule": "keep", "workspace": 1000}, "workspace_mb: "),
+        ({"schedule": "recompute", "workspace": 1000}, "workspace_mb: "),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(change: dict, message: str):
+    options = {"dtype": BF16, "schedule": "auto", "reduction": "mean", "workspace": 0, **change}
+    dtype, schedule, reduction, workspace = options.values()
+    with pytest.raises(ValueError, match=message):
+        launch.plan(4096, 512, 32768, dtype, "cuda", schedule, reduction, True, True, 0, workspace)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Schedules of warps and engines
 
@@ -375,8 +464,8 @@ def launched_gemms(d: int, V: int, stripe: int, kept: int = 0, gradients: bool =
     return [
         counts
         for result in results
-        for launch, counts in zip(result.launches, result.by_launch, strict=True)
-        if "Gemm" in launch.kernel
+        for launched, counts in zip(result.launches, result.by_launch, strict=True)
+        if "Gemm" in launched.kernel
     ]
 
 
