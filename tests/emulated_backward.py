@@ -17,6 +17,7 @@ from cute_lce import compiled, launch
 from cute_lce import plan as plans
 from tests import emulator
 from tests.numerics import Case, assert_close
+from tests.sanitize import forget_device
 
 
 @functools.cache
@@ -58,22 +59,15 @@ class device:
         self._patch = pytest.MonkeyPatch()
         self._memory = emulator.known_allocations()
         self._memory.__enter__()
-        _forget()
+        forget_device()
         self._patch.setattr(launch, "_architecture", lambda _: (self.arch, self.sms))
         self._patch.setattr(compiled, "_functions", self.emulator)
         return self.emulator
 
     def __exit__(self, *error):
         self._patch.undo()
-        _forget()
+        forget_device()
         return self._memory.__exit__(*error)
-
-
-def _forget() -> None:
-    """Empty launch's caches: none of them expects the device to change, or its memory."""
-    for function in vars(launch).values():
-        if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):
-            function.cache_clear()
 
 
 def narrow_plans(patch: pytest.MonkeyPatch) -> None:

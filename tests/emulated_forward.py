@@ -72,10 +72,11 @@ def forward(
 
     with pytest.MonkeyPatch.context() as patch, emulator.known_allocations():
         patch.setattr(launch, "_prepare", lambda *_: (chosen, function))
-        results = launch.forward(
+        loss, *statistics = launch.forward(
             case.input, case.linear_weight, case.target, case.ignore_index, reduction, window, 0
         )
-    return Run(*results, chosen, counts[0])
+    row_max, row_sum, num_valid = statistics
+    return Run(loss, row_max, row_sum, num_valid, chosen, counts[0])
 
 
 def reference(case: Case, dtype: torch.dtype):

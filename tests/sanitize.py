@@ -94,15 +94,15 @@ STEPS = [
 @contextlib.contextmanager
 def planned_for(arch: str, sms: int) -> Iterator[None]:
     """Plans are for so many SMs of the device's."""
-    _forget()
+    forget_device()
     try:
         with mock.patch.object(launch, "_architecture", return_value=(arch, sms)):
             yield
     finally:
-        _forget()
+        forget_device()
 
 
-def _forget() -> None:
+def forget_device() -> None:
     """Empty launch's caches, which do not expect the device to change."""
     for function in vars(launch).values():
         if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, arch: str, driver: tuple[int, int] 
     properties = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(compiled, "driver_version", lambda: driver)
+    monkeypatch.setattr(launch, "_like", lambda device, dtype: torch.empty((), dtype=dtype))
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     launch._prepare_backward(device, dtype, torch.int64, 256, 64, 512, True, True, 0, 0, 0)
     chosen, _ = launch._prepare(device, dtype, torch.int64, 256, 64, 512, 0, 0, False)
@@ -138,3 +140,25 @@ def test_driver_version(version: int | None, status: int, expected, tmp_path: Pa
         text=True,
     )
     assert found.stdout.strip() == str(expected)
+
+
+@pytest.mark.emulator_full
+def test_what_the_older_toolkit_compiles_is_as_good(tmp_path: Path):
+    """With a driver of 12.8 the DSL's compiler of CUDA 12 makes the kernels: the forward's tests again."""
+    if 12 not in compiled._toolkits():
+        pytest.skip("the DSL is not installed for CUDA 12")
+    source = tmp_path / "driver.c"
+    source.write_text(FAKE % (12080, 0))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    files = [
+        f"tests/test_{kind}_{arch}.py" for kind in ("compiled", "emulated") for arch in ("sm90", "sm100")
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not emulator_full", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert re.search(r"\d{3} passed", run.stdout)

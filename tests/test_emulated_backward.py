@@ -1,15 +1,22 @@
-"""The backward, executed: launch.py's own host side, both architectures' PTX emulated, against float64."""
+"""The backward, executed: launch.py's own host side, both architectures' PTX emulated, against float64.
+
+python -m tests.test_emulated_backward      prints the instruction counts that docs/kernels.md quotes
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
+from cute_lce import launch, linear_cross_entropy, ops
 from tests import sanitize
 from tests.emulated_backward import Run, check, device, forget_plans, narrow_plans, train
 from tests.emulated_forward import ignoring, minus_infinity, scaled, sick_rows
+from tests.emulator import known_allocations
 from tests.numerics import Case, assert_close, make, random_case
 from tests.test_gpu_backward import jumping
 
@@ -166,16 +173,20 @@ def run_how(how: str, make_case, arch: str, **options) -> tuple[Case, Run]:
     dtype, kept, window = HOW[how]
     case = make_case(dtype)
     V = case.linear_weight.shape[0]
-    if kept and kept >= V:
-        pytest.skip("everything would be kept, which is a case of its own")
-    if window and window >= V:
-        pytest.skip("one stripe, which is a case of its own")
     return case, train(case, arch, kept_columns=V if kept is None else kept, window=window, **options)
 
 
+def _ways() -> Iterator:
+    """(corner, how); several stripes, where the corner has columns for them, in the long sweep."""
+    for corner, make_case in CORNERS.items():
+        V = make_case(BF16).linear_weight.shape[0]
+        for how, (_, kept, window) in HOW.items():
+            if window + (kept or 0) < V:
+                yield pytest.param(corner, how, marks=[pytest.mark.emulator_full] if window else [])
+
+
 @both
-@hows
-@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize(("corner", "how"), _ways())
 def test_corner(corner: str, how: str, arch: str):
     # As in tests/test_gpu_backward.py: rows of like weight, no rounding of which is a happy one.
     n = CORNERS[corner](BF16).target.numel()
@@ -296,6 +307,93 @@ def test_frozen(arch: str, frozen: str, kept: int):
     assert gemms == 1 + 2 * (2 if kept else 1) - (1 if kept else 0)
 
 
+@both
+@pytest.mark.parametrize("how", ["recompute", "keep, stripes", "keep", "fp16"])
+def test_retained_backwards(arch: str, how: str):
+    """Two gradients of one forward, then the first again with the same bits: nothing saved is written to."""
+    dtype, kept, window = HOW[how]
+    case = ignoring(random_case(37, 64, 200, dtype))
+    columns = 200 if kept is None else kept
+    with device(arch, 2) as emulator:
+        operands = (case.input, case.linear_weight, case.target)
+        options = (case.ignore_index, "none", window, 0)
+        if columns:
+            loss, *saved = launch.forward_keep(*operands, *options, columns)
+        else:
+            loss, *statistics = launch.forward(*operands, *options)
+            saved = [*statistics, None, None]
+        found = []
+        for factor in (1.0, -3.0, 1.0):
+            dloss = factor * case.upstream("none").float()
+            arguments = [dloss, *operands, *saved, *options, True, True]
+            dinput, dweight = launch.backward(*arguments)
+            run = Run(loss, dinput, dweight, columns, emulator)
+            check(case, run, dloss=dloss)
+            found.append(run)
+    assert torch.equal(found[0].dinput, found[2].dinput)
+    assert torch.equal(found[0].dweight, found[2].dweight)
+
+
+@both
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_the_public_call(arch: str, schedule: str, monkeypatch):
+    """From linear_cross_entropy to the gradients, by the eager path that a GPU's tensors take."""
+    case = ignoring(random_case(37, 64, 200, BF16))
+    hidden, weight = case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()
+    monkeypatch.setattr(ops, "implementation", lambda device, dtype: launch)
+    # The emulator's own mode, which learns of memory, is one that the dispatcher would have to be told of.
+    monkeypatch.setattr(ops, "is_in_torch_dispatch_mode", lambda: False)
+    backward = launch.backward
+
+    def known_backward(dloss, *arguments):
+        # Autograd leaves that mode; what launch keeps for a device was made in another.
+        sanitize.forget_device()
+        with known_allocations():
+            return backward(dloss.clone(), *arguments)
+
+    monkeypatch.setattr(launch, "backward", known_backward)
+    monkeypatch.setattr(Case, "multiplies_narrow", property(lambda case: True))
+    ops._plan.cache_clear()
+    with device(arch, 2) as emulator:
+        loss = linear_cross_entropy(hidden, weight, case.target, reduction="sum", schedule=schedule)
+        for dloss in (torch.tensor(1.5), torch.tensor(-0.3)):
+            dinput, dweight = torch.autograd.grad(loss, (hidden, weight), dloss, retain_graph=True)
+            run = Run(loss.detach(), dinput, dweight, 0, emulator)
+            check(case, run, reduction="sum", dloss=dloss)
+    ops._plan.cache_clear()
+    gemms = sum("Gemm" in name for name in emulator.launched)
+    assert gemms == 1 + 2 * (2 if schedule == "keep" else 3)
+
+
+@both
+def test_without_gradients_there_is_one_gemm_and_nothing_kept(arch: str):
+    case = random_case(37, 64, 200, BF16)
+    for schedule in ("auto", "keep", "recompute", "grad_in_forward"):
+        plan = (37, 64, 200, BF16, "cuda", schedule, "mean", False, False, 0, 0)
+        assert launch.plan(*plan) == ("recompute", 0)
+    with device(arch, 2) as emulator:
+        loss = launch.loss(case.input, case.linear_weight, case.target, case.ignore_index, "mean", 0, 0)
+    assert_close("loss", loss, case.expected()[0], case.baseline()[0])
+    assert sum("Gemm" in name for name in emulator.launched) == 1
+    assert not any(name in kernel for name in ("References", "Finish") for kernel in emulator.launched)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": FP16, "schedule": "keep"}, "schedule: got 'keep' with float16"),
+        ({"schedule": "grad_in_forward", "reduction": "none"}, "schedule: got 'grad_in_forward' with"),
+        ({"schedule": "keep", "workspace": 1000}, "workspace_mb: "),
+        ({"schedule": "recompute", "workspace": 1000}, "workspace_mb: "),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(change: dict, message: str):
+    options = {"dtype": BF16, "schedule": "auto", "reduction": "mean", "workspace": 0, **change}
+    dtype, schedule, reduction, workspace = options.values()
+    with pytest.raises(ValueError, match=message):
+        launch.plan(4096, 512, 32768, dtype, "cuda", schedule, reduction, True, True, 0, workspace)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Schedules of warps and engines
 
@@ -350,6 +448,89 @@ def test_what_the_sanitizer_runs(step: sanitize.Step, as_planned, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# What an epilogue of Blackwell's costs
+
+
+def launched_gemms(d: int, V: int, stripe: int, kept: int = 0, gradients: bool = True) -> list[dict]:
+    """Instructions (warp -> opcode -> executed) of each GEMM of a forward and a backward, in the order of the
+    launches, for 256 rows whose target is in the first tile: one row of tiles for one pair of CTAs."""
+    case = random_case(256, d, V, BF16)
+    case = replace(case, target=torch.zeros_like(case.target))
+    run = train(
+        case,
+        "sm_100a",
+        window=stripe,
+        kept_columns=kept,
+        sms=2,
+        need_dinput=gradients,
+        need_dweight=gradients,
+    )
+    results = run.emulator.results
+    return [
+        counts
+        for result in results
+        for launched, counts in zip(result.launches, result.by_launch, strict=True)
+        if "Gemm" in launched.kernel
+    ]
+
+
+def per_tile(few: dict, many: dict, warp: int = 0, parts: int = 4) -> Counter:
+    """What a warp executes for one tile, from two runs that differ by two tiles of both CTAs, or for one of
+    `parts`."""
+    return Counter({op: (n - few[warp][op]) / parts for op, n in many[warp].items() if n != few[warp][op]})
+
+
+def epilogues() -> dict[str, Counter]:
+    """Opcode -> executed by a warp for its 32 rows of a tile of 256 columns, of every epilogue."""
+    (_, few), (_, many) = (launched_gemms(64, V, 0, gradients=False) for V in (512, 1024))
+    found = {"dlogits": per_tile(few, many)}
+    few, many = (launched_gemms(d, 256, 0) for d in (512, 1024))
+    found["gradient, one stripe"] = per_tile(few[2], many[2])
+    few, many = (launched_gemms(d, 384, 128) for d in (512, 1024))
+    for i, which in enumerate(("first", "middle", "last")):
+        found[f"dinput, {which} stripe"] = per_tile(few[2 + 3 * i], many[2 + 3 * i])
+    few, many = (launched_gemms(64, V, 0, kept=V, gradients=False)[0] for V in (512, 1024))
+    found["keeping forward"] = per_tile(few, many)
+    return found
+
+
+def cycles(counts: Counter) -> tuple[float, float]:
+    """Clocks of an SM for a tile's epilogue, if everything overlaps and if nothing does.
+
+    Four warps on four schedulers: an ex2 takes 8 clocks (16 a clock and SM), other instructions at most 2, a
+    slab's load from tensor memory 144 (57 bytes a clock and warp). The four share the path to global memory,
+    where a lane has a row of its own: 32 lines an instruction, taken to be one a clock.
+    """
+    ex2 = counts["ex2.approx.ftz.f32"]
+    slabs = sum(n for op, n in counts.items() if op.startswith("tcgen05.ld"))
+    # Bytes that say what was raised lie side by side, a line for a warp.
+    lines = 4 * sum(32 * n for op, n in counts.items() if op.startswith(("ld.global.v", "st.global.v")))
+    total = sum(counts.values())
+    return max(8 * ex2, lines, total), 8 * ex2 + 144 * slabs + 2 * (total - ex2) + lines
+
+
+def test_epilogues_hide_behind_the_mmas(as_planned):
+    """As docs/kernels.md has it. A tile's MMAs take 8 k clocks: features, columns of a stripe, or tokens."""
+    found = epilogues()
+    for name in ("dlogits", "keeping forward"):
+        assert 256 <= found[name]["ex2.approx.ftz.f32"] <= 264, name
+    for name, counts in found.items():
+        stored = counts["st.global.v4.b32"] * 4 + counts["st.global.v2.b32"] * 2
+        # 256 columns of a lane's row: 16-bit numbers two to a word, of the accumulator one.
+        assert stored == (256 if name in ("dinput, first stripe", "dinput, middle stripe") else 128), name
+    # Whatever overlaps, from the k that the document names.
+    for name, k in {
+        "dlogits": 1200,
+        "keeping forward": 1250,
+        "gradient, one stripe": 800,
+        "dinput, first stripe": 2500,
+        "dinput, middle stripe": 4700,
+        "dinput, last stripe": 3200,
+    }.items():
+        assert cycles(found[name])[1] < 8 * k, name
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Long
 
 
@@ -389,3 +570,12 @@ def test_schedules_as_planned(arch: str, how: str, seed: int, as_planned):
     case = ignoring(random_case(60 + 10 * seed, 328, V, dtype, seed))
     window = (V - kept) // 2 + 6 if window else 0
     check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 2), seed=seed))
+
+
+if __name__ == "__main__":
+    for name, counts in epilogues().items():
+        least, most = cycles(counts)
+        print(f"{name}: {sum(counts.values()):.0f} instructions, {least:.0f} to {most:.0f} clocks a tile")
+        for k in (1024, 4096, 8192):
+            print(f"    k {k}: {least / (8 * k):.0%} to {most / (8 * k):.0%} of the MMAs")
+        print("    ", dict(counts.most_common(16)))

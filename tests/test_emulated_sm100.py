@@ -5,10 +5,7 @@ python -m tests.test_emulated_sm100        prints the instruction counts that do
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -31,7 +28,7 @@ from tests.emulated_forward import (
     rows_of,
     scaled,
 )
-from tests.emulator import mutate
+from tests.emulator import forward_kernels, mutate
 from tests.numerics import assert_close, random_case
 
 PAIR, SINGLE = plans.configs("sm_100a")
@@ -182,72 +179,27 @@ def test_statistics_equal_hopper(corner: str):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Mutations: each removed or altered synchronisation must be found by some seed
+# Mutations; all of them are in tests/test_emulator_mutations.py
 
-# Statements that may go, each with the reason why no schedule shows it.
-HARMLESS = {
-    r"tcgen05\.fence::.*": "the PTX ISA asks for it; the emulator's barriers order tcgen05 without",
-    r"tcgen05\.relinquish_alloc_permit.*": "nobody else wants to allocate",
-    r"fence\.mbarrier_init.*": "there are two; with both removed it is found",
-    r"mbarrier\.try_wait.*": "of a producer's tail, and another wait or the handshake of dealloc covers it",
-}
-# Waits of producers' tails: two for the ring's two slots, one for the accumulators. Between two pairs, which
-# release each other's slots, the ring's last one is needed, and a later schedule finds it.
-TAILS = {"pair": 3, "single": 3, "two pairs": 2}
-
-
-def survey(
-    config: KernelConfig, only=lambda m: True, seeds: Iterable[int] = range(3)
-) -> list[mutate.Verdict]:
-    """Try the mutations of the GEMM kernel's synchronisation."""
-    bound = emulated(config)
-    case = ignoring(random_case(280, 136, 520, BF16))
-    expected = reference(case, torch.float64)[0]
-
-    def right(program: emulator.Emulated, seed: int) -> bool:
-        sms = config.cluster_m * config.cluster_n
-        run = forward(case, config, sms=sms, window=100_000, seed=seed, program=program)
-        return bool((run.loss.double() - expected).norm() <= 1e-4 * expected.norm())
-
-    assert right(bound, 0), "the kernel as it is must pass"
-    entry, end = _gemm_lines(bound.ptx.split("\n"))
-    return mutate.survey(bound, right, seeds, lambda m: entry <= m.line < end and only(m))
-
-
-def _gemm_lines(lines: list[str]) -> tuple[int, int]:
-    starts = [i for i, line in enumerate(lines, 1) if ".entry" in line] + [len(lines) + 1]
-    for first, following in itertools.pairwise(starts):
-        if any("tcgen05.mma" in line for line in lines[first:following]):
-            return first, following
-    raise AssertionError("no kernel with tcgen05.mma")
-
-
-NARROW = {"pair": SEEDED["pair, narrow and shallow"], "single": SEEDED["single, narrow and shallow"]}
-NARROW["two pairs"] = replace(NARROW["pair"], cluster_m=4)
-
-
-@pytest.mark.emulator_full
-@pytest.mark.parametrize("name", NARROW)
-def test_every_mutation(name: str):
-    verdicts = survey(NARROW[name], seeds=range(6))
-    assert len(verdicts) > 30
-    missed = [v.mutation for v in verdicts if not v.found]
-    unexplained = [m for m in missed if not any(re.fullmatch(p, m.before) for p in HARMLESS)]
-    assert not unexplained
-    assert sum("try_wait" in m.before for m in missed) == TAILS[name]
+NARROW = forward_kernels.configs()
 
 
 def test_mutations():
     """Those of a tile's path from TMA to the epilogue, each found by the first schedule."""
+    subject = next(s for s in forward_kernels.subjects() if s.name.endswith("single"))
     bound = emulated(NARROW["single"])
+    assert subject.check(bound, 0), "the kernel itself fails"
+    mine = subject.mutates(bound.ptx)
     lines = bound.ptx.split("\n")
     mma, load = (next(i for i, t in enumerate(lines, 1) if op in t) for op in ("tcgen05.mma", "tcgen05.ld"))
 
     def on_the_path(m: mutate.Mutation) -> bool:
         wait = "try_wait" in m.before and (mma - 60 < m.line < mma or load - 30 < m.line < load)
-        return wait or any(op in m.before for op in ("wait::ld", "tcgen05.commit", "expect_tx", "bar.sync"))
+        return mine(m) and (
+            wait or any(op in m.before for op in ("wait::ld", "tcgen05.commit", "expect_tx", "bar.sync"))
+        )
 
-    verdicts = survey(NARROW["single"], on_the_path, seeds=[0])
+    verdicts = mutate.survey(bound, subject.check, [0], on_the_path)
     assert len(verdicts) >= 10
     assert not [v.mutation for v in verdicts if not v.found]
 

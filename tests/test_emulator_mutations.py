@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulator import backward_kernels, mutate
+from tests.emulator import backward_kernels, forward_kernels, mutate
 from tests.emulator.mutation_kernels import KERNELS
 
 BACKWARD = backward_kernels.subjects()
+LONG = [*forward_kernels.subjects(), *BACKWARD]
 
 
 @pytest.mark.parametrize(
     "subject",
-    [*KERNELS, *(pytest.param(subject, marks=pytest.mark.emulator_full) for subject in BACKWARD)],
+    [*KERNELS, *(pytest.param(subject, marks=pytest.mark.emulator_full) for subject in LONG)],
     ids=lambda s: s.name,
 )
 def test_every_mutation_is_found_or_explained(subject, tmp_path):

@@ -5,6 +5,9 @@ What holds for every implementation on a CUDA device is in tests/test_gpu_ops.py
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +17,14 @@ from torch import Tensor
 from cute_lce import launch, linear_cross_entropy
 from cute_lce import plan as plans
 from tests.numerics import Case, assert_close, make, random_case
-from tests.test_gpu_forward import device_case, host_microseconds
+from tests.test_gpu_forward import (
+    device_case,
+    host_microseconds,
+    misaligned,
+    moved,
+    odd_pitch,
+    transposed,
+)
 
 NARROW = (torch.bfloat16, torch.float16)
 BF16 = torch.bfloat16
@@ -251,6 +261,176 @@ def test_sum_of_many_losses():
     case = random_case(65536, 64, 1000, BF16).to("cuda")
     loss = Trained(case, 1, "sum").loss
     assert abs(float(loss) / float(case.expected(1.0, "sum")[0]) - 1) < 1e-6
+
+
+def test_float16_mean_of_65536_tokens_flushes_nothing():
+    """upstream / n is under float16's least number but one; what a result can hold is there."""
+    case = random_case(65536, 64, 512, torch.float16).to("cuda")
+    trained = Trained(case, None, "mean")
+    dloss = torch.ones((), device="cuda").double()
+    trained.check(dloss)
+    _, *expected = case.expected(dloss, "mean")
+    for gradient, want in zip(trained.backward(dloss), expected, strict=True):
+        assert bool(gradient[want.abs() > 2.0**-24].all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (torch.float16, {"schedule": "keep"}, "schedule: got 'keep' with float16"),
+        (BF16, {"schedule": "grad_in_forward", "reduction": "none"}, "schedule: got 'grad_in_forward'"),
+        (BF16, {"schedule": "keep", "workspace_mb": 0.01}, "workspace_mb: "),
+        (BF16, {"schedule": "recompute", "workspace_mb": 0.01}, "workspace_mb: "),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(dtype, options, message):
+    case = random_case(300, 128, 5003, dtype).to("cuda")
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(
+            case.input.requires_grad_(), case.linear_weight.requires_grad_(), case.target, **options
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Sizes beyond 2^31
+
+
+def check_some(case: Case, kept: float | None, rows: list[int], columns: list[int], window: int = 0) -> None:
+    """dinput of some rows and dweight of some columns against float64, made slab by slab."""
+    n, V = len(case.target), len(case.linear_weight)
+    trained = Trained(case, kept, "none", window)
+    dloss = 1 + torch.arange(n, device="cuda") % 7 / 7
+    found = [g[which] for g, which in zip(trained.backward(dloss), (rows, columns), strict=True)]
+    hidden, weight = case.input, case.linear_weight
+    step = min(max(1, 2**26 // V), 1 << 16)
+    lse = torch.cat([_logits(hidden[i : i + step], weight).logsumexp(1) for i in range(0, n, step)])
+
+    def dlogits(rows, columns):
+        """upstream (softmax - onehot) of some rows and columns, float64."""
+        onehot = case.target[rows].unsqueeze(1) == columns
+        softmax = (_logits(hidden[rows], weight[columns]) - lse[rows].unsqueeze(1)).exp()
+        return dloss[rows].double().unsqueeze(1) * (softmax - onehot.double())
+
+    everything = torch.arange(V, device="cuda"), torch.arange(n, device="cuda")
+    some_rows, some_columns = (torch.tensor(which, device="cuda") for which in (rows, columns))
+    wide = dlogits(some_rows, everything[0]), dlogits(everything[1], some_columns).mT
+    for name, mine, left, right in zip(("dinput", "dweight"), found, wide, (weight, hidden), strict=True):
+        exact, rounded = _product(left, right), _product(left.to(case.input.dtype), right)
+        assert_close(name, mine, exact, rounded.to(case.input.dtype))
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """In float64, by slabs of either."""
+    step = 1 << 16
+    return torch.cat(
+        [
+            torch.cat([rows.double() @ slab.double().mT for slab in weight.split(step)], dim=1)
+            for rows in hidden.split(step)
+        ]
+    )
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float64, by slabs of what is summed over."""
+    step = 1 << 16
+    total = left.new_zeros((left.shape[0], right.shape[1]), dtype=torch.float64)
+    for i in range(0, right.shape[0], step):
+        total += left[:, i : i + step].double() @ right[i : i + step].double()
+    return total
+
+
+@pytest.mark.parametrize("kept", [0, 1, None], ids=["nothing", "all", "fp16"])
+def test_more_than_two_to_the_31_dlogits(kept):
+    """All in one matrix: kept, or a stripe of all columns."""
+    n, V = 65536, 50257
+    assert n * V > 2**31
+    case = device_case(n, 64, V, dtype_of(kept))
+    edge = 2**31 // V
+    case.target[edge - 1 : edge + 2] = V - 1
+    check_some(case, kept, [0, 127, edge - 1, edge, edge + 1, n - 1], [0, 1, 255, 25000, V - 2, V - 1], V)
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, None], ids=["nothing", "half", "fp16"])
+def test_more_than_two_to_the_31_weights(kept):
+    V, d = 600_000, 4096
+    assert V * d > 2**31
+    case = device_case(256, d, V, dtype_of(kept))
+    edge = 2**31 // d
+    case.target[:6] = torch.tensor([0, edge - 1, edge, edge + 1, V - 2, V - 1])
+    rows, columns = [*range(8), 128, 255], [0, 1, edge - 1, edge, edge + 1, 599_000, V - 2, V - 1]
+    check_some(case, kept, rows, columns)
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["nothing", "all"])
+def test_more_than_two_to_the_31_inputs(kept):
+    n, d = 540_000, 4096
+    assert n * d > 2**31
+    edge = 2**31 // d
+    case = device_case(n, d, 200, BF16)
+    check_some(case, kept, [0, edge - 1, edge, edge + 1, n - 200, n - 1], [0, 1, 100, 199], 120)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Operands that TMA cannot read, streams, other processes
+
+
+@pytest.mark.parametrize("how", [misaligned, odd_pitch, transposed])
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_operands_that_tma_cannot_read(how, schedule):
+    moved(random_case(70, 60, 1500, BF16).to("cuda"), how).check(linear_cross_entropy, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_side_stream(schedule):
+    """Operands made on a side stream behind a queue of work, and used there at once."""
+    case = random_case(300, 128, 3001, BF16).to("cuda")
+    case.check(linear_cross_entropy, schedule=schedule)
+    slow = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            slow = slow @ slow * 1e-2
+        nothing = (slow * 0).nan_to_num(0, 0, 0).sum()
+        hidden = (case.input.detach() + nothing).to(BF16).requires_grad_()
+        weight = (case.linear_weight.detach() + nothing).to(BF16).requires_grad_()
+        loss = linear_cross_entropy(hidden, weight, case.target, schedule=schedule)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+    stream.synchronize()
+    for name, mine, want, plain in zip(
+        ("loss", "dinput", "dweight"),
+        (loss.detach(), *gradients),
+        case.expected(),
+        case.baseline(),
+        strict=True,
+    ):
+        assert_close(name, mine, want, plain)
+
+
+STEP = """
+import sys
+import torch
+from cute_lce import linear_cross_entropy
+hidden = torch.ones(4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+weight = torch.zeros(1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+for schedule in ("recompute", "keep"):
+    loss = linear_cross_entropy(hidden, weight, torch.arange(4, device="cuda"), schedule=schedule)
+    _, dweight = torch.autograd.grad(loss, (hidden, weight))
+    assert abs(float(dweight[4, 0]) - 1e-3) < 1e-5, float(dweight[4, 0])
+    assert abs(float(dweight[0, 0]) + 0.249) < 2e-3, float(dweight[0, 0])
+print("cutlass" in sys.modules)
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    environment = {**os.environ, "CUTE_LCE_CACHE_DIR": str(tmp_path)}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", STEP], env=environment, check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert found == ["True", "False"]
 
 
 # ----------------------------------------------------------------------------------------------------------

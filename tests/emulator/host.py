@@ -53,6 +53,7 @@ class Result:
     counters: Counter  # bytes moved, barriers waited on, and so on, by name
     warnings: Counter  # faults that the caller chose to ignore
     by_warp_opcode: dict[int, Counter]  # warp index -> opcode -> executed
+    by_launch: list[dict[int, Counter]] = field(default_factory=list)  # the same of each of `launches`
 
     @property
     def total(self) -> int:
@@ -138,13 +139,16 @@ class Emulated:
         _add_known(memory)
         device = Device(memory, seed, ignore, resident)
         launches: list[Launch] = []
+        by_launch: list[dict[int, Counter]] = []
 
         def launch(what: Launch) -> None:
             launches.append(what)
+            before = Counter(device.instructions)
             device.launch(self.programs[what.kernel], what)
+            by_launch.append(_by_warp(device.instructions - before))
 
         self._call(args, launch)
-        return _result(device, launches)
+        return _result(device, launches, by_launch)
 
     def _call(self, args, on_launch: Callable[[Launch], None]) -> None:
         failure: list[BaseException] = []
@@ -246,17 +250,26 @@ def run_ptx(
     device = Device(memory, seed, ignore, resident)
     launch = Launch(program.name, grid, block, cluster, shared, params)
     device.launch(program, launch)
-    return _result(device, [launch])
+    return _result(device, [launch], [_by_warp(device.instructions)])
 
 
-def _result(device: Device, launches: list[Launch]) -> Result:
-    by_warp_opcode: dict[int, Counter] = {}
+def _by_warp(instructions: Counter) -> dict[int, Counter]:
+    """Warp index -> opcode -> executed."""
+    result: dict[int, Counter] = {}
+    for (warp, name), n in instructions.items():
+        result.setdefault(warp, Counter())[name] += n
+    return result
+
+
+def _result(device: Device, launches: list[Launch], by_launch: list[dict[int, Counter]]) -> Result:
+    by_warp_opcode = _by_warp(device.instructions)
     instructions: Counter = Counter()
-    for (warp, name), n in device.instructions.items():
-        by_warp_opcode.setdefault(warp, Counter())[name] += n
-        instructions[name] += n
+    for counts in by_warp_opcode.values():
+        instructions += counts
     by_warp = Counter({w: sum(c.values()) for w, c in by_warp_opcode.items()})
-    return Result(launches, instructions, by_warp, device.counters, device.warnings, by_warp_opcode)
+    return Result(
+        launches, instructions, by_warp, device.counters, device.warnings, by_warp_opcode, by_launch
+    )
 
 
 # ---- tensors

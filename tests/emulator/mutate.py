@@ -171,12 +171,12 @@ def main() -> None:
     import tempfile
     from pathlib import Path
 
-    from .backward_kernels import subjects
+    from . import backward_kernels, forward_kernels
     from .mutation_kernels import KERNELS
 
     sections = []
     counts = []
-    for subject in [*KERNELS, *subjects()]:
+    for subject in [*KERNELS, *forward_kernels.subjects(), *backward_kernels.subjects()]:
         with tempfile.TemporaryDirectory() as folder:
             emulated = subject.build(folder)
             verdicts = survey(emulated, subject.check, subject.seeds, subject.mutates(emulated.ptx))
