@@ -118,7 +118,15 @@ def _show_forward(args: argparse.Namespace, sms: int) -> None:
     config = chosen.config
     print("config, which the forward's kernel is compiled for")
     rows = [(field.name, str(getattr(config, field.name))) for field in dataclasses.fields(config)]
-    _print_table([*rows, ("shared memory", f"{config.shared_memory:,} bytes")], indent=2)
+    _print_table(rows, indent=2)
+
+    device = plan.DEVICES[args.arch]
+    print("what it takes of an SM, of what there is")
+    budgets = [("shared memory", f"{config.shared_memory:,} of {device.shared_memory:,} bytes")]
+    if device.tmem_columns:
+        budgets.append(("tensor memory", f"{config.tmem_columns} of {device.tmem_columns} columns"))
+    busy = chosen.clusters * config.cluster_m * config.cluster_n
+    _print_table([*budgets, ("SMs", f"{busy} of {used_sms}")], indent=2)
 
     print("plan of the forward, where nothing needs a gradient")
     fields = [field.name for field in dataclasses.fields(chosen) if field.name != "config"]
@@ -264,7 +272,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--sms", type=_positive, help="SMs of the device (the architecture's)")
     command.set_defaults(run=show_plan)
 
-    command = commands.add_parser("compile", help="fill the cache of compiled kernels; needs no GPU")
+    command = commands.add_parser(
+        "compile",
+        help="fill the cache of compiled kernels; needs no GPU, but the host architecture that will use them",
+    )
     command.add_argument("--arch", choices=tuple(plan.DEVICES), required=True)
     for option, text in (("--d", "hidden size"), ("--vocab", "vocabulary")):
         command.add_argument(option, type=_positive, help=f"{text}: any, the kernels serve every size")

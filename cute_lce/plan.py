@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 KIB = 1024
+ACCUMULATORS = 2
+"""Tiles in tensor memory: one is filled while the other is read."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class KernelConfig:
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
         return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16) + KIB
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of tensor memory, of which a power of two is allocated: the accumulators (Blackwell)."""
+        return 1 << (ACCUMULATORS * self.tile_n - 1).bit_length() if is_blackwell(self.arch) else 0
 
 
 @dataclass(frozen=True)
@@ -417,6 +425,36 @@ def kept_columns(
     return best
 
 
+# What a stripe costs beside its GEMMs on an H100, in clocks: the accumulator's 8 bytes an element, read and
+# written at half of DRAM's rate, and three launches.
+ACCUMULATED_PER_CLOCK = 160  # elements
+LAUNCH_CLOCKS = 3 * 6000
+
+
+def _clocks(config: KernelConfig, plan: GemmPlan, m: int, k: int) -> int:
+    """Clocks of a GEMM's MMAs on the busiest cluster."""
+    rounds = ceil_div(ceil_div(m, config.cluster_rows) * plan.windows, plan.clusters)
+    macs = config.tile_m * config.tile_n // config.pair * k
+    return rounds * macs * 2 // DEVICES[config.arch].dense_flops_per_clock
+
+
+def _even_stripe(clocks: Callable[[int], int], left: int, most: int) -> int:
+    """Columns of a stripe, at most `most`: those with which `left` columns take the fewest clocks.
+
+    The GEMMs of a stripe end in a round that is not full, so that neither the longest stripes nor stripes
+    of one length are always best.
+    """
+    if most >= left or most <= STRIPE_MULTIPLE:
+        return most
+    step = max(most // 4096, 1) * LEAST_STRIPE
+
+    def total(columns: int) -> int:
+        rest = left % columns
+        return left // columns * clocks(columns) + (clocks(rest) if rest else 0)
+
+    return min(range(most, most // 2, -step), key=total)
+
+
 @functools.lru_cache(maxsize=4096)
 def backward(
     arch: str,
@@ -437,6 +475,18 @@ def backward(
     """
     logits, gradients = configs(arch)[0], gradient_config(arch)
     stripe = stripe_columns(n, d, V, half, need_dinput, need_dweight, kept, window, workspace)
+    if not window:
+
+        def clocks(columns: int) -> int:
+            total = LAUNCH_CLOCKS + _clocks(logits, gemm(logits, n, columns, d, sms), n, d)
+            if need_dinput:
+                total += _clocks(dhidden, gemm(dhidden, n, d, columns, sms), n, columns)
+                total += n * d // ACCUMULATED_PER_CLOCK
+            if need_dweight:
+                total += _clocks(dweight, gemm(dweight, columns, d, n, sms), columns, n)
+            return total
+
+        stripe = _even_stripe(clocks, V - kept, stripe)
     ranges = [(0, kept)] if kept else []
     ranges += [(first, min(stripe, V - first)) for first in range(kept, V, stripe or V)]
     stripes = []

@@ -82,6 +82,11 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
                 assert table[field.name] == str(getattr(part, field.name))
     assert int(table["windows"]) * int(table["window"].split()[0]) >= vocab
     assert table["arch"] == arch
+    device = plan.DEVICES[arch]
+    config = wanted.config
+    assert table["shared memory"] == f"{config.shared_memory:,} of {device.shared_memory:,} bytes"
+    assert table.get("tensor memory") == ("512 of 512 columns" if plan.is_blackwell(arch) else None)
+    assert table["SMs"] == f"{wanted.clusters * config.cluster_m * config.cluster_n} of {sms}"
     flops = 2 * n * d * vocab
     assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
     _, peak, _, full = cli.DATA_SHEETS[arch]

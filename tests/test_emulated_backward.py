@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests import sanitize
-from tests.emulated_backward import check, device, forget_plans, narrow_plans, train
-from tests.emulated_forward import ignoring
-from tests.numerics import Case, assert_close, random_case
+from tests.emulated_backward import Run, check, device, forget_plans, narrow_plans, train
+from tests.emulated_forward import ignoring, minus_infinity, scaled, sick_rows
+from tests.numerics import Case, assert_close, make, random_case
 from tests.test_gpu_backward import jumping
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -123,25 +123,101 @@ def _last_column(dtype):
     return replace(random_case(40, 64, 193, dtype), target=torch.full((40,), 192))
 
 
+def _int32(dtype):
+    case = ignoring(random_case(40, 64, 130, dtype))
+    return replace(case, target=case.target.int())
+
+
 CORNERS = {
+    "ragged": lambda dtype: random_case(139, 72, 201, dtype),
+    "whole tiles": lambda dtype: random_case(128, 64, 256, dtype),
     "one token": lambda dtype: random_case(1, 64, 257, dtype),
     "V below a tile": lambda dtype: random_case(40, 40, 7, dtype),
+    "V one above a tile": lambda dtype: random_case(40, 64, 129, dtype),
     "two classes": lambda dtype: random_case(40, 64, 2, dtype),
     "d of one 16-byte row": lambda dtype: random_case(40, 8, 200, dtype),
     "d padded": lambda dtype: random_case(40, 37, 200, dtype),
+    "d of many k tiles": lambda dtype: random_case(20, 1000, 150, dtype),
+    "ignored rows": lambda dtype: ignoring(random_case(140, 64, 200, dtype)),
     "all ignored": _all_ignored,
     "one valid row": _one_valid,
     "targets in the last column": _last_column,
+    "int32 targets": _int32,
+    "logits of +-60": lambda dtype: scaled(random_case(40, 64, 200, dtype), 60),
+    "logits of +-1e4": lambda dtype: scaled(random_case(40, 64, 200, dtype, scale=8), 1e4),
+    "common offset of 300": lambda dtype: make("offset_300", dtype),
+    "common offset of 10000": lambda dtype: make("offset_10000", dtype),
+    "confident rows": lambda dtype: make("confident", dtype),
 }
+# How much of the vocabulary is kept (None: all), and the columns of a stripe of the rest.
+HOW = {
+    "recompute": (BF16, 0, 0),
+    "stripes": (BF16, 0, 70),
+    "keep": (BF16, None, 0),
+    "keep, stripes": (BF16, 128, 70),
+    "fp16": (FP16, 0, 0),
+    "fp16, stripes": (FP16, 0, 70),
+}
+hows = pytest.mark.parametrize("how", HOW)
+
+
+def run_how(how: str, make_case, arch: str, **options) -> tuple[Case, Run]:
+    """A case trained in one of the ways of HOW."""
+    dtype, kept, window = HOW[how]
+    case = make_case(dtype)
+    V = case.linear_weight.shape[0]
+    if kept and kept >= V:
+        pytest.skip("everything would be kept, which is a case of its own")
+    if window and window >= V:
+        pytest.skip("one stripe, which is a case of its own")
+    return case, train(case, arch, kept_columns=V if kept is None else kept, window=window, **options)
 
 
 @both
+@hows
 @pytest.mark.parametrize("corner", CORNERS)
-def test_corner(corner: str, arch: str):
-    """In turn recomputed in bf16, kept, and recomputed in fp16; the long sweep has all of them."""
-    turn = list(CORNERS).index(corner) % 3
-    case = CORNERS[corner](FP16 if turn == 2 else BF16)
-    check(case, train(case, arch, kept_columns=case.linear_weight.shape[0] if turn == 1 else 0, seed=turn))
+def test_corner(corner: str, how: str, arch: str):
+    # As in tests/test_gpu_backward.py: rows of like weight, no rounding of which is a happy one.
+    n = CORNERS[corner](BF16).target.numel()
+    dloss = torch.linspace(1, 2, n).double()
+    case, run = run_how(how, CORNERS[corner], arch, dloss=dloss, seed=len(corner) + len(how))
+    check(case, run, dloss=dloss)
+
+
+@both
+@hows
+def test_minus_infinity(how: str, arch: str):
+    """Columns and whole tiles of -inf count as nothing; what they make of dinput stays in its feature."""
+    case, run = run_how(how, lambda dtype: minus_infinity(random_case(40, 64, 300, dtype), 128), arch)
+    dloss = case.upstream("none")
+    expected = case.expected(dloss, "none")
+    baseline = case.baseline(dloss, "none", rounded_dlogits=True)
+    assert run.dinput is not None
+    assert run.dweight is not None
+    assert_close("loss", run.loss, expected[0], baseline[0])
+    assert_close("dweight", run.dweight, expected[2], baseline[2])
+    assert_close("dinput", run.dinput[:, 1:], expected[1][:, 1:], baseline[1][:, 1:])
+    # 0 times -inf, as in torch.
+    assert expected[1][:, 0].isnan().all()
+    assert run.dinput[:, 0].isnan().all()
+
+
+@both
+@hows
+def test_nan_stays_in_its_rows(how: str, arch: str):
+    sick = torch.zeros(40, dtype=torch.bool)
+    sick[[0, 5, 39]] = True
+    case, run = run_how(
+        how, lambda dtype: sick_rows(random_case(40, 64, 200, dtype), sick.nonzero()[:, 0].tolist()), arch
+    )
+    assert run.dinput is not None
+    assert run.dweight is not None
+    assert torch.equal(run.loss.isnan(), sick)
+    assert torch.equal(run.dinput.isnan().all(1), sick)
+    assert run.dweight.isnan().all()
+    dloss = case.upstream("none")[~sick]
+    well = replace(case, input=case.input[~sick], target=case.target[~sick])
+    check(well, Run(run.loss[~sick], run.dinput[~sick], None, run.kept_columns, run.emulator), dloss=dloss)
 
 
 @both
@@ -155,13 +231,6 @@ def test_one_class(arch: str, kept: int):
     assert run.dinput is not None
     assert run.loss.abs().max() <= kept * 2**-21
     assert run.dinput.abs().max() <= kept * 2**-21 * largest
-
-
-@pytest.mark.parametrize("kept", [0, 130])
-def test_int32_targets(kept: int):
-    case = random_case(40, 64, 130, BF16)
-    case = replace(case, target=case.target.int())
-    check(case, train(case, "sm_90a", kept_columns=kept))
 
 
 @both
@@ -232,11 +301,15 @@ def test_frozen(arch: str, frozen: str, kept: int):
 
 
 @both
-@pytest.mark.parametrize("seed", range(3))
-def test_schedules(arch: str, seed: int):
-    """Orders of warps and engines, with several clusters, tiles and k tiles of every GEMM."""
-    case = ignoring(random_case(70, 136, 260, BF16, seed))
-    check(case, train(case, arch, kept_columns=128 * (seed % 2), window=130, sms=4, seed=seed))
+@pytest.mark.parametrize("how", ["stripes", "keep, stripes"])
+@pytest.mark.parametrize("seed", range(20))
+def test_schedules(arch: str, how: str, seed: int):
+    """Orders of warps and engines: all tiles and k tiles of every GEMM for one cluster, or shared by two; the
+    second stripe, or the first after what is kept, adds to the accumulator."""
+    dtype, kept, _ = HOW[how]
+    case = ignoring(random_case(70, 136, 260, dtype, seed))
+    kept_columns = 260 if kept is None else kept
+    check(case, train(case, arch, kept_columns=kept_columns, window=130, sms=2 + 2 * (seed % 2), seed=seed))
 
 
 @both
@@ -293,20 +366,26 @@ def test_configs_as_planned(arch: str, dtype: torch.dtype, keeps: bool, as_plann
 
 @pytest.mark.emulator_full
 @both
-@pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
-@pytest.mark.parametrize("corner", CORNERS)
-def test_every_corner(corner: str, arch: str, how: str):
-    case = CORNERS[corner](FP16 if how == "fp16" else BF16)
-    check(case, train(case, arch, kept_columns=case.linear_weight.shape[0] if how == "keep" else 0))
-
-
-@pytest.mark.emulator_full
-@both
 @pytest.mark.parametrize("seed", range(20))
 def test_many_schedules(arch: str, seed: int):
+    """Ragged sizes; recomputed, partly kept, all kept, and every fourth in fp16."""
     dtype = FP16 if seed % 4 == 3 else BF16
     V = 200 + 21 * seed
     case = ignoring(random_case(37 + 8 * seed, 64 + 8 * (seed % 10), V, dtype, seed))
     kept = 0 if dtype is FP16 else (0, 128, V)[seed % 3]
     window = (0, 100, 128)[seed % 3]
     check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 3), seed=seed))
+
+
+@pytest.mark.emulator_full
+@both
+@hows
+@pytest.mark.parametrize("seed", range(20))
+def test_schedules_as_planned(arch: str, how: str, seed: int, as_planned):
+    """The configurations of a GPU: several tiles of columns of each GEMM, and rings that wrap."""
+    V = 900 if how == "keep, stripes" else 600
+    dtype, kept, window = HOW[how]
+    kept = V if kept is None else 768 if kept else 0
+    case = ignoring(random_case(60 + 10 * seed, 328, V, dtype, seed))
+    window = (V - kept) // 2 + 6 if window else 0
+    check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 2), seed=seed))

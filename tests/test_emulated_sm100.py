@@ -69,6 +69,7 @@ CORNERS = {
         random_case(40, 64, 300, BF16), target=random_case(40, 64, 300, BF16).target.int()
     ),
     "logits of +-1e4": lambda: scaled(random_case(140, 64, 600, BF16), 1e4),
+    "logits of +-1e4, fp16": lambda: scaled(random_case(140, 64, 600, FP16, scale=8), 1e4),
     "logits of +-60": lambda: scaled(random_case(140, 64, 600, BF16), 60),
     "common offset of 300": lambda: offset(random_case(140, 64, 600, BF16), 300),
     "common offset of -10000, fp16": lambda: offset(random_case(140, 64, 600, FP16), -10000),
@@ -166,14 +167,18 @@ def test_many_schedules(config: str, seed: int):
     check(case, forward(case, CONFIGS[config], sms=8, window=window, paced=seed % 4 > 1, seed=seed))
 
 
-@pytest.mark.parametrize("corner", ["ragged", "logits of +-1e4", "V one above a tile", "d of many k tiles"])
+@pytest.mark.parametrize("corner", CORNERS)
 def test_statistics_equal_hopper(corner: str):
     """Two mainloops, one mathematics: what they give differs by the order of summation alone."""
     case = CORNERS[corner]()
     ours, hopper = forward(case, PAIR), forward(case, HOPPER)
+    # Under an offset, of two roundings or so of the logits, by which sums of their exponentials differ.
+    rounding = float(hopper.row_max.abs().max()) * 2**-23 if "offset" in corner else 0
+    tolerance = max(1e-5, rounding)
     for name in ("row_max", "row_sum", "loss"):
         a, b = getattr(ours, name), getattr(hopper, name)
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()), msg=name)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()), msg=name)
+    assert torch.equal(ours.num_valid, hopper.num_valid)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -135,6 +135,14 @@ def test_rows_that_jump(kept, height, column):
     assert_close("dinput of the others", dinput[others], want, plain)
 
 
+@pytest.mark.parametrize("kept", [0.5, 1], ids=["half", "all"])
+@pytest.mark.parametrize("column", [5, 4000])
+def test_rows_that_jump_by_more_than_128_steps(kept, column):
+    """A step is a factor of 2^128, and their number a byte; only what is kept counts in steps."""
+    case = jumping(random_case(400, 128, 5003, BF16).to("cuda"), {column: 16000.0}, slice(0, None, 8))
+    Trained(case, kept).check(torch.linspace(1, 2, 400, device="cuda").double())
+
+
 @KEPT
 def test_rows_that_jump_again_and_again(kept):
     case = jumping(

@@ -174,6 +174,7 @@ def test_configs_fit_the_device(arch: str):
     for config in plans.configs(arch):
         assert config.arch == arch
         assert config.shared_memory <= DEVICES[arch].shared_memory
+        assert config.tmem_columns <= DEVICES[arch].tmem_columns
         # The ring is as deep as can be.
         deeper = dataclasses.replace(config, stages=config.stages + 1)
         assert deeper.shared_memory > DEVICES[arch].shared_memory
@@ -235,7 +236,7 @@ BENCH = (
 
 
 def table() -> list[str]:
-    """Rows of docs/kernels.md's table of plans."""
+    """Rows of docs/kernels.md's table of Hopper's plans."""
     lines = []
     for n, d, vocab in BENCH:
         plan = plans.forward("sm_90a", n, d, vocab, DEVICES["sm_90a"].sms)
@@ -253,11 +254,38 @@ def table() -> list[str]:
     return lines
 
 
-def test_the_documented_plans():
+# Of a launch on Blackwell: the first loads, the last epilogue. Assumed, and said so in docs/kernels.md.
+EXPOSED_CYCLES = 8000
+
+
+def blackwell_table() -> list[str]:
+    """Rows of docs/kernels.md's table of Blackwell's plans, and what they leave of the MMA peak."""
+    lines = []
+    device = DEVICES["sm_100a"]
+    for n, d, vocab in BENCH:
+        plan = plans.forward("sm_100a", n, d, vocab, device.sms)
+        tile = 2 * 128 * plan.config.tile_n * d // device.dense_flops_per_clock  # cycles of an SM's MMAs
+        least = 2 * n * d * vocab / (device.sms * device.dense_flops_per_clock)
+        share = least / (plan.rounds * tile + EXPOSED_CYCLES)
+        cells = (
+            f"{n}, {d}, {vocab}",
+            f"{plan.tiles_per_window}, {plan.windows}",
+            plan.group_m,
+            f"{plan.rounds}, {plan.ideal_rounds:.1f}",
+            "yes" if plan.paced else "no",
+            f"{share:.1%}",
+            f"{0.92 * share:.0%}",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+@pytest.mark.parametrize("rows", [table, blackwell_table])
+def test_the_documented_plans(rows):
     text = Path(__file__).parent.parent.joinpath("docs", "kernels.md").read_text(encoding="utf-8")
-    missing = [line for line in table() if line not in text]
-    assert not missing, "docs/kernels.md: python -m tests.test_plan prints the plans of now"
+    for line in rows():
+        assert text.count(line) == 1, f"docs/kernels.md: python -m tests.test_plan prints {line}"
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join(["Hopper", *table(), "Blackwell", *blackwell_table()]))

@@ -111,6 +111,52 @@ def kept_columns(call: Call, workspace: int) -> int:
     )
 
 
+def longest(call: Call, kept: int) -> int:
+    """Columns of the longest stripe that the workspace holds."""
+    return plans.stripe_columns(
+        call.n,
+        call.d,
+        call.V,
+        call.half,
+        call.need_dinput,
+        call.need_dweight,
+        kept,
+        call.window,
+        call.workspace,
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_stripes_end_in_full_rounds(arch: str):
+    """Rounds of the weight's GEMM, of all stripes, are at most 3% more than were every round full, or as many
+    as the longest stripes take; nor are there many more stripes."""
+    config, sms = plans.gradient_configs(arch)[1], DEVICES[arch].sms
+    shorter = 0
+    for n, d, V in [(8192, 4096, 131072), (4096, 4096, 128256), (4096, 7168, 129280), (32768, 4096, 262144)]:
+        for workspace in (300 * MIB, 700 * MIB, 1126 * MIB):
+            call = Call(n, d, V, workspace)
+            if decide(call, "recompute") is None:
+                continue
+            plan, most = planned(arch, call, 0), longest(call, 0)
+            shorter += plan.stripe < most
+
+            def rounds(lengths: list[int], d: int = d, n: int = n) -> int:
+                gemms = [(length, plans.gemm(config, length, d, n, sms)) for length in lengths]
+                return sum(
+                    -(-(-(-length // config.cluster_rows) * gemm.windows) // gemm.clusters)
+                    for length, gemm in gemms
+                )
+
+            tiles = -(-V // config.cluster_rows) * -(-d // config.cluster_columns)
+            even = tiles / (sms // (config.cluster_m * config.cluster_n))
+            taken = rounds([columns for _, columns, _ in plan.stripes])
+            longest_ones = rounds([min(most, V - first) for first in range(0, V, most)])
+            assert taken <= max(1.03 * even + 1, longest_ones), (call, plan.stripe)
+            assert len(plan.stripes) <= 1.3 * -(-V // most) + 1
+            assert plan.stripe <= most
+    assert shorter > 3
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_stripes_cover_the_vocabulary_exactly_once(arch: str):
     for call in draws(300):
@@ -171,8 +217,9 @@ def test_more_workspace_is_never_more_work():
             kept = kept_columns(given, workspace)
             assert type(kept) is int
             assert 0 <= kept <= given.V
-            stripes = planned("sm_90a", given, kept).stripes[1 if kept else 0 :]
-            costs.append(given.V - kept + plans.STRIPE_COLUMNS * len(stripes))
+            left = given.V - kept
+            stripes = -(-left // longest(given, kept)) if left else 0
+            costs.append(left + plans.STRIPE_COLUMNS * stripes)
             # Whole tiles of the forward, so that no tile is half kept; or everything.
             for arch in ARCHITECTURES:
                 columns = plans.configs(arch)[0].cluster_columns

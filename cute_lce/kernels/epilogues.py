@@ -361,6 +361,21 @@ class GradientEpilogue:
         return factor
 
     @cute.jit
+    def prefetch(self, tensors: GradientTensors, first_row: Int32, rows: cutlass.Constexpr[int], tile: Int32):
+        """Ask L2 for a tile's part of the accumulator, by one warp: all SMs finish their tiles together, and
+        DRAM would serve their epilogues one after another."""
+        if tensors.first == 0:
+            column = tile * self.tile_n
+            width = cutlass.min(cute.size(tensors.accumulator, mode=[1]) - column, self.tile_n)
+            for i in cutlass.range_constexpr(0, rows, 32):
+                row = first_row + i + cute.arch.lane_idx()
+                if row < cute.size(tensors.accumulator, mode=[0]) and width > 0:
+                    pointer = tensors.accumulator.iterator + (
+                        Int64(row) * tensors.accumulator.stride[0] + column
+                    )
+                    _prefetch_l2(pointer, width * 4)
+
+    @cute.jit
     def visit(
         self,
         tensors: GradientTensors,
@@ -384,6 +399,13 @@ class GradientEpilogue:
     @cute.jit
     def end(self, tensors: GradientTensors, factor: cute.Tensor, rows: cute.Tensor, window: Int32):
         pass
+
+
+def _prefetch_l2(pointer: cute.Pointer, nbytes: Int32):
+    """Bring bytes of global memory into L2: 16-byte aligned, a multiple of 16 of them."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[pointer.toint(), nbytes]
+    )
 
 
 @cute.jit

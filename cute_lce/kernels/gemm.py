@@ -13,6 +13,7 @@ from cute_lce.plan import KernelConfig
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # looks at the others' progress before a cluster gives up waiting
+AHEAD = 32  # k tiles, some 20 us, in which all SMs' reads of an epilogue's matrix arrive from DRAM
 SLACK = 4  # clusters in SLACK may be one step behind
 EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads: what streams past leaves first
 
@@ -174,12 +175,17 @@ class Gemm:
         return Stream(operand.tma, source, shared, mask)
 
     @cute.jit
-    def load(self, a: Stream, b: Stream, ring, coord, progress, runs):
-        """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring."""
+    def load(self, a: Stream, b: Stream, ring, coord, progress, runs, tensors):
+        """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring.
+
+        AHEAD k tiles before a tile's last one the epilogue may ask L2 for what it will read.
+        """
         config = self.config
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord, cute.size(b.tiles, mode=[1]))
         k_tiles = cute.size(a.tiles, mode=[2])
+        ahead = cutlass.max(k_tiles - AHEAD, 0)
+        own_rows = config.tile_m // config.pair
         *_, paced = runs
         counts = paced != 0 and coord[0] + coord[1] + coord[2] == 0 and cute.arch.lane_idx() == 0
         steps, patience = Int32(0), Int32(PATIENCE)
@@ -188,6 +194,10 @@ class Gemm:
             for tile in cutlass.range(first, end, unroll=1):
                 n_tile = walk.n_tile(tile)
                 for k in cutlass.range(k_tiles, unroll=1):
+                    if cutlass.const_expr(hasattr(self.epilogue, "prefetch")):
+                        if k == ahead:
+                            first_row = m_tile * config.tile_m + coord[0] * own_rows
+                            self.epilogue.prefetch(tensors, first_row, own_rows, n_tile)
                     if cutlass.const_expr(config.pace > 0):
                         if k % config.pace == 0:
                             steps += 1

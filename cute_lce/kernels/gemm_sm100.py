@@ -11,7 +11,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
 from cute_lce.kernels import gemm
-from cute_lce.plan import KernelConfig
+from cute_lce.plan import ACCUMULATORS, KernelConfig
 
 WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
@@ -91,9 +91,7 @@ class GemmSm100(gemm.Gemm):
         if config.cluster_m % config.pair:
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
         super().__init__(config, epilogue)
-        self.acc_stages = 2
-        # tcgen05.alloc takes powers of two.
-        self.tmem_columns = 1 << (self.acc_stages * config.tile_n - 1).bit_length()
+        self.acc_stages = ACCUMULATORS
 
     def operands(self, a: cute.Tensor, b: cute.Tensor):
         config, dtype = self.config, a.element_type
@@ -194,6 +192,7 @@ class GemmSm100(gemm.Gemm):
                 coord,
                 progress,
                 runs,
+                tensors,
             )
         if warp == MMA_WARP:
             tmem.wait_for_alloc()
@@ -201,7 +200,7 @@ class GemmSm100(gemm.Gemm):
             if coord[0] == 0:
                 self._mma(tiled_mma, sA, sB, acc, ring, accumulators, coord, runs, n_tiles, k_tiles)
         if warp < EPILOGUE_WARPS:
-            tmem.allocate(self.tmem_columns)
+            tmem.allocate(config.tmem_columns)
             tmem.wait_for_alloc()
             base = tmem.retrieve_ptr(Float32)
             acc = cute.make_tensor(base, acc_layout)

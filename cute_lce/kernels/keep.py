@@ -131,7 +131,8 @@ class Finish:
         most = _steps(keep, row_max, row)
         if most > 0:
             for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
-                behind = most - keep.raised[column // self.unit, row].to(Int32)
+                # The DSL widens a byte with its sign, whatever its type says.
+                behind = most - (keep.raised[column // self.unit, row].to(Int32) & 255)
                 if behind > 0:
                     value = (
                         keep.kept[row, column].to(Float32)
