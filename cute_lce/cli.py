@@ -126,7 +126,7 @@ def _show_forward(args: argparse.Namespace, sms: int) -> None:
     if device.tmem_columns:
         budgets.append(("tensor memory", f"{config.tmem_columns} of {device.tmem_columns} columns"))
     busy = chosen.clusters * config.cluster_m * config.cluster_n
-    _print_table([*budgets, ("SMs", f"{busy} of {used_sms}")], indent=2)
+    _print_table([*budgets, ("SMs", f"{busy} of {sms}")], indent=2)
 
     print("plan of the forward, where nothing needs a gradient")
     fields = [field.name for field in dataclasses.fields(chosen) if field.name != "config"]

@@ -480,10 +480,10 @@ def backward(
         def clocks(columns: int) -> int:
             total = LAUNCH_CLOCKS + _clocks(logits, gemm(logits, n, columns, d, sms), n, d)
             if need_dinput:
-                total += _clocks(dhidden, gemm(dhidden, n, d, columns, sms), n, columns)
+                total += _clocks(gradients, gemm(gradients, n, d, columns, sms), n, columns)
                 total += n * d // ACCUMULATED_PER_CLOCK
             if need_dweight:
-                total += _clocks(dweight, gemm(dweight, columns, d, n, sms), columns, n)
+                total += _clocks(gradients, gemm(gradients, columns, d, n, sms), columns, n)
             return total
 
         stripe = _even_stripe(clocks, V - kept, stripe)

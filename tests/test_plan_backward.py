@@ -130,7 +130,7 @@ def longest(call: Call, kept: int) -> int:
 def test_stripes_end_in_full_rounds(arch: str):
     """Rounds of the weight's GEMM, of all stripes, are at most 3% more than were every round full, or as many
     as the longest stripes take; nor are there many more stripes."""
-    config, sms = plans.gradient_configs(arch)[1], DEVICES[arch].sms
+    config, sms = plans.gradient_config(arch), DEVICES[arch].sms
     shorter = 0
     for n, d, V in [(8192, 4096, 131072), (4096, 4096, 128256), (4096, 7168, 129280), (32768, 4096, 262144)]:
         for workspace in (300 * MIB, 700 * MIB, 1126 * MIB):
