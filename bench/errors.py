@@ -28,6 +28,8 @@ import functools
 import gc
 import itertools
 import json
+import math
+import re
 import shlex
 import sys
 import time
@@ -244,7 +246,9 @@ def compare(call: Callable[[Problem], Results], problem: Problem) -> Iterator[di
     try:
         found = problem.errors(call(problem))
     except Exception as error:  # A peer that fails is a finding; the others go on.
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        # Some compilers colour their messages.
+        words = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split()
+        text = f"{type(error).__name__}: {' '.join(words)[:300]}"
         yield {"part": "all", "failed": text}
         return
     for part, errors in found.items():
@@ -293,6 +297,11 @@ def _form(value: Any, form: str) -> str:
     return "-" if value is None else value if isinstance(value, str) else format(value, form)
 
 
+def _size(value: float | str) -> float:
+    """To compare by: text stands for what is not finite, and nothing is worse than nan."""
+    return math.inf if math.isnan(float(value)) else float(value)
+
+
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Multiples of the yardstick, the largest over the parts: a line a candidate, a column a regime."""
     bars = "/".join(f"{bar:g}" for bar in BARS.values())
@@ -305,12 +314,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             cells = []
             for regime in regimes:
                 parts = [r for r in of_name if r["regime"] == regime]
-                if any(r["failed"] is not None for r in parts):
-                    cells.append("fails")
+                failed = [r["failed"] for r in parts if r["failed"] is not None]
+                if failed:
+                    cells.append("-" if failed[0].startswith(providers.Unavailable.__name__) else "fails")
                     continue
                 values = ([r[key] for r in parts if r[key] is not None] for key in MULTIPLES)
-                # Text stands for what is not finite.
-                cells.append("/".join(_form(max(v, key=float, default=None), ".3g") for v in values))
+                cells.append("/".join(_form(max(v, key=_size, default=None), ".3g") for v in values))
             rows.append([name, *cells])
             if name == YARDSTICK:
                 whole = {r["regime"]: r for r in of_name if r["part"] == "all"}
@@ -320,7 +329,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         for row in rows:
             lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
         for name, of_name in _grouped([r for r in group if r["failed"] is not None], _name).items():
-            lines += [f"{name} fails: {text}" for text in dict.fromkeys(r["failed"] for r in of_name)]
+            lines += [f"{name}: {text}" for text in dict.fromkeys(r["failed"] for r in of_name)]
     return "\n".join(lines)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +156,7 @@ def forward_keep(input, linear_weight, target, *options):
     return bind("forward_keep", input, linear_weight, target, *options)(input, linear_weight, target)
 
 
-def bind(function, input, linear_weight, target, *options):
+def bind(function, input, linear_weight, target, *options) -> Callable[..., Any]:
     """One of the three above for operands like these, of (input, linear_weight, target).
 
     It may serve any operands of the same devices, dtypes, shapes and strides; what these decide is decided

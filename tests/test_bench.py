@@ -288,7 +288,7 @@ def test_errors_of_ours_are_within_their_bars_and_those_of_bf16_logits_are_not(t
     assert errors.main(["--show", str(out)]) == 0
     table = capsys.readouterr().out.strip()
     assert table in printed
-    assert "cce fails: Unavailable: not installed" in table
+    assert "cce: Unavailable: not installed" in table
     assert errors.main(["--show", str(out), "--parts"]) == 0
     assert "no target" in capsys.readouterr().out
     # bench.run's table leaves out what is not its own.

@@ -21,7 +21,9 @@ def test_every_mutation_is_found_or_explained(subject, tmp_path):
     emulated = subject.build(str(tmp_path))
     for seed in subject.seeds:
         assert subject.check(emulated, seed), f"the kernel itself fails with seed {seed}"
-    verdicts = mutate.survey(emulated, subject.check, subject.seeds, subject.mutates(emulated.ptx))
+    verdicts = mutate.survey(
+        emulated, subject.check, subject.seeds, subject.mutates(emulated.ptx), subject.rules
+    )
     assert len(verdicts) >= subject.least_mutations
     missed = [v.mutation for v in verdicts if not v.found]
     unexplained = [m for m in missed if subject.reason(m) is None]
@@ -36,9 +38,11 @@ def test_some_mutations_of_the_backward(subject, tmp_path):
     emulated = subject.build(str(tmp_path))
     assert subject.check(emulated, 1), "the kernel itself fails"
     mine = subject.mutates(emulated.ptx)
-    some = [m for m in mutate.mutations(emulated.ptx) if mine(m) and subject.reason(m) is None][3::8]
+    some = [
+        m for m in mutate.mutations(emulated.ptx, subject.rules) if mine(m) and subject.reason(m) is None
+    ][3::8]
     assert len(some) >= 2
-    verdicts = mutate.survey(emulated, subject.check, [0], lambda m: m in some)
+    verdicts = mutate.survey(emulated, subject.check, [0], lambda m: m in some, subject.rules)
     assert len(verdicts) == len(some)
     assert not [v.mutation for v in verdicts if not v.found]
 

@@ -62,11 +62,11 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
     whole = _at_least(FULL, torch.nn.functional.pad(hidden, (0, -hidden.shape[1] % 8)))
     for slab in slabs:
         columns = _at_least(FULL, torch.nn.functional.pad(slab, (0, -slab.shape[1] % 8)))
-        found.append(torch.mm(whole, columns.mT, out_dtype=dtype)[: len(hidden), : len(slab)])
+        found.append(torch.mm(whole, columns.mT, out_dtype=dtype)[: len(hidden), : len(slab)].clone())
     return torch.cat(found, dim=1)
 
 
-FULL = 2048
+FULL = 4096
 
 
 def _at_least(rows: int, matrix: torch.Tensor) -> torch.Tensor:

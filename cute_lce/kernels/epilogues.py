@@ -361,21 +361,6 @@ class GradientEpilogue:
         return factor
 
     @cute.jit
-    def prefetch(self, tensors: GradientTensors, first_row: Int32, rows: cutlass.Constexpr[int], tile: Int32):
-        """Ask L2 for a tile's part of the accumulator, by one warp: all SMs finish their tiles together, and
-        DRAM would serve their epilogues one after another."""
-        if tensors.first == 0:
-            column = tile * self.tile_n
-            width = cutlass.min(cute.size(tensors.accumulator, mode=[1]) - column, self.tile_n)
-            for i in cutlass.range_constexpr(0, rows, 32):
-                row = first_row + i + cute.arch.lane_idx()
-                if row < cute.size(tensors.accumulator, mode=[0]) and width > 0:
-                    pointer = tensors.accumulator.iterator + (
-                        Int64(row) * tensors.accumulator.stride[0] + column
-                    )
-                    _prefetch_l2(pointer, width * 4)
-
-    @cute.jit
     def visit(
         self,
         tensors: GradientTensors,
@@ -399,13 +384,6 @@ class GradientEpilogue:
     @cute.jit
     def end(self, tensors: GradientTensors, factor: cute.Tensor, rows: cute.Tensor, window: Int32):
         pass
-
-
-def _prefetch_l2(pointer: cute.Pointer, nbytes: Int32):
-    """Bring bytes of global memory into L2: 16-byte aligned, a multiple of 16 of them."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[pointer.toint(), nbytes]
-    )
 
 
 @cute.jit
@@ -495,13 +473,16 @@ def _transpose_words(words: cute.Tensor, lane: Int32):
 
 @cute.jit
 def add_pairs(matrix: cute.Tensor, frag: cute.Tensor, rows: cute.Tensor, cols: cute.Tensor, first: Int32):
-    """Add the matrix's elements to a fragment, in place; cols come in neighbouring pairs."""
-    width = cute.size(matrix, mode=[1])
+    """Add the matrix's elements to a fragment, in place; cols come in neighbouring pairs.
+
+    What lies outside of the matrix gets elements of its last row or columns: without a condition all loads
+    can be under way at once.
+    """
+    last_row, last_pair = cute.size(matrix, mode=[0]) - 1, cute.size(matrix, mode=[1]) - 2
     for r in cutlass.range_constexpr(cute.size(rows)):
-        if rows[r] < cute.size(matrix, mode=[0]):
-            for c in cutlass.range_constexpr(0, cute.size(cols), 2):
-                if first + cols[c] < width:
-                    pair = cute.make_rmem_tensor(2, matrix.element_type)
-                    cute.autovec_copy(_pair(matrix, rows[r], first + cols[c]), pair)
-                    frag[r, c] = frag[r, c] + pair[0]
-                    frag[r, c + 1] = frag[r, c + 1] + pair[1]
+        row = cutlass.min(rows[r], last_row)
+        for c in cutlass.range_constexpr(0, cute.size(cols), 2):
+            pair = cute.make_rmem_tensor(2, matrix.element_type)
+            cute.autovec_copy(_pair(matrix, row, cutlass.min(first + cols[c], last_pair)), pair)
+            frag[r, c] = frag[r, c] + pair[0]
+            frag[r, c + 1] = frag[r, c + 1] + pair[1]

@@ -14,7 +14,6 @@ from cute_lce.plan import KernelConfig
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # looks at the others' progress before a cluster gives up waiting
-AHEAD = 32  # k tiles, some 20 us, in which all SMs' reads of an epilogue's matrix arrive from DRAM
 SLACK = 4  # clusters in SLACK may be one step behind
 EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads: what streams past leaves first
 
@@ -188,20 +187,12 @@ class Gemm:
         return Stream(operand.tma, source, shared, mask)
 
     @cute.jit
-    def load(self, a: Stream, b: Stream, ring, coord, progress, runs, tensors):
-        """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring.
-
-        AHEAD k tiles before a tile's last one the epilogue may ask L2 for what it will read.
-        """
+    def load(self, a: Stream, b: Stream, ring, coord, progress, runs):
+        """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring."""
         config = self.config
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord, cute.size(b.tiles, mode=[1]))
         k_tiles = cute.size(a.tiles, mode=[2])
-        # A loop for each part: a condition inside would hold registers that its TMA instructions want.
-        parts = [0, k_tiles]
-        if cutlass.const_expr(hasattr(self.epilogue, "prefetch")):
-            parts = [0, cutlass.max(k_tiles - AHEAD, 0), k_tiles]
-        own_rows = config.tile_m // config.pair
         *_, paced = runs
         counts = paced != 0 and coord[0] + coord[1] + coord[2] == 0 and cute.arch.lane_idx() == 0
         steps, patience = Int32(0), Int32(PATIENCE)
@@ -209,35 +200,31 @@ class Gemm:
             m_tile, _, first, end = walk.run(run)
             for tile in cutlass.range(first, end, unroll=1):
                 n_tile = walk.n_tile(tile)
-                for part in cutlass.range_constexpr(len(parts) - 1):
-                    if cutlass.const_expr(part > 0):
-                        first_row = m_tile * config.tile_m + coord[0] * own_rows
-                        self.epilogue.prefetch(tensors, first_row, own_rows, n_tile)
-                    for k in cutlass.range(parts[part], parts[part + 1], unroll=1):
-                        if cutlass.const_expr(config.pace > 0):
-                            if k % config.pace == 0:
-                                steps += 1
-                                if counts:
-                                    enough = steps * walk.clusters - walk.clusters // SLACK
-                                    patience = _keep_pace(progress, enough, patience)
-                        ring.producer_acquire(slot)
-                        full = ring.producer_get_barrier(slot)
-                        cute.copy(
-                            a.tma,
-                            a.tiles[None, m_tile, k],
-                            a.slots[None, slot.index],
-                            tma_bar_ptr=full,
-                            mcast_mask=a.mask,
-                        )
-                        cute.copy(
-                            b.tma,
-                            b.tiles[None, n_tile, k],
-                            b.slots[None, slot.index],
-                            tma_bar_ptr=full,
-                            mcast_mask=b.mask,
-                            cache_policy=cutlass.Int64(EVICT_FIRST),
-                        )
-                        slot.advance()
+                for k in cutlass.range(k_tiles, unroll=1):
+                    if cutlass.const_expr(config.pace > 0):
+                        if k % config.pace == 0:
+                            steps += 1
+                            if counts:
+                                enough = steps * walk.clusters - walk.clusters // SLACK
+                                patience = _keep_pace(progress, enough, patience)
+                    ring.producer_acquire(slot)
+                    full = ring.producer_get_barrier(slot)
+                    cute.copy(
+                        a.tma,
+                        a.tiles[None, m_tile, k],
+                        a.slots[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=a.mask,
+                    )
+                    cute.copy(
+                        b.tma,
+                        b.tiles[None, n_tile, k],
+                        b.slots[None, slot.index],
+                        tma_bar_ptr=full,
+                        mcast_mask=b.mask,
+                        cache_policy=cutlass.Int64(EVICT_FIRST),
+                    )
+                    slot.advance()
         if cutlass.const_expr(config.pace > 0):
             if counts:
                 most = cute.ceil_div(walk.runs, walk.clusters) * (

@@ -185,7 +185,6 @@ class GemmSm100(gemm.Gemm):
                 coord,
                 progress,
                 runs,
-                tensors,
             )
         if warp == MMA_WARP:
             tmem.wait_for_alloc()

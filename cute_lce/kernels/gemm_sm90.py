@@ -137,7 +137,6 @@ class GemmSm90(gemm.Gemm):
                     coord,
                     progress,
                     runs,
-                    tensors,
                 )
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)

@@ -1,7 +1,7 @@
 """The backward's GEMMs and the forward that keeps, on both architectures, as subjects of mutations.
 
-What is right is what the unchanged kernels give, which is compared with float64 first: equal bits, since
-they promise the same bits in every schedule.
+Of synchronisation what is right is what the unchanged kernels give, which is compared with float64 first:
+equal bits, since they promise the same bits in every schedule. Of arithmetic it is what the tests let pass.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from .host import Emulated
+from .mutate import ARITHMETIC
 from .mutation_kernels import GLOBAL_FENCE, RELINQUISH, TAIL, TWO_FENCES, Subject
 
 # n, d, V, columns of a stripe. Three or more tiles and k tiles of each GEMM for the only cluster, so that
@@ -30,6 +32,20 @@ TCGEN05_FENCE = (
     r"tcgen05\.fence",
     "removed",
     "The PTX ISA asks for it; the emulator's barriers order tcgen05 operations without.",
+)
+
+
+SAME_LANES = (
+    r"setp\.ne\.b32 \S+ %r\d+, 0",
+    "reversed",
+    "Which lane writes: all of them have the same number.",
+)
+CLASS_0 = (r"setp\.lt\.s64", "or equal", "Class 0 is what a target that is no class takes as well.")
+EITHER_INTEGER = (r"cvt\.rmi", "rounds up", "Either integer next to the target's logit serves.")
+NO_NEGATIVE_COLUMN = (
+    r"setp\.(?:ne\.b32|lt\.s32) \S+ %r\d+, (?:%r\d+|0)$",
+    "reversed|or equal",
+    "Of the division of a column by the unit, which rounds towards zero: no column is negative.",
 )
 
 
@@ -159,6 +175,79 @@ def _subject(arch: str, which: str, **options) -> Subject:
     return Subject(f"{name}, {place}", build, check, range(6), entries=mine, **options)
 
 
+def _right_by_the_tests(seed: int) -> bool:
+    """What test_emulated_backward.py asks of what is kept, the rare branches first."""
+    from tests.emulated_backward import check, train
+    from tests.emulated_forward import ignoring
+    from tests.numerics import random_case
+    from tests.test_emulated_backward import NEIGHBOURS, all_features, jumping
+
+    quiet = random_case(40, 64, 200, torch.bfloat16, scale=0.1)
+    plain = random_case(37, 64, 200, torch.bfloat16)
+    plain.target[2], plain.target[31] = 0, 127
+    narrow = random_case(40, 64, 64, torch.bfloat16)
+    cases = [
+        *((jumping(quiet, heights, slice(0, None, 2)), 200) for heights in NEIGHBOURS),
+        (jumping(plain, {150: 50.0}, slice(0, None, 8)), 128),
+        (jumping(plain, {150: 300.0}, slice(0, None, 8)), 128),
+        (jumping(narrow, {20: 50.0}, slice(0, None, 2)), 64),
+        (all_features(torch.bfloat16), 200),
+        (ignoring(plain), 128),
+        (plain, 200),
+    ]
+    with _narrow():
+        try:
+            for case, kept in cases:
+                dloss = torch.linspace(1, 2, len(case.target)).double()
+                run = train(case, "sm_90a", kept_columns=kept, dloss=dloss, sms=SMS, seed=seed)
+                check(case, run, dloss=dloss)
+            run = train(ignoring(plain), "sm_90a", kept_columns=128, reduction="mean", sms=SMS, seed=seed)
+            check(ignoring(plain), run, reduction="mean")
+            sick = torch.zeros(37, dtype=torch.bool)
+            sick[[0, 3, 36]] = True
+            target = plain.target.clone()
+            target[sick] = torch.tensor([200, 2**40, -1])
+            bad = replace(plain, target=target)
+            run = train(bad, "sm_90a", kept_columns=128, dloss=torch.ones(37), sms=SMS, seed=seed)
+            assert run.dinput is not None
+            assert torch.equal(run.dinput.isnan().all(1), sick)
+            assert torch.equal(run.dinput.isnan().any(1), sick)
+        except AssertionError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _narrow() -> Iterator[None]:
+    from tests.emulated_backward import forget_plans, narrow_plans
+
+    with pytest.MonkeyPatch.context() as patch:
+        narrow_plans(patch)
+        yield
+    forget_plans()
+
+
+def _arithmetic(kernel: str, least_mutations: int, missed: int, reasons: list) -> Subject:
+    """One of the small kernels, which both architectures share, by the rules of arithmetic."""
+
+    def build(folder: str) -> Emulated:
+        from tests.emulated_backward import emulated
+
+        return emulated((_backward if kernel == "ScaleRows" else _keep)("sm_90a", 0)[0])
+
+    return Subject(
+        f"arithmetic of {kernel}",
+        build,
+        lambda program, seed: _right_by_the_tests(seed),
+        range(1),
+        least_mutations,
+        missed,
+        reasons,
+        entries=lambda entry: kernel in entry,
+        rules=ARITHMETIC,
+    )
+
+
 def subjects() -> list[Subject]:
     found = []
     for which in (*GEMMS, "keep"):
@@ -172,4 +261,9 @@ def subjects() -> list[Subject]:
                 reasons=[TAIL, RELINQUISH, TWO_FENCES, TCGEN05_FENCE],
             )
         )
+    found += [
+        _arithmetic("References", 30, 3, [SAME_LANES, CLASS_0, EITHER_INTEGER]),
+        _arithmetic("Finish", 40, 2, [NO_NEGATIVE_COLUMN]),
+        _arithmetic("ScaleRows", 15, 1, [SAME_LANES]),
+    ]
     return found

@@ -60,18 +60,40 @@ RULES: list[tuple[str, str, str | None]] = [
     (r"setmaxnreg\.dec\S* \d+", "setmaxnreg.dec removed", None),
     (r"griddepcontrol\.\S*", "removed", None),
 ]
+# The same for arithmetic: operations and comparisons exchanged, operands dropped or swapped.
+ARITHMETIC: list[tuple[str, str, str | None]] = [
+    (r"add(\S*\.f32) (.*)", "subtracts", "sub{0} {1}"),
+    (r"sub(\S*\.f32) (.*)", "adds", "add{0} {1}"),
+    (r"mul\S*\.f32 ([^,]+), ([^,]+), (.*)", "second factor dropped", "mov.b32 {0}, {1}"),
+    (r"fma\.rn\.f32 (.*), ([^,]+)", "addend dropped", "mul.f32 {0}"),
+    (r"fma\.rn\.f32 ([^,]+), [^,]+, [^,]+, (.*)", "product dropped", "mov.b32 {0}, {1}"),
+    (r"div\S*\.f32 ([^,]+), ([^,]+), (.*)", "divisor dropped", "mov.b32 {0}, {1}"),
+    (r"neg\.f32 (.*)", "sign kept", "mov.b32 {0}"),
+    (r"max(\.[fs]32) (.*)", "minimum", "min{0} {1}"),
+    (r"min(\.[fs]32) (.*)", "maximum", "max{0} {1}"),
+    (r"cvt\.rmi\.f32\.f32 (.*)", "rounds up", "cvt.rpi.f32.f32 {0}"),
+    (r"cvt\.rpi\.f32\.f32 (.*)", "rounds down", "cvt.rmi.f32.f32 {0}"),
+    (r"setp\.lt(\S*) (.*)", "or equal", "setp.le{0} {1}"),
+    (r"setp\.le(\S*) (.*)", "not equal", "setp.lt{0} {1}"),
+    (r"setp\.gt(\S*) (.*)", "or equal", "setp.ge{0} {1}"),
+    (r"setp\.ge(\S*) (.*)", "not equal", "setp.gt{0} {1}"),
+    (r"setp\.eq(\S*) (.*)", "reversed", "setp.ne{0} {1}"),
+    (r"setp\.ne(\S*) (.*)", "reversed", "setp.eq{0} {1}"),
+    (r"selp(\S*) ([^,]+), ([^,]+), ([^,]+), (.*)", "operands swapped", "selp{0} {1}, {3}, {2}, {4}"),
+    (r"st\.global\S* .*", "store removed", None),
+]
 _STATEMENT = re.compile(
     r"(?m)^(?P<lead>\s*(?:\{\s*)?(?:@!?[%\w$]+\s+)?)(?P<body>[a-z][\w.:]*(?:\s[^;{}]*(?:\{[^;}]*\}[^;{}]*)*)?);"
 )
 
 
-def mutations(ptx: str) -> list[Mutation]:
-    """Every mutation of a module's synchronisation, in the order of the text."""
+def mutations(ptx: str, rules: list[tuple[str, str, str | None]] = RULES) -> list[Mutation]:
+    """Every mutation of a module's synchronisation, or by other rules, in the order of the text."""
     found = []
     for m in _STATEMENT.finditer(ptx):
         body = " ".join(m["body"].split())
         line = ptx.count("\n", 0, m.start("body")) + 1
-        for pattern, what, replacement in RULES:
+        for pattern, what, replacement in rules:
             hit = re.fullmatch(pattern, body)
             if hit:
                 after = "" if replacement is None else replacement.format(*hit.groups())
@@ -122,13 +144,14 @@ def survey(
     check: Callable[[Emulated, int], bool],
     seeds: Iterable[int],
     only: Callable[[Mutation], bool] = lambda m: True,
+    rules: list[tuple[str, str, str | None]] = RULES,
 ) -> list[Verdict]:
     """Try every mutation of a function. `check(emulated, seed)` runs it and says whether the result is
     right."""
     original = emulated.ptx
     verdicts = []
     try:
-        for mutation in filter(only, mutations(original)):
+        for mutation in filter(only, mutations(original, rules)):
             emulated.replace_ptx(apply(original, mutation))
             verdict = Verdict(mutation, "", -1, "")
             for seed in seeds:
@@ -179,7 +202,8 @@ def main() -> None:
     for subject in [*KERNELS, *forward_kernels.subjects(), *backward_kernels.subjects()]:
         with tempfile.TemporaryDirectory() as folder:
             emulated = subject.build(folder)
-            verdicts = survey(emulated, subject.check, subject.seeds, subject.mutates(emulated.ptx))
+            mine = subject.mutates(emulated.ptx)
+            verdicts = survey(emulated, subject.check, subject.seeds, mine, subject.rules)
         sections.append(table(subject.name, verdicts, subject.reason))
         counts.append((subject.name, len(verdicts), sum(1 for v in verdicts if v.found)))
         print(*counts[-1], flush=True)
@@ -187,9 +211,10 @@ def main() -> None:
     text = f"""# Mutations of synchronisation that the emulator finds
 
 Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
-finds a fault or a wrong result. The codes are those of tests/emulator/faults.py. Made by
-`python3 -m tests.emulator.mutate`; tests/test_emulator_mutations.py runs the same and fails when a mutation
-is missed that has no reason here.
+finds a fault or a wrong result; of the small kernels of what is kept also the arithmetic, where a wrong
+result is one that the tests' comparison with float64 sees. The codes are those of tests/emulator/faults.py.
+Made by `python3 -m tests.emulator.mutate`; tests/test_emulator_mutations.py runs the same and fails when a
+mutation is missed that has no reason here.
 
 | kernel | mutations | found |
 |---|---|---|

@@ -11,13 +11,13 @@ import torch
 
 from . import hopper_forward
 from .host import Emulated, build, known_allocations
-from .mutate import Mutation, entry_of
+from .mutate import RULES, Mutation, entry_of
 
 
 @dataclass(frozen=True)
 class Subject:
     """reasons: (pattern of the statement, what was done, why it cannot be found); `check` runs it and
-    compares; `entries` says of a kernel's name whether it is mutated."""
+    compares; `entries` says of a kernel's name whether it is mutated, `rules` how."""
 
     name: str
     build: Callable[[str], Emulated]
@@ -27,6 +27,7 @@ class Subject:
     missed: int = 0  # how many cannot be found
     reasons: list[tuple[str, str, str]] = field(default_factory=list)
     entries: Callable[[str], bool] = lambda name: True
+    rules: list[tuple[str, str, str | None]] = field(default_factory=lambda: RULES)
 
     def mutates(self, ptx: str) -> Callable[[Mutation], bool]:
         """Whether a mutation is of one of the subject's kernels."""

@@ -164,7 +164,7 @@ def _cp(d):
     if prefetch:
         d.mods.flag("L2")
         d.mods.flag("L2::cache_hint")
-        return d.done(lambda warp, lanes: None) if tensor else _prefetch(d)
+        return d.done(lambda warp, lanes: None)
     operands = list(d.operands)
     if d.mods.flag("L2::cache_hint"):
         d.source(operands.pop(), "b64")
@@ -173,24 +173,6 @@ def _cp(d):
     if first_space == "global" and spaces[1:] == ["shared::cta"]:
         return _store(d, operands, rank, reduction)
     raise UnsupportedInstruction(f"bulk copy between {spaces}")
-
-
-def _prefetch(d):
-    """A hint, which moves nothing here; what it names must exist all the same (9.7.9)."""
-    source, size_row = d.address_reader(d.operands[0]), d.source(d.operands[1], "u32")
-
-    def run(warp, lanes):
-        device = warp.cta.cluster.device
-        for lane in np.flatnonzero(np.broadcast_to(lanes, 32)):
-            address, size = int(source(warp)[lane]), int(warp.views["u32"][size_row][lane])
-            if size % 16 or address % 16:
-                raise Fault(
-                    "misaligned", f"prefetch of {size} bytes from {address:#x}: both must be multiples of 16"
-                )
-            device.memory.find(address, address + size)
-            device.counters["bytes prefetched into L2"] += size
-
-    return d.done(run)
 
 
 def _tensor_operand(d, operand, rank: int):
