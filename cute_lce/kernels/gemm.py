@@ -1,5 +1,6 @@
 """What both mainloops share: the launch, the operands' way into shared memory, how clusters keep pace."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -29,7 +30,7 @@ class Operand(NamedTuple):
     slots: cute.ComposedLayout
 
     def shared(self, field) -> cute.Tensor:
-        """The slots in a field of the kernel's storage, one that `slots_of` made."""
+        """The slots in their field of the kernel's storage."""
         return field.get_tensor(self.slots.outer, swizzle=self.slots.inner)
 
 
@@ -69,12 +70,13 @@ class Gemm:
 
     A mainloop is a subclass with what differs, the movement: the operands' shapes in shared memory, the
     pipelines, the other warp roles. It has `threads`, a CTA's, and defines
-        operands(a, b)                  (tiled MMA, Operand of A, Operand of B)
-        storage_of(dtype, slots, slots) the struct of its shared memory
-        kernel(...)                     which sends one of its warps into `load`
+        operands(a, b)  (tiled MMA, Operand of A, Operand of B)
+        barriers        what it keeps in shared memory beside the ring and its slots, field -> type
+        kernel(...)     which sends one of its warps into `load`
     """
 
     threads: int
+    barriers: Mapping[str, Any] = {}
 
     def __init__(self, config: KernelConfig, epilogue):
         self.config = config
@@ -107,7 +109,7 @@ class Gemm:
         """
         config = self.config
         tiled_mma, operand_a, operand_b = self.operands(a, b)
-        self.storage = self.storage_of(a.element_type, operand_a.slots, operand_b.slots)
+        self.storage = self.storage_of(a.element_type, operand_a.slots.outer, operand_b.slots.outer)
         rows = cute.ceil_div(cute.size(a, mode=[0]), config.cluster_rows)
         self.kernel(
             operand_a,
@@ -123,6 +125,17 @@ class Gemm:
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def storage_of(self, dtype, a_slots: cute.Layout, b_slots: cute.Layout):
+        """The struct of shared memory: the ring's barriers, the mainloop's own, the slots of A and of B."""
+        fields: dict[str, Any] = {
+            "ring": cute.struct.MemRange[cutlass.Int64, self.config.stages * 2],
+            **self.barriers,
+        }
+        for name, slots in (("a", a_slots), ("b", b_slots)):
+            matrix = cute.struct.MemRange[dtype, cute.cosize(slots)]
+            fields[name] = cute.struct.Align[matrix, SMEM_ALIGN]
+        return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
 
     def cluster_layout(self):
         """(CTA of a pair, tile along m, tile along n, 1) -> rank in the cluster."""
@@ -221,11 +234,6 @@ class Gemm:
                     progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu"
                 )
         ring.producer_tail(slot)
-
-
-def slots_of(dtype, layout: cute.ComposedLayout):
-    """The type of a field of shared memory that holds an operand's slots."""
-    return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout.outer)], SMEM_ALIGN]
 
 
 @cute.jit

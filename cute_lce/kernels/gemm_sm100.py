@@ -92,6 +92,11 @@ class GemmSm100(gemm.Gemm):
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
         super().__init__(config, epilogue)
         self.acc_stages = ACCUMULATORS
+        self.barriers = {
+            "accumulators": cute.struct.MemRange[cutlass.Int64, self.acc_stages * 2],
+            "tmem_freed": cutlass.Int64,
+            "tmem": cutlass.Int32,
+        }
 
     def operands(self, a: cute.Tensor, b: cute.Tensor):
         config, dtype = self.config, a.element_type
@@ -124,18 +129,6 @@ class GemmSm100(gemm.Gemm):
             self.cluster_layout().shape,
         )
         return tiled_mma, gemm.Operand(tma_a, mA, a_smem), gemm.Operand(tma_b, mB, b_smem)
-
-    def storage_of(self, dtype, a_smem, b_smem):
-        @cute.struct
-        class SharedStorage:
-            ring: cute.struct.MemRange[cutlass.Int64, self.config.stages * 2]
-            accumulators: cute.struct.MemRange[cutlass.Int64, self.acc_stages * 2]
-            tmem_freed: cutlass.Int64
-            tmem: cutlass.Int32
-            a: gemm.slots_of(dtype, a_smem)
-            b: gemm.slots_of(dtype, b_smem)
-
-        return SharedStorage
 
     @cute.kernel
     def kernel(

@@ -95,15 +95,6 @@ class GemmSm90(gemm.Gemm):
             _operand(b, b_smem, (config.tile_n, config.tile_k), config.cluster_m),
         )
 
-    def storage_of(self, dtype, a_smem, b_smem):
-        @cute.struct
-        class SharedStorage:
-            ring: cute.struct.MemRange[cutlass.Int64, self.config.stages * 2]
-            a: gemm.slots_of(dtype, a_smem)
-            b: gemm.slots_of(dtype, b_smem)
-
-        return SharedStorage
-
     @cute.kernel
     def kernel(
         self, a: gemm.Operand, b: gemm.Operand, tensors, tiled_mma: cute.TiledMma, progress: cute.Tensor, runs
