@@ -102,9 +102,6 @@ _BLACKWELL = Device(
 DEVICES = {"sm_90a": _HOPPER, "sm_100a": _BLACKWELL, "sm_103a": _BLACKWELL}
 
 MAX_TILES_PER_WINDOW = 16
-# Products n d V from which the wide tiles win on an H100: they move less, and after some 40 ms nothing but
-# power counts. Shorter ones gain more from an epilogue that is hidden.
-LARGE = 1 << 44
 # Partials that a plan allows itself; more make no plan better by much.
 PARTIAL_BYTES = 64 << 20
 
@@ -162,11 +159,7 @@ def configs(arch: str) -> tuple[KernelConfig, ...]:
     if is_blackwell(arch):
         pair = KernelConfig(arch, tile_m=256, tile_n=256, pingpong=False, cluster_m=2, stages=7)
         return pair, replace(pair, tile_m=128, cluster_m=1, stages=4)
-    return (
-        KernelConfig(arch),
-        KernelConfig(arch, tile_m=256, pingpong=False, stages=4),
-        KernelConfig(arch, cluster_m=1),
-    )
+    return KernelConfig(arch), KernelConfig(arch, cluster_m=1)
 
 
 def keep_config(arch: str) -> KernelConfig:
@@ -216,7 +209,7 @@ def forward(
     Raises ValueError where the SMs do not make one cluster.
     """
     if config is None:
-        config = _choose_config(arch, n, d, vocab, window)
+        config = _choose_config(arch, n)
     clusters = _clusters(config, sms)
     tiles = ceil_div(vocab, config.cluster_columns)
     rows = ceil_div(n, config.cluster_rows)
@@ -234,9 +227,7 @@ def forward(
             costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS
         tiles_per_window = min(costs, key=costs.__getitem__)
     windows, rounds = _rounds(config, n, vocab, clusters, tiles_per_window)
-    # Wide tiles leave more of the vocabulary in flight, and less room for rows of H.
-    panel = DEVICES[arch].panel * (5 if config.pingpong or is_blackwell(arch) else 3) // 5
-    group_m = max(1, min(rows, panel // (2 * d * config.cluster_rows)))
+    group_m = max(1, min(rows, DEVICES[arch].panel // (2 * d * config.cluster_rows)))
     return Plan(
         config=config,
         n=n,
@@ -257,16 +248,10 @@ def forward_bytes(n: int) -> int:
     return 128 * n + 4 * KIB
 
 
-def _choose_config(arch: str, n: int, d: int, vocab: int, window: int) -> KernelConfig:
-    if is_blackwell(arch):
-        # A CTA alone asks half as much again of L2; it is for what would leave half a pair idle.
-        pair, single = configs(arch)
-        return single if n <= single.cluster_rows else pair
-    pingpong, wide, single = configs(arch)
-    if n <= single.cluster_rows:
-        return single
-    # With the caller's window a row has the same bits at every n: wide tiles' partials hold other columns.
-    return wide if n * d * vocab >= LARGE and not window else pingpong
+def _choose_config(arch: str, n: int) -> KernelConfig:
+    # A CTA alone asks half as much again of L2; it is for what would leave half a pair idle.
+    pair, single = configs(arch)
+    return single if n <= single.cluster_rows else pair
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from tests.numerics import random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-PINGPONG, SHARED, _ = plans.configs("sm_90a")
+PINGPONG, _ = plans.configs("sm_90a")
+SHARED = plans.KernelConfig("sm_90a", tile_m=256, pingpong=False, stages=4)
 PAIR, SINGLE = plans.configs("sm_100a")
 # With narrow tiles, two stages and a step each k tile.
 CONFIGS = {

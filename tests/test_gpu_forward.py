@@ -178,13 +178,11 @@ def test_windows(window):
 
 
 @poisoned
-@pytest.mark.parametrize("config", range(3))
+@pytest.mark.parametrize("config", range(2))
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_config(config, dtype, monkeypatch):
     """Whichever a plan chooses at other sizes, paced and with few clusters too."""
     chosen = plans.configs(launch._architecture(torch.device("cuda", 0))[0])
-    if config >= len(chosen):
-        pytest.skip("this architecture has fewer configurations")
     monkeypatch.setattr(plans, "_choose_config", lambda *_: chosen[config])
     try:
         for n, d, V in ((700, 4096, 40_000), (300, 64, 500), (1, 8, 1000)):
