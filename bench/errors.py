@@ -413,12 +413,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.device = torch.device(args.device)
-    if args.providers == ["all"]:
-        args.providers = list(providers.PROVIDERS)
-    for name in args.providers:
-        if name not in providers.PROVIDERS:
-            parser.error(f"--providers must be all or among {', '.join(providers.PROVIDERS)}, got {name!r}")
     try:
+        args.providers = providers.names(args.providers)
         texts = args.shapes or SHAPES[args.device.type]
         args.shapes = [shape for text in texts for shape in shapes.parse(text)]
     except ValueError as error:

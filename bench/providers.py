@@ -164,3 +164,17 @@ def make(name: str, request: Request) -> LossFn:
         return PROVIDERS[name](request)
     except ImportError as error:
         raise Unavailable(f"not installed ({error})") from error
+
+
+def names(asked: list[str]) -> list[str]:
+    """What a --providers option means: the names themselves, or ["all"].
+
+    Raises:
+        ValueError: a name that is no provider's.
+    """
+    if asked == ["all"]:
+        return list(PROVIDERS)
+    for name in asked:
+        if name not in PROVIDERS:
+            raise ValueError(f"--providers must be all or among {', '.join(PROVIDERS)}, got {name!r}")
+    return asked

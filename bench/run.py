@@ -484,12 +484,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--append needs --out")
     if args.shapes is None:
         args.shapes = ["tiny" if args.device == "cpu" or not torch.cuda.is_available() else "forward"]
-    if args.providers == ["all"]:
-        args.providers = list(providers.PROVIDERS)
-    for name in args.providers:
-        if name not in providers.PROVIDERS:
-            parser.error(f"--providers must be all or among {', '.join(providers.PROVIDERS)}, got {name!r}")
     try:
+        args.providers = providers.names(args.providers)
         args.shapes = [shape for text in args.shapes for shape in shapes.parse(text)]
         if args.workspace_mb == ["table"]:
             args.workspace_mb = []  # Each shape brings its own.
