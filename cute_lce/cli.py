@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import itertools
+import os
 import platform
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from cute_lce import compiled, plan
+from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
+from cute_lce.compile import cache
+from cute_lce.plan import backward, forward, schedule
+from cute_lce.plan.kernels import kernels
+from cute_lce.plan.problem import Limits, Problem
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 
@@ -53,7 +60,7 @@ def info(args: argparse.Namespace) -> int:
 
 
 def _cache() -> str:
-    folder = compiled.cache_dir()
+    folder = cache.cache_dir()
     files = list(folder.glob("*.so")) if folder.is_dir() else []
     return f"{len(files)} in {folder}, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB"
 
@@ -62,7 +69,8 @@ def _paths() -> list[tuple[str, str]]:
     """(device and dtype, the path of a call there and why) for the CPU and for every CUDA device."""
     import torch
 
-    from cute_lce import ops, streaming
+    from cute_lce.ops.select import DTYPES, implementation
+    from cute_lce.streaming import STREAMING
 
     rows = [("cpu", "streaming path: the kernels are for GPUs")]
     if not torch.cuda.is_available():
@@ -74,8 +82,8 @@ def _paths() -> list[tuple[str, str]]:
         properties = torch.cuda.get_device_properties(device)
         name, sms = properties.name, properties.multi_processor_count
         rows.append((str(device), f"{name}, compute capability {major}.{minor}, {sms} SMs"))
-        served = [dtype for dtype in ops.DTYPES if ops.implementation(device, dtype) is not streaming]
-        for dtype in ops.DTYPES:
+        served = [dtype for dtype in DTYPES if implementation(device, dtype) is not STREAMING]
+        for dtype in DTYPES:
             if dtype in served:
                 path = "kernels"
             elif served:
@@ -92,20 +100,13 @@ def _dtype(dtype: object) -> str:
 
 # plan
 
-# Dense bf16 FLOP/s and bytes/s of memory, and the SMs that go with them, from NVIDIA's data sheets.
-DATA_SHEETS = {
-    "sm_90a": ("H100 SXM", 989.4e12, 3.35e12, 132),
-    "sm_100a": ("B200", 2.25e15, 8.0e12, 148),
-    "sm_103a": ("B300", 2.25e15, 8.0e12, 148),
-}
-
 
 def show_plan(args: argparse.Namespace) -> int:
     """Print how the kernels would do one forward, one forward and backward, and the least work of each."""
-    sms = args.sms or plan.DEVICES[args.arch].sms
+    gpu = Gpu(args.arch, args.sms or architecture(args.arch).sms)
     try:
-        _show_forward(args, sms)
-        _show_backward(args, sms)
+        _show_forward(args, gpu)
+        _show_backward(args, gpu)
     except ValueError as error:
         # Its first word is the name of an argument of the Python call.
         print(f"cute-lce plan: {error}", file=sys.stderr)
@@ -113,24 +114,26 @@ def show_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_forward(args: argparse.Namespace, sms: int) -> None:
-    chosen = plan.forward(args.arch, args.n, args.d, args.vocab, sms, args.window or 0)
+def _show_forward(args: argparse.Namespace, gpu: Gpu) -> None:
+    chosen = forward.plan(gpu, args.n, args.d, args.vocab, Limits(window=args.window or 0))
     config = chosen.config
     print("config, which the forward's kernel is compiled for")
     rows = [(field.name, str(getattr(config, field.name))) for field in dataclasses.fields(config)]
     _print_table(rows, indent=2)
 
-    device = plan.DEVICES[args.arch]
+    device = gpu.row
     print("what it takes of an SM, of what there is")
     budgets = [("shared memory", f"{config.shared_memory:,} of {device.shared_memory:,} bytes")]
     if device.tmem_columns:
         budgets.append(("tensor memory", f"{config.tmem_columns} of {device.tmem_columns} columns"))
-    busy = chosen.clusters * config.cluster_m * config.cluster_n
-    _print_table([*budgets, ("SMs", f"{busy} of {sms}")], indent=2)
+    busy = chosen.sweep.gemm.clusters * config.cluster_size
+    _print_table([*budgets, ("SMs", f"{busy} of {gpu.sms}")], indent=2)
 
     print("plan of the forward, where nothing needs a gradient")
-    fields = [field.name for field in dataclasses.fields(chosen) if field.name != "config"]
-    rows = [(field, str(getattr(chosen, field))) for field in fields]
+    sizes = {"n": chosen.n, "d": chosen.d, "vocab": chosen.vocab}
+    grid = {"tiles_per_window": chosen.sweep.tiles_per_window, **chosen.sweep.gemm._asdict()}
+    rounds = {"rounds": chosen.rounds, "ideal_rounds": chosen.ideal_rounds}
+    rows = [(name, str(value)) for name, value in {**sizes, **grid, **rounds}.items()]
     rows.append(("window", f"{chosen.window} columns"))
     rows.append(("busiest cluster", f"{chosen.rounds / chosen.ideal_rounds:.3f} of an even share"))
     rows.append(("workspace", f"{chosen.workspace_floats * 4 / 2**20:.2f} MiB"))
@@ -138,34 +141,25 @@ def _show_forward(args: argparse.Namespace, sms: int) -> None:
 
     # Both operands and the targets are read once, and each token's loss is written; operands are 16-bit.
     least_bytes = 2 * (args.n + args.vocab) * args.d + (8 + 4) * args.n
-    _show_floor("what a forward costs", args, sms, "2 n d V", args.vocab, least_bytes, "each operand once")
+    _show_floor("what a forward costs", args, gpu, "2 n d V", args.vocab, least_bytes, "each operand once")
 
 
-def _show_backward(args: argparse.Namespace, sms: int) -> None:
+def _show_backward(args: argparse.Namespace, gpu: Gpu) -> None:
     """The backward's plan as `launch` makes it."""
-    import torch
-
-    from cute_lce import launch
-
-    n, d, vocab, window = args.n, args.d, args.vocab, args.window or 0
+    n, d, vocab = args.n, args.d, args.vocab
     need_dinput, need_dweight = args.frozen != "hidden", args.frozen != "weight"
-    workspace = int((args.workspace_mb or 0) * 2**20)
-    schedule, kept = launch.plan(
-        *(n, d, vocab, getattr(torch, args.dtype), "cuda", args.schedule, "mean", need_dinput, need_dweight),
-        *(window, workspace),
-    )
-    half = args.dtype == "float16"
-    chosen = plan.backward(
-        args.arch, n, d, vocab, sms, half, need_dinput, need_dweight, kept, window, workspace
-    )
+    limits = Limits(window=args.window or 0, workspace=int((args.workspace_mb or 0) * 2**20))
+    problem = Problem(n, d, vocab, args.dtype == "float16", need_dinput, need_dweight)
+    found, kept = schedule.choose(problem, args.schedule, limits)
+    chosen = backward.plan(gpu, problem, kept, limits)
 
     recomputed = len(chosen.stripes) - (kept > 0)
     print("plan of the backward")
     rows = [
-        ("schedule", schedule),
+        ("schedule", found),
         ("kept", f"{kept} columns"),
         ("recomputed", f"{vocab - kept} columns in {recomputed} stripes"),
-        ("stripe", f"{chosen.stripe} columns"),
+        ("stripe", f"{chosen.columns} columns"),
         ("workspace", f"{chosen.workspace / 2**20:.2f} MiB at most, with what the forward keeps"),
         ("GEMM of logits", _describe(chosen.logits) if recomputed else "none"),
         ("GEMM of dinput", _describe(chosen.dhidden) if need_dinput else "none"),
@@ -181,12 +175,12 @@ def _show_backward(args: argparse.Namespace, sms: int) -> None:
     kept_bytes = 2 * n * kept * (1 + need_dinput + need_dweight)
     least_bytes = 2 * (2 * (n + vocab) + gradients) * d + (8 + 4) * n + kept_bytes
     _show_floor(
-        *("what forward and backward cost", args, sms, f"2 n d ({terms})", columns, least_bytes),
+        *("what forward and backward cost", args, gpu, f"2 n d ({terms})", columns, least_bytes),
         "each operand once a pass, the gradients once, what is kept once a GEMM",
     )
 
 
-def _describe(config: plan.KernelConfig) -> str:
+def _describe(config: KernelConfig) -> str:
     return (
         f"tiles {config.tile_m} x {config.tile_n} x {config.tile_k}, clusters {config.cluster_m} x "
         f"{config.cluster_n}, {config.stages} stages"
@@ -194,21 +188,20 @@ def _describe(config: plan.KernelConfig) -> str:
 
 
 def _show_floor(
-    what: str, args: argparse.Namespace, sms: int, formula: str, columns: int, least_bytes: int, of: str
+    what: str, args: argparse.Namespace, gpu: Gpu, formula: str, columns: int, least_bytes: int, of: str
 ) -> None:
     """The work that a pass cannot do without: GEMMs over so many columns of the vocabulary, and bytes."""
-    name, flops_per_second, bytes_per_second, full = DATA_SHEETS[args.arch]
+    sheet = gpu.row.data_sheet
     flops = 2 * args.n * args.d * columns
-    share = min(1.0, sms / full)
-    compute_ms = flops / (flops_per_second * share) * 1e3
-    memory_ms = least_bytes / bytes_per_second * 1e3
-    print(f"{what} at least, on {name} by its data sheet")
+    peak = sheet.flops * min(1.0, gpu.sms / sheet.sms)
+    compute_ms, memory_ms = flops / peak * 1e3, least_bytes / sheet.memory * 1e3
+    print(f"{what} at least, on {sheet.gpu} by its data sheet")
     _print_table(
         [
             ("FLOP", f"{flops:.3e} ({formula})"),
             ("least bytes", f"{least_bytes:.3e} ({of})"),
-            ("compute", f"{compute_ms:.3f} ms at {flops_per_second * share / 1e12:.1f} TFLOP/s"),
-            ("memory", f"{memory_ms:.3f} ms at {bytes_per_second / 1e12:.2f} TB/s"),
+            ("compute", f"{compute_ms:.3f} ms at {peak / 1e12:.1f} TFLOP/s"),
+            ("memory", f"{memory_ms:.3f} ms at {sheet.memory / 1e12:.2f} TB/s"),
             ("floor", f"{max(compute_ms, memory_ms):.3f} ms"),
         ],
         indent=2,
@@ -220,29 +213,18 @@ def _show_floor(
 
 def fill_cache(args: argparse.Namespace) -> int:
     """Compile all that calls may need, on a machine with or without a GPU."""
-    print(f"into {compiled.cache_dir()}")
-    for dtype in args.dtype:
-        for target_dtype in args.target_dtype:
-            _compile_for(args, dtype, target_dtype)
+    print(f"into {cache.cache_dir()}")
+    for dtype, target_dtype in itertools.product(args.dtype, args.target_dtype):
+        # Sizes do not matter: one kernel serves all.
+        for key in kernels(args.arch, dtype, target_dtype):
+            started = time.perf_counter()
+            try:
+                cache.get(key)
+            except PermissionError as error:
+                print(f"cute-lce compile: {error}", file=sys.stderr)
+                return 1
+            print(f"{time.perf_counter() - started:6.2f} s  {' '.join(map(str, key))}", flush=True)
     return 0
-
-
-def _compile_for(args: argparse.Namespace, dtype: str, target_dtype: str) -> None:
-    """What launch.py may ask of `compiled` for these types. Sizes do not matter: one kernel serves all."""
-    for kind, *key in plan.kernels(args.arch, dtype == "float16"):
-        if kind == "forward":
-            config, keeps = key
-            label = f"forward{', keep' if keeps else ''} {dtype} {target_dtype} {config}"
-            _report(label, compiled.forward, config, dtype, target_dtype, keeps)
-        else:
-            label = f"backward {dtype} {target_dtype} {' '.join(map(str, key))}"
-            _report(label, compiled.backward, *key, dtype, target_dtype)
-
-
-def _report(label: str, compile_one: Callable[..., object], *key: object) -> None:
-    started = time.perf_counter()
-    compile_one(*key)
-    print(f"{time.perf_counter() - started:6.2f} s  {label}", flush=True)
 
 
 # The command line
@@ -262,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for option, text in (("--n", "tokens"), ("--d", "hidden size"), ("--vocab", "vocabulary")):
         command.add_argument(option, type=_positive, required=True, help=text)
-    command.add_argument("--arch", choices=tuple(plan.DEVICES), required=True)
+    command.add_argument("--arch", choices=tuple(ARCHITECTURES), required=True)
     command.add_argument("--window", type=_positive, help="columns of a window or stripe (chosen)")
     command.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
     schedules = ("auto", "recompute", "keep")
@@ -276,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
         "compile",
         help="fill the cache of compiled kernels; needs no GPU, but the host architecture that will use them",
     )
-    command.add_argument("--arch", choices=tuple(plan.DEVICES), required=True)
+    command.add_argument("--arch", choices=tuple(ARCHITECTURES), required=True)
     for option, text in (("--d", "hidden size"), ("--vocab", "vocabulary")):
         command.add_argument(option, type=_positive, help=f"{text}: any, the kernels serve every size")
     for option, choices, default in (
@@ -297,8 +279,16 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    return args.run(args)
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as `head` does. Python flushes once more when it ends: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

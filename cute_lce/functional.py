@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .options import resolve_ignore_index
+from .options import ComputeOptions, LossOptions
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
 
@@ -35,8 +35,10 @@ def linear_cross_entropy(
         target: (...), class indices in [0, V) or ignore_index: int64 or int32, input's device, any strides.
         reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored;
             "sum"; or "none", which takes any upstream gradient (expanded, strided).
-        ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch.
-        schedule: where the backward has its logits from.
+        ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch. A nan
+            or inf in such a row of input does not matter, except that on a GPU "recompute" in bfloat16 and
+            "grad_in_forward" in bfloat16 and float16 make linear_weight's gradient nan, as torch does.
+        schedule: how the backward obtains the logits.
             "recompute" computes them again, window by window: the least memory, any upstream gradient.
             "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
             recomputes the others: any upstream gradient.
@@ -46,8 +48,8 @@ def linear_cross_entropy(
             "auto" picks one that can serve the call; the streaming path takes "recompute", or "keep" where
             workspace_mb is given. Where nothing needs a gradient, all are one forward that keeps nothing.
         workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
-            and the gradients), in MiB (2**20 bytes). None means 1024, which yields where the least that the
-            schedule needs is more; a number that is given does not yield.
+            and the gradients), in MiB (2**20 bytes). None means 1024, raised automatically if the schedule
+            needs more; a number that is given is not raised.
         window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
             rounding only.
 
@@ -56,41 +58,25 @@ def linear_cross_entropy(
 
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
-    gradient again raises RuntimeError ("grad_in_forward" raises at once under create_graph=True).
+    gradient again raises RuntimeError ("grad_in_forward" raises at once under create_graph=True), and so does
+    forward-mode differentiation. torch.func's vmap takes every schedule, its grad, vjp and jacrev all but
+    "grad_in_forward"; what they batch is computed one after the other.
 
     Raises:
         TypeError: a dtype, or a Python type, other than the above.
         ValueError: a shape, a value or a device other than the above; a workspace_mb too small for the
             schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
             ignore_index. On a GPU, where looking would synchronise, such a row's loss and its input's
-            gradient, and hence the weight's gradient, are nan, and nothing outside the tensors is read;
-            CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side assertion there.
+            gradient, and hence the weight's gradient, are nan, whatever its upstream gradient, and nothing
+            outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
+            assertion there.
     """
     if not (isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor)):
         for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
-    if not isinstance(reduction, str):
-        raise TypeError(f"reduction: got {type(reduction).__name__}, want a str")
-    if not isinstance(schedule, str):
-        raise TypeError(f"schedule: got {type(schedule).__name__}, want a str")
-    if ignore_index is not None:
-        resolve_ignore_index(ignore_index)
-    if workspace_mb is not None and (not isinstance(workspace_mb, int | float) or workspace_mb is True):
-        raise TypeError(f"workspace_mb: got {type(workspace_mb).__name__}, want a number of MiB or None")
-    if window is not None and (not isinstance(window, int | torch.SymInt) or window is True):
-        raise TypeError(f"window: got {type(window).__name__}, want an int or None")
+    loss = LossOptions(reduction, ignore_index)
+    compute = ComputeOptions(schedule, workspace_mb, window)
     if ops.is_plain_eager(input, linear_weight, target):
-        return ops.eager(
-            input, linear_weight, target, reduction, ignore_index, schedule, workspace_mb, window
-        )
-    return _fused_linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        schedule=schedule,
-        workspace_mb=workspace_mb,
-        window=window,
-    )
+        return ops.linear_cross_entropy(input, linear_weight, target, loss, compute, watched=False)
+    return _fused_linear_cross_entropy(input, linear_weight, target, **loss._asdict(), **compute._asdict())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .functional import linear_cross_entropy
-from .options import LossOptions, check_schedule
+from .options import ComputeOptions, LossOptions
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -44,30 +44,21 @@ class LinearCrossEntropy(nn.Linear):
             raise NotImplementedError(
                 "bias: got True, want False; a bias of the projection is not implemented yet"
             )
-        options = LossOptions(reduction, ignore_index)
-        check_schedule(schedule)
+        loss, compute = LossOptions(reduction, ignore_index), ComputeOptions(schedule, workspace_mb, window)
         super().__init__(in_features, num_classes, bias=False, device=device, dtype=dtype)
-        self.options = options
-        self.schedule = schedule
-        self.workspace_mb = workspace_mb
-        self.window = window
+        self.options, self.compute = loss, compute
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The loss of input (..., d) for target (...)."""
         return linear_cross_entropy(
-            input,
-            self.weight,
-            target,
-            reduction=self.options.reduction,
-            ignore_index=self.options.ignore_index,
-            schedule=self.schedule,
-            workspace_mb=self.workspace_mb,
-            window=self.window,
+            input, self.weight, target, **self.options._asdict(), **self.compute._asdict()
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, num_classes={self.out_features}, "
-            f"reduction={self.options.reduction!r}, ignore_index={self.options.ignore_index}, "
-            f"schedule={self.schedule!r}"
+        options = {**self.options._asdict(), "schedule": self.compute.schedule}
+        return ", ".join(
+            [
+                f"in_features={self.in_features}, num_classes={self.out_features}",
+                *(f"{name}={value!r}" for name, value in options.items()),
+            ]
         )

@@ -1,17 +1,39 @@
-"""What the loss is: pure data, checked once."""
+"""What the loss is, and how it is to be computed: frozen, whole, and read by name.
+
+Both objects go from the public call to what serves it. A field's annotation says how it travels: its types
+in the schemas of the ops, and whether it is static (part of every cache's key) or a number, which may change
+from call to call without anything being prepared anew. Tensors with gradients of their own are operands
+instead.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from operator import itemgetter
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from .plan.problem import Limits
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
 IGNORE_INDEX = -100
 """The ignore_index that ``None`` stands for, as in torch."""
+MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class LossOptions:
+class Field(NamedTuple):
+    """How a field travels. public, inner: its types in the schemas of the public op and of the inner ops."""
+
+    public: str
+    inner: str
+    static: bool
+
+
+class _LossFields(NamedTuple):
+    reduction: Annotated[str, Field("str", "str", static=True)] = "mean"
+    ignore_index: Annotated[int, Field("int?", "SymInt", static=False)] = IGNORE_INDEX
+
+
+class LossOptions(_LossFields):
     """The definition of the loss, apart from its tensors.
 
     reduction: "mean" (over the targets that are not ignored), "sum" or "none".
@@ -20,27 +42,80 @@ class LossOptions:
     Raises ValueError for an unknown reduction and TypeError for a value of the wrong type.
     """
 
-    reduction: str = "mean"
-    ignore_index: int | None = IGNORE_INDEX
+    __slots__ = ()
 
-    def __post_init__(self):
-        check_reduction(self.reduction)
-        object.__setattr__(self, "ignore_index", resolve_ignore_index(self.ignore_index))
+    def __new__(cls, reduction: str = "mean", ignore_index: int | None = IGNORE_INDEX) -> LossOptions:
+        _check_choice("reduction", reduction, REDUCTIONS)
+        if ignore_index is None:
+            ignore_index = IGNORE_INDEX
+        elif type(ignore_index) is not int and (
+            isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
+        ):
+            raise TypeError(f"ignore_index: got {type(ignore_index).__name__}, want an int or None")
+        return super().__new__(cls, reduction, ignore_index)
+
+    @property
+    def static(self) -> Any:
+        """The fields that a cache's key holds."""
+        return _static_fields(self)
 
 
-def check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: got {reduction!r}, want one of {', '.join(map(repr, REDUCTIONS))}")
+class _ComputeFields(NamedTuple):
+    schedule: Annotated[str, Field("str", "", static=True)] = "auto"
+    workspace_mb: Annotated[float | None, Field("float?", "", static=True)] = None
+    window: Annotated[int | None, Field("SymInt?", "", static=True)] = None
 
 
-def check_schedule(schedule: str) -> None:
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule: got {schedule!r}, want one of {', '.join(map(repr, SCHEDULES))}")
+class ComputeOptions(_ComputeFields):
+    """How the loss is computed; it changes roundings, time and memory.
+
+    schedule: how the backward obtains the logits: "recompute", "keep", "grad_in_forward" or "auto".
+    workspace_mb: MiB that the call may allocate beyond its results, ``None``: the default.
+    window: columns of the vocabulary that are worked on at once, ``None``: chosen.
+
+    Raises ValueError for a value, and TypeError for a type, other than these. `window` may be symbolic.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls, schedule: str = "auto", workspace_mb: float | None = None, window: int | None = None
+    ) -> ComputeOptions:
+        _check_choice("schedule", schedule, SCHEDULES)
+        if workspace_mb is not None:
+            if isinstance(workspace_mb, bool) or not isinstance(workspace_mb, int | float):
+                raise TypeError(
+                    f"workspace_mb: got {type(workspace_mb).__name__}, want a number of MiB or None"
+                )
+            # This is also false for nan.
+            if not 0 < workspace_mb < float("inf"):
+                raise ValueError(f"workspace_mb: got {workspace_mb}, want a positive number of MiB or None")
+        if window is not None:
+            # A symbolic integer is no int, but has its arithmetic.
+            if isinstance(window, bool) or not hasattr(window, "__index__"):
+                raise TypeError(f"window: got {type(window).__name__}, want an int or None")
+            if window < 1:
+                raise ValueError(f"window: got {window}, want at least 1 column or None")
+        return super().__new__(cls, schedule, workspace_mb, window)
+
+    @property
+    def limits(self) -> Limits:
+        """The same in bytes and columns, 0 for what is left to the implementation."""
+        workspace = 0 if self.workspace_mb is None else max(int(self.workspace_mb * MIB), 1)
+        return Limits(window=0 if self.window is None else self.window, workspace=workspace)
 
 
-def resolve_ignore_index(ignore_index: int | None) -> int:
-    if ignore_index is None:
-        return IGNORE_INDEX
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"ignore_index: got {type(ignore_index).__name__}, want an int or None")
-    return ignore_index
+def fields(options: type) -> dict[str, Field]:
+    """Name -> how it travels, in the order of the fields."""
+    hints = get_type_hints(options.__base__, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+_static_fields = itemgetter(*(i for i, field in enumerate(fields(LossOptions).values()) if field.static))
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: got {type(value).__name__}, want a str")
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(map(repr, choices))}")

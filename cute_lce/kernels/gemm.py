@@ -9,8 +9,9 @@ import cutlass.cute as cute
 from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from cute_lce.arch import KernelConfig
+from cute_lce.arguments import Sweep
 from cute_lce.kernels import schedule
-from cute_lce.plan import KernelConfig
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # looks at the others' progress before a cluster gives up waiting
@@ -95,19 +96,11 @@ class Gemm:
         b: cute.Tensor,  # (n, k)
         tensors,
         progress: cute.Tensor,  # (1,) int32, zero before the launch
-        windows: Int32,
-        tiles_per_window: Int32,
-        group_m: Int32,
-        clusters: Int32,
-        paced: Int32,
+        sweep: Sweep,
         stream: cuda.CUstream,
     ):
-        """Launch on `clusters` clusters; a window has tiles_per_window tiles of cluster_n tile_n columns.
-
-        tensors: what the epilogue reads and writes. group_m: rows of clusters that share L2 (schedule.py).
-        paced: 0 or 1.
-        """
-        config = self.config
+        """Launch on sweep.gemm.clusters clusters. tensors: what the epilogue reads and writes."""
+        config, grid = self.config, sweep.gemm
         tiled_mma, operand_a, operand_b = self.operands(a, b)
         self.storage = self.storage_of(a.element_type, operand_a.slots.outer, operand_b.slots.outer)
         rows = cute.ceil_div(cute.size(a, mode=[0]), config.cluster_rows)
@@ -117,9 +110,9 @@ class Gemm:
             tensors,
             tiled_mma,
             progress,
-            (rows, windows, tiles_per_window, group_m, paced),
+            (rows, grid.windows, sweep.tiles_per_window, grid.group_m, grid.paced),
         ).launch(
-            grid=(clusters * config.cluster_m, config.cluster_n, 1),
+            grid=(grid.clusters * config.cluster_m, config.cluster_n, 1),
             block=(self.threads, 1, 1),
             cluster=(*self.cluster, 1),
             min_blocks_per_mp=1,

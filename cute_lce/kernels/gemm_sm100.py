@@ -10,8 +10,8 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
+from cute_lce.arch import ACCUMULATOR_STAGES, KernelConfig
 from cute_lce.kernels import gemm
-from cute_lce.plan import ACCUMULATORS, KernelConfig
 
 WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
@@ -91,7 +91,7 @@ class GemmSm100(gemm.Gemm):
         if config.cluster_m % config.pair:
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
         super().__init__(config, epilogue)
-        self.acc_stages = ACCUMULATORS
+        self.acc_stages = ACCUMULATOR_STAGES
         self.barriers = {
             "accumulators": cute.struct.MemRange[cutlass.Int64, self.acc_stages * 2],
             "tmem_freed": cutlass.Int64,

@@ -8,10 +8,9 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
+from cute_lce.arch import WARPGROUP, WARPGROUP_REGISTERS, KernelConfig
 from cute_lce.kernels import gemm
-from cute_lce.plan import KernelConfig
 
-WARPGROUP = 128
 TURN_BARRIER = 1
 
 
@@ -71,8 +70,7 @@ class GemmSm90(gemm.Gemm):
         super().__init__(config, epilogue)
         self.threads = WARPGROUP * (config.warpgroups + 1)
         self.turns = config.turns
-        self.load_registers = {1: 56, 2: 24, 3: 32}[config.warpgroups]
-        self.mma_registers = {1: 256, 2: 240, 3: 160}[config.warpgroups]
+        self.load_registers, self.mma_registers = WARPGROUP_REGISTERS[config.warpgroups]
 
     def operands(self, a: cute.Tensor, b: cute.Tensor):
         config, dtype = self.config, a.element_type

@@ -1,0 +1,279 @@
+"""GPU architectures: one frozen row each, from the compute capability to the kernels' configurations.
+
+Integers only: no torch, no cutlass. What depends on an architecture looks it up here by its name; a name
+without a row raises ValueError, and a GPU without a row has no kernels (`of_capability` gives None).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+KIB = 1024
+WARPGROUP = 128
+ACCUMULATOR_STAGES = 2
+"""Tiles in tensor memory: one is filled while the other is read (Blackwell)."""
+
+WARPGROUP_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+"""Consumer warpgroups -> registers of a thread of the load warpgroup, and of a consumer (Hopper)."""
+
+EPILOGUE_REGISTERS = 32
+"""What a consumer thread needs beside its accumulators, at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a GEMM kernel cuts its work, whatever the architecture.
+
+    tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA takes at once; where accumulators are in
+        tensor memory, a tile_m of 256 is taken by a pair of CTAs.
+    warpgroups: consumer warpgroups of 128 threads, which hold the accumulators (Hopper; Blackwell: 1).
+    pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind
+        the MMAs of the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
+    cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
+    stages: slots of the ring of operand tiles in shared memory.
+    pace: k tiles between two steps of a cluster's progress, by which clusters keep together; 0: they do not.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    warpgroups: int
+    pingpong: bool
+    cluster_m: int
+    cluster_n: int
+    stages: int
+    pace: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig(Tiling):
+    """What a GEMM kernel is compiled for: a tiling on an architecture.
+
+    Raises ValueError when it is built, for an unknown architecture and for more shared memory, tensor memory
+    or registers than a CTA there has.
+    """
+
+    arch: str
+
+    def __post_init__(self) -> None:
+        row = architecture(self.arch)
+        for what, used, most in (
+            ("bytes of shared memory", self.shared_memory, row.shared_memory),
+            ("columns of tensor memory", self.tmem_columns, row.tmem_columns),
+            ("registers a thread", self.accumulator_registers + EPILOGUE_REGISTERS, self.thread_registers),
+        ):
+            if used > most:
+                raise ValueError(f"config: got {used} {what}, want at most {most} on {self.arch}: {self}")
+
+    @property
+    def row(self) -> Architecture:
+        return architecture(self.arch)
+
+    @property
+    def turns(self) -> int:
+        """Warpgroups (or groups of them) that take turns at a CTA's tiles."""
+        return self.warpgroups if self.pingpong else 1
+
+    @property
+    def pair(self) -> int:
+        """CTAs that share a tile, each with a part of its operands."""
+        return 2 if self.row.tmem_columns and self.tile_m == 256 else 1
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def cluster_rows(self) -> int:
+        """Rows of A that a cluster takes at once."""
+        return self.tile_m * self.cluster_m // self.pair
+
+    @property
+    def cluster_columns(self) -> int:
+        """Columns of the vocabulary that a cluster takes at once."""
+        return self.tile_n * self.cluster_n
+
+    @property
+    def partials_per_window(self) -> int:
+        """Partials of one row and window: one for each warpgroup and CTA that sees columns of its own."""
+        return self.cluster_n * self.turns
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
+        return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16) + KIB
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of tensor memory, of which a power of two is allocated: the accumulators."""
+        return 1 << (ACCUMULATOR_STAGES * self.tile_n - 1).bit_length() if self.row.tmem_columns else 0
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Registers of a thread that hold accumulators throughout; 0 where tensor memory holds them."""
+        if self.row.tmem_columns:
+            return 0
+        return self.tile_m * self.tile_n * self.turns // (WARPGROUP * self.warpgroups)
+
+    @property
+    def thread_registers(self) -> int:
+        """Registers that a thread of the epilogue may have."""
+        return 255 if self.row.tmem_columns else WARPGROUP_REGISTERS[self.warpgroups][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSheet:
+    """A GPU by its data sheet: dense bf16 FLOP/s, bytes/s of memory, and the SMs that go with them."""
+
+    gpu: str
+    flops: float
+    memory: float
+    sms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A row.
+
+    name: what code is compiled for. capability: the compute capability of its GPUs. least_driver: the CUDA
+        version whose drivers are the first that load its code (docs/kernels.md).
+    mainloop: the module of cute_lce.kernels with its GEMM class.
+    sms: of a whole GPU. shared_memory: bytes that a CTA may have. tmem_columns: of tensor memory, 0: none.
+    l2: bytes. panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's
+        L2 serves each half of its SMs, and the windows in flight want the rest of it; Blackwell's is the same
+        share of its L2.
+    dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
+    data_sheet: peaks for `cute-lce plan`.
+    forward: tilings among which the forward chooses: the first for many tokens, which also keeps (it stores
+        between MMAs: its epilogue hides best), and one for what would leave half of a pair idle.
+    gradients: the tiling of both gradients' GEMMs.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    least_driver: tuple[int, int]
+    mainloop: str
+    sms: int
+    shared_memory: int
+    tmem_columns: int
+    l2: int
+    panel: int
+    dense_flops_per_clock: int
+    data_sheet: DataSheet
+    forward: tuple[Tiling, ...]
+    gradients: Tiling
+
+    @functools.cached_property
+    def configs(self) -> tuple[KernelConfig, ...]:
+        """The configurations among which a forward chooses."""
+        return tuple(self._configure(tiling) for tiling in self.forward)
+
+    @property
+    def keep_config(self) -> KernelConfig:
+        """The configuration of a forward that keeps, and of the backward's logits."""
+        return self.configs[0]
+
+    @functools.cached_property
+    def gradient_config(self) -> KernelConfig:
+        """The configuration of both gradients' GEMMs."""
+        return self._configure(self.gradients)
+
+    def _configure(self, tiling: Tiling) -> KernelConfig:
+        return KernelConfig(arch=self.name, **{name: getattr(tiling, name) for name in _TILING})
+
+
+_TILING = tuple(Tiling.__dataclass_fields__)
+
+
+class Gpu(NamedTuple):
+    """What a plan is made for: the name of an architecture, and how many SMs there are."""
+
+    arch: str
+    sms: int
+
+    @property
+    def row(self) -> Architecture:
+        return architecture(self.arch)
+
+
+def architecture(name: str) -> Architecture:
+    """The row of an architecture. Raises ValueError for a name that has none."""
+    row = ARCHITECTURES.get(name)
+    if row is None:
+        raise ValueError(f"arch: got {name!r}, want one of {', '.join(map(repr, ARCHITECTURES))}")
+    return row
+
+
+def of_capability(capability: tuple[int, int]) -> Architecture | None:
+    """The row of the GPUs of a compute capability; None where there are no kernels for them."""
+    return next((row for row in ARCHITECTURES.values() if row.capability == capability), None)
+
+
+_HOPPER = Tiling(
+    tile_m=128,
+    tile_n=192,
+    tile_k=64,
+    warpgroups=2,
+    pingpong=True,
+    cluster_m=2,
+    cluster_n=1,
+    stages=5,
+    pace=8,
+)
+_BLACKWELL = Tiling(
+    tile_m=256,
+    tile_n=256,
+    tile_k=64,
+    warpgroups=1,
+    pingpong=False,
+    cluster_m=2,
+    cluster_n=1,
+    stages=7,
+    pace=8,
+)
+
+_SM_90A = Architecture(
+    name="sm_90a",
+    capability=(9, 0),
+    least_driver=(12, 0),
+    mainloop="gemm_sm90",
+    sms=132,
+    shared_memory=227 * KIB,
+    tmem_columns=0,
+    l2=50 << 20,
+    panel=22 << 20,
+    dense_flops_per_clock=4096,
+    data_sheet=DataSheet(gpu="H100 SXM", flops=989.4e12, memory=3.35e12, sms=132),
+    forward=(_HOPPER, replace(_HOPPER, cluster_m=1)),
+    # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
+    # halves; and 256 columns ask the least of shared memory.
+    gradients=replace(_HOPPER, tile_n=256, pingpong=False, stages=4),
+)
+_SM_100A = Architecture(
+    name="sm_100a",
+    capability=(10, 0),
+    least_driver=(12, 8),
+    mainloop="gemm_sm100",
+    sms=148,
+    shared_memory=227 * KIB,
+    tmem_columns=512,
+    l2=126 << 20,
+    panel=55 << 20,
+    dense_flops_per_clock=8192,
+    data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
+    forward=(_BLACKWELL, replace(_BLACKWELL, tile_m=128, cluster_m=1, stages=4)),
+    gradients=_BLACKWELL,
+)
+_SM_103A = replace(
+    _SM_100A,
+    name="sm_103a",
+    capability=(10, 3),
+    least_driver=(12, 9),
+    data_sheet=DataSheet(gpu="B300", flops=2.25e15, memory=8.0e12, sms=148),
+)
+
+ARCHITECTURES = {row.name: row for row in (_SM_90A, _SM_100A, _SM_103A)}
+"""Name -> row. A new architecture is a row here and a mainloop; a new tile is a line in its row."""

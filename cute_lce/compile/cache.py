@@ -1,0 +1,236 @@
+"""The only place that compiles: its arguments are the key of a cache in memory and on disk.
+
+A kernel is looked up in memory, then on disk, then compiled and put into both. What the disk holds is a
+shared library made by the host's C compiler (`cc`, or what CC names) from the object that the DSL exports;
+loading one needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so a second process's
+first call does not import cutlass.
+
+A file's name is a hash of everything that it depends on: the arguments, the versions of the DSL, of its
+CUDA toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture. A file begins its
+life under a temporary name and is renamed when it is whole; it ends in a hash of its name and content, and
+one whose hash is another (cut off, altered, copied from another name) is a miss and is written again. Any
+number of processes may share a folder: each that misses compiles, all write the same, and the last one's
+stays. Stale temporary folders are deleted by the first compile an hour later.
+
+CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
+
+What is loaded is code, and a hash that anybody can compute does not say who wrote it. So the folder is made
+for its owner alone (0700, its files 0600), and a folder or file that another user owns, root too, or that
+group or others may write is refused with PermissionError. The path may lead through symbolic links: what
+counts is the folder at their end. A file that is a symbolic link is refused. A file is opened once; its
+owner, mode and hash are read from that descriptor, and the bytes that were hashed are the ones that are
+loaded, from memory (memfd_create).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..plan.kernels import Key
+from . import driver
+from .trace import trace
+
+_logger = logging.getLogger("cute_lce")
+_functions: dict[Key, Callable[..., None]] = {}
+_lock = threading.Lock()
+
+SOURCES = ("kernels/**/*.py", "compile/*.py", "arch.py", "arguments.py", "plan/kernels.py")
+"""Patterns of the files that a compile imports: a change to one of them is another compile."""
+SEAL_BYTES = 32
+TEMPORARY = ".compiling-"
+STALE_SECONDS = 3600
+
+
+def get(key: Key) -> Callable[..., None]:
+    """A compiled host function of kernels.entry, for any n, d, V and stripe; from memory in well under 1 us.
+
+    What it returns takes the arguments of its __call__ but the stream, which is torch's current one.
+    Raises RuntimeError where there is no C compiler to link with, ImportError where the DSL is not installed,
+    PermissionError where others could have written what the cache holds.
+    """
+    return _functions.get(key) or _get(key)
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels."""
+    explicit = os.environ.get("CUTE_LCE_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce"
+
+
+def _get(key: Key) -> Callable[..., None]:
+    with _lock:
+        function = _functions.get(key)
+        if function is None:
+            path = cache_dir() / f"{_digest(key)}.so"
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _private(path.parent) as folder:
+                function = _load(path, folder)
+                if function is None:
+                    _logger.info("compiling %s", key)
+                    _build(key, path)
+                    function = _load(path, folder)
+            if function is None:
+                raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
+            _functions[key] = function
+        return function
+
+
+@contextlib.contextmanager
+def _private(path: Path, folder: int | None = None) -> Iterator[int]:
+    """A descriptor, for looking only (O_PATH), of the cache's folder; given that, of a file in it.
+
+    Raises PermissionError for what others own or may write, FileNotFoundError for what is not there.
+    """
+    if folder is None:
+        descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    else:
+        descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        found, user = os.fstat(descriptor), os.geteuid()
+        kind, want = (stat.S_IFDIR, "folder") if folder is None else (stat.S_IFREG, "regular file")
+        if found.st_uid != user or found.st_mode & 0o022 or stat.S_IFMT(found.st_mode) != kind:
+            elsewhere = "name a folder of your own in CUTE_LCE_CACHE_DIR"
+            if folder is not None:
+                mend = f"remove it, or {elsewhere}"
+            else:
+                mend = f"chmod go-w {path}, or {elsewhere}" if found.st_uid == user else elsewhere
+            raise PermissionError(
+                f"{path}: got owner {found.st_uid} and mode {stat.filemode(found.st_mode)}, want a {want} of "
+                f"owner {user} that neither group nor others may write: what is cached here is run; {mend}"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def source_files(package: Path) -> list[Path]:
+    """Every file of the package that a compile imports."""
+    return sorted(path for pattern in SOURCES for path in package.glob(pattern))
+
+
+@functools.cache
+def _environment() -> str:
+    """Everything but the key that a compiled file depends on."""
+    versions = [
+        f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    ]
+    sources = hashlib.sha256()
+    package = Path(__file__).parent.parent
+    for path in source_files(package):
+        sources.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    toolkit, _ = driver.toolkit()
+    return repr((versions, toolkit, sources.hexdigest(), platform.system(), platform.machine()))
+
+
+def _digest(key: Key) -> str:
+    return hashlib.sha256((repr(key) + _environment()).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _runtime() -> Any:
+    """tvm_ffi, with the DSL's runtime library loaded for the compiled files to link against."""
+    import tvm_ffi
+
+    _, library = driver.toolkit()
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return tvm_ffi
+
+
+def _load(path: Path, folder: int) -> Callable[..., None] | None:
+    """The function in a compiled file, or None when there is none that can be used.
+
+    folder: a descriptor of the file's folder.
+    """
+    try:
+        with _private(path, folder) as file:
+            content = Path(f"/proc/self/fd/{file}").read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        # The loader maps what the headers promise: a file that was cut off would end the process.
+        if content[-SEAL_BYTES:] != _seal(path.name, content[:-SEAL_BYTES]):
+            raise ValueError("not what was written under this name")
+        return _load_bytes(path.name, content)
+    except ImportError:
+        raise
+    except Exception as error:
+        # It stays until it is replaced: another process may be about to load what it put there just now.
+        _logger.warning("%s: cannot be loaded (%s), compiling it again", path, error)
+        return None
+
+
+def _load_bytes(name: str, library: bytes) -> Callable[..., None]:
+    """The function in a shared library's bytes; its name is for maps and debuggers."""
+    descriptor = os.memfd_create(name)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(library)
+        # As tvm_ffi.load_module does for a path that ends in .so.
+        load, keep_loaded = map(
+            _runtime().get_global_func, ("ffi.Module.load_from_file.so", "ffi.ModuleGlobalsAdd")
+        )
+        module = load(f"/proc/self/fd/{descriptor}", "so")
+        keep_loaded(module)
+        function = module["kernel"]
+    except BaseException:
+        os.close(descriptor)
+        raise
+    # It stays open: dlopen knows a library by its path, and gives this one to whoever comes with it again.
+    return function
+
+
+def _seal(name: str, library: bytes) -> bytes:
+    """What a compiled file ends in, behind all that the loader looks at: a hash of its name and content."""
+    return hashlib.sha256(name.encode() + b"\0" + library).digest()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes left that were killed while they compiled: no compile takes so long.
+
+    Others may sweep at the same time; what is gone already is no error.
+    """
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _build(key: Key, path: Path) -> None:
+    """Compile into `path`, which appears whole or not at all."""
+    _sweep(path.parent)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
+        compiled = Path(folder, "kernel.o")
+        trace(key).export_to_c(str(compiled), function_name="kernel", export_only_tvm_ffi_symbols=True)
+        linked = Path(folder, "kernel.so")
+        compiler = os.environ.get("CC", "cc")
+        try:
+            subprocess.run(
+                [compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True
+            )
+        except FileNotFoundError:
+            raise RuntimeError(
+                f"{compiler}: not found; a C compiler links the compiled kernels (set CC)"
+            ) from None
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"{compiler}: could not link {compiled}: {error.stderr}") from error
+        linked.write_bytes((library := linked.read_bytes()) + _seal(path.name, library))
+        linked.chmod(0o600)
+        os.replace(linked, path)

@@ -1,0 +1,28 @@
+"""What compiles: a key, with the DSL, for an architecture that need not be this machine's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan.kernels import BackwardKey, ForwardKey, Key
+
+
+def compile_options(arch: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def trace(key: Key, extra_options: str = "") -> Any:
+    """Compile a key without any cache. The DSL is imported here, and nowhere earlier.
+
+    extra_options: of cute.compile; with "--keep-ptx --keep-cubin --dump-dir DIR" the result has __ptx__ and
+    __cubin__. Raises TypeError for what is no key.
+    """
+    if isinstance(key, ForwardKey):
+        from ..kernels.entry.forward import compile_forward
+
+        return compile_forward(*key, options=f"{compile_options(key.config.arch)} {extra_options}".strip())
+    if isinstance(key, BackwardKey):
+        from ..kernels.entry.backward import compile_backward
+
+        return compile_backward(*key, options=f"{compile_options(key.logits.arch)} {extra_options}".strip())
+    raise TypeError(f"key: got {type(key).__name__}, want a ForwardKey or BackwardKey")

@@ -1,0 +1,145 @@
+"""What serves a call: the Protocol of streaming/ and launch/, and what passes between them and ops/.
+
+Two may be mixed: all that passes from a forward to a backward are the row statistics, and what is kept, which
+is private to one implementation. Both passes come in phases, which run back to back on one device; with the
+vocabulary sharded, collectives stand between them.
+
+Shapes, with "acc" for float32 (float64 for float64):
+    hidden (n, d), weight (V, d): one dtype, any strides. target (n,): int64 or int32, any stride.
+    loss: acc, () for "mean" and "sum", (n,) for "none". dloss: loss's shape and dtype, any strides.
+    row_max, row_sum: acc (n,), sum_v exp(z_v) = row_sum exp(row_max). row_sum is nan where the target is
+        out of range, from which every gradient of that row becomes nan. An ignored row has its ordinary
+        statistics.
+    num_valid: int64 (), the targets that are not ignored.
+    A row's loss is log(row_sum) + (row_max - target_logit), which has no cancellation under a common offset
+    of its logits.
+    The accumulators: acc (n, d) and (V, d), the gradients of the sum of the rows' losses.
+    dinput (n, d), dweight (V, d): hidden's dtype, contiguous.
+
+Nothing synchronises with a device, except that on a CPU the targets are checked. No argument is written to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .arguments import Operands
+from .options import LossOptions
+from .plan.problem import NO_LIMITS, Limits, Problem
+
+
+class Request(NamedTuple):
+    """What is asked of an implementation, beside operands and loss.
+
+    limits: window, columns of the vocabulary at once, and workspace, bytes that may be allocated beyond the
+    results; 0: the implementation's choice. kept_columns: of the vocabulary, from the first. need_dinput,
+    need_dweight: which gradients will be wanted. statistics: whether results beyond the loss are.
+    """
+
+    limits: Limits = NO_LIMITS
+    kept_columns: int = 0
+    need_dinput: bool = True
+    need_dweight: bool = True
+    statistics: bool = True
+
+
+class Results(NamedTuple):
+    """Of a forward. Where nothing beyond the loss was asked for, the others may be None; kept and kept_scale
+    are None where nothing is kept."""
+
+    loss: Tensor
+    row_max: Tensor | None = None
+    row_sum: Tensor | None = None
+    num_valid: Tensor | None = None
+    kept: Tensor | None = None
+    kept_scale: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What a backward has from its forward: the operands, and its results without the loss."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    num_valid: Tensor
+    kept: Tensor | None = None
+    kept_scale: Tensor | None = None
+
+    @property
+    def operands(self) -> Operands:
+        return Operands(self.hidden, self.weight, self.target)
+
+
+class Forward(Protocol):
+    """A forward prepared for operands of one kind (devices, dtypes, shapes, strides) and a loss's static
+    fields; it may serve any such call."""
+
+    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+        """Up to the statistics of the rows, and what can be formed with them already."""
+        ...
+
+    def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
+        """What the loss and the kept columns need of the merged statistics; the complete results."""
+        ...
+
+
+class Backward(Protocol):
+    """A backward of one call, begun. The phases are called once each, in this order."""
+
+    def dinput(self) -> Tensor | None:
+        """The gradient by hidden, if it was asked for, and what else has to be done before it is complete."""
+        ...
+
+    def dweight(self) -> Tensor | None:
+        """The gradient by weight, if it was asked for."""
+        ...
+
+
+class Accumulated(NamedTuple):
+    """What grad_in_forward gives: the loss, and both gradients of the sum of the rows' losses."""
+
+    loss: Tensor
+    num_valid: Tensor
+    dinput: Tensor | None
+    dweight: Tensor | None
+
+
+class Implementation(Protocol):
+    """streaming.STREAMING and launch.KERNELS."""
+
+    def choose(
+        self,
+        problem: Problem,
+        dtype: torch.dtype,
+        device_type: str,
+        schedule: str,
+        reduction: str,
+        limits: Limits,
+    ) -> tuple[str, int]:
+        """(schedule, columns to keep): "recompute", "keep" or "grad_in_forward". Sizes may be symbolic.
+
+        Raises ValueError naming the least workspace_mb where the one given is too small, and naming schedule
+        where the one asked for cannot serve the call.
+        """
+        ...
+
+    def forward(self, operands: Operands, loss: LossOptions, request: Request) -> Forward: ...
+
+    def empty_kept(self, hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
+        """Uninitialised (kept, kept_scale) of the shapes and dtypes that a forward's results have."""
+        ...
+
+    def backward(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> Backward: ...
+
+    def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated: ...
+
+    def scale_gradients(
+        self, dloss: Tensor, accumulated: Accumulated, reduction: str, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(dinput, dweight): the accumulators times the upstream gradient, rounded once. `loss` is unused."""
+        ...

@@ -1,0 +1,129 @@
+"""The forward's host function: the GEMM with the row statistics, then the combine kernel."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint16
+
+from cute_lce.arch import KernelConfig
+from cute_lce.arguments import ForwardOutputs, KeepOutputs, LossArguments, Operands, Sweep
+from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
+from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
+from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
+from cute_lce.kernels.keep import Finish, KeepTensors, References
+from cute_lce.kernels.mainloop import mainloop
+
+
+@cute.kernel
+def clear(counters: cute.Tensor):
+    """Zero up to 32 counters."""
+    thread = cute.arch.thread_idx()[0]
+    if thread < cute.size(counters):
+        counters[thread] = Int32(0)
+
+
+class Forward:
+    """Loss and row statistics of hidden @ weight.T; see cute_lce.arguments for what is read and written.
+
+    Args:
+        config: tiles, cluster, stages.
+        keeps: whether it also keeps the exponentials of the first columns; see kernels.keep.
+    """
+
+    def __init__(self, config: KernelConfig, keeps: bool):
+        gemm = mainloop(config)
+        self.keeps = keeps
+        self.unit = gemm.fragment_columns(config)
+        self.gemm = gemm(
+            config,
+            KeepEpilogue(config.tile_n, self.unit, gemm.threads_per_row)
+            if keeps
+            else ForwardEpilogue(config.tile_n, gemm.threads_per_row),
+        )
+        self.references = References()
+        self.finish = Finish(self.unit)
+        self.combine = Combine()
+        self.partials_per_window = config.partials_per_window
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: Operands,
+        loss: LossArguments,
+        outputs: ForwardOutputs,
+        sweep: Sweep,
+        keep: KeepOutputs,
+        stream: cuda.CUstream,
+    ):
+        hidden, weight, target = operands
+        n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
+        count = sweep.gemm.windows * self.partials_per_window
+        # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
+        counters = cute.make_ptr(Int32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
+        progress = cute.make_tensor(counters, cute.make_layout(1))
+        arrived = cute.make_tensor(counters + 1, cute.make_layout(1))
+        floats = cute.make_ptr(Float32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
+        partials = cute.make_tensor(floats + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1)))
+        target_logit = cute.make_tensor(partials.iterator + Int64(count) * n * 2, cute.make_layout(n))
+        blocks = cute.make_tensor(
+            target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, ROWS), 2), stride=(2, 1))
+        )
+        row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
+        if sweep.gemm.paced != 0:
+            clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+        tensors = ForwardTensors(target, partials, target_logit, arrived, vocab)
+        kept = self._keep_tensors(keep, hidden.element_type, n)
+        if cutlass.const_expr(self.keeps):
+            self.references(hidden, weight, target, kept, stream)
+            tensors = KeepForwardTensors(tensors, kept, loss.ignore_index)
+        self.gemm(hidden, weight, tensors, progress, sweep, stream)
+        self.combine(
+            CombineTensors(
+                vocab=vocab,
+                ignore_index=loss.ignore_index,
+                reduction=loss.reduction,
+                target=target,
+                partials=partials,
+                target_logit=target_logit,
+                row_max=row_max,
+                row_sum=row_sum,
+                loss=vector(Float32, outputs.loss, n),
+                num_valid=vector(Int64, outputs.num_valid, 1),
+                blocks=blocks,
+                arrived=arrived,
+            ),
+            stream,
+        )
+        if cutlass.const_expr(self.keeps):
+            self.finish(kept, target, target_logit, row_max, row_sum, loss.ignore_index, stream)
+
+    @cute.jit
+    def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:
+        notes = cute.make_ptr(Uint16, keep.workspace + Int64(n) * 8, cute.AddressSpace.gmem, assumed_align=2)
+        return KeepTensors(
+            kept=matrix(element, keep.kept, n, keep.columns, keep.pitch),
+            reference=vector(Float32, keep.workspace, n),
+            raised=cute.make_tensor(
+                notes, cute.make_layout((cute.ceil_div(keep.columns, self.unit), n), stride=(Int64(n), 1))
+            ),
+            most_raised=vector(Int32, keep.workspace + Int64(n) * 4, n),
+            kept_scale=vector(Float32, keep.kept_scale, n),
+            columns=keep.columns,
+        )
+
+
+def compile_forward(
+    config: KernelConfig, dtype: str, target_dtype: str, keeps: bool = False, *, options: str
+):
+    """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
+    return cute.compile(
+        Forward(config, keeps),
+        example_operands(dtype, target_dtype),
+        example(LossArguments),
+        example(ForwardOutputs),
+        example(Sweep),
+        example(KeepOutputs),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )

@@ -1,0 +1,114 @@
+"""The epilogue of the backward's logits: dlogits, rounded and stored."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_lce.kernels import row_stats
+from cute_lce.kernels.epilogues.statistics import NO_COLUMN
+from cute_lce.kernels.epilogues.store import store_rows
+
+
+class DlogitsTensors(NamedTuple):
+    """Global memory of the backward's first epilogue, for a stripe of the vocabulary, and its sizes.
+
+    target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
+    one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned:
+    what is written.
+    first: the stripe's first column. vocab: the stripe's columns. mean: whether the loss was divided by
+    num_valid.
+    """
+
+    target: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    dloss: cute.Tensor
+    num_valid: cute.Tensor
+    dlogits: cute.Tensor
+    ignore_index: Int64
+    first: Int32
+    vocab: Int32
+    mean: Int32
+
+
+class DlogitsState(NamedTuple):
+    """Per thread and row: what logits are relative to, what exponentials and the onehot are multiplied by,
+    the column of the target in the stripe, and whether the row counts."""
+
+    ref: cute.Tensor
+    factor: cute.Tensor
+    onehot: cute.Tensor
+    target: cute.Tensor
+    counts: cute.Tensor
+
+
+class DlogitsEpilogue:
+    """dlogits = grad_scale (softmax - onehot), rounded once; an ignored row's are 0, whatever its logits.
+
+    Args:
+        tile_n: columns of a tile.
+        scaled: whether grad_scale, a row's upstream gradient, is in the dlogits. float16 lacks the range
+            for it and leaves it to the gradients' epilogues.
+    """
+
+    def __init__(self, tile_n: int, threads_per_row: int, scaled: bool):
+        self.tile_n = tile_n
+        self.threads_per_row = threads_per_row
+        self.scaled = scaled
+
+    @cute.jit
+    def begin(self, tensors: DlogitsTensors, rows: cute.Tensor) -> DlogitsState:
+        count = cute.size(rows)
+        ref, factor, onehot = (cute.make_rmem_tensor(count, Float32) for _ in range(3))
+        target, counts = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
+        for r in cutlass.range_constexpr(count):
+            ref[r], factor[r], onehot[r] = Float32(0.0), Float32(0.0), Float32(0.0)
+            target[r], counts[r] = Int32(NO_COLUMN), Int32(0)
+            if rows[r] < cute.size(tensors.target):
+                index = Int64(tensors.target[rows[r]])
+                if index != tensors.ignore_index:
+                    counts[r] = Int32(1)
+                    scale = Float32(1.0)
+                    if cutlass.const_expr(self.scaled):
+                        scale = tensors.dloss[rows[r]]
+                        if tensors.mean != 0:
+                            scale = scale / Float32(tensors.num_valid[0])
+                    ref[r] = row_stats.reference(tensors.row_max[rows[r]])
+                    factor[r] = scale / tensors.row_sum[rows[r]]
+                    onehot[r] = scale
+                    index = index - tensors.first
+                    if index >= 0 and index < tensors.vocab:
+                        target[r] = Int32(index)
+        return DlogitsState(ref, factor, onehot, target, counts)
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: DlogitsTensors,
+        state: DlogitsState,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        rows: cute.Tensor,
+        cols: cute.Tensor,
+        tile: Int32,
+    ):
+        first = tile * self.tile_n
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            for c in cutlass.range_constexpr(cute.size(cols)):
+                frag[r, c] = state.factor[r] * cute.math.exp2(
+                    (frag[r, c] - state.ref[r]) * Float32(row_stats.LOG2_E), fastmath=True
+                )
+            column = state.target[r] - first
+            if column >= 0 and column < self.tile_n:
+                for c in cutlass.range_constexpr(cute.size(cols)):
+                    if cols[c] == column:
+                        frag[r, c] = frag[r, c] - state.onehot[r]
+            if state.counts[r] == 0:
+                for c in cutlass.range_constexpr(cute.size(cols)):
+                    frag[r, c] = Float32(0.0)
+        store_rows(tensors.dlogits, frag, rows, cols, first, self.threads_per_row)
+
+    @cute.jit
+    def end(self, tensors: DlogitsTensors, state: DlogitsState, rows: cute.Tensor, window: Int32):
+        pass

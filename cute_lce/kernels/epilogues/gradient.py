@@ -1,0 +1,72 @@
+"""The epilogue of a gradient's GEMM: factors, the sum over stripes, one rounding."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_lce.kernels.epilogues.store import add_pairs, store_pairs, store_rows
+
+
+class GradientTensors(NamedTuple):
+    """Global memory of a gradient's epilogue.
+
+    out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`,
+    written unless `last`. factor (m,) fp32 with any stride (0: one number): what the product's rows are
+    multiplied by; at address 0: ones.
+    """
+
+    out: cute.Tensor
+    accumulator: cute.Tensor
+    factor: cute.Tensor
+    first: Int32
+    last: Int32
+
+
+class GradientEpilogue:
+    """A product whose rows are scaled, added to those of earlier stripes in fp32, and after the last one
+    rounded once.
+
+    Args:
+        tile_n: columns of a tile.
+    """
+
+    def __init__(self, tile_n: int, threads_per_row: int):
+        self.tile_n = tile_n
+        self.threads_per_row = threads_per_row
+
+    @cute.jit
+    def begin(self, tensors: GradientTensors, rows: cute.Tensor):
+        factor = cute.make_rmem_tensor(cute.size(rows), Float32)
+        scaled = tensors.factor.iterator.toint() != 0
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            factor[r] = Float32(1.0)
+            if scaled and rows[r] < cute.size(tensors.out, mode=[0]):
+                factor[r] = tensors.factor[rows[r]]
+        return factor
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: GradientTensors,
+        factor: cute.Tensor,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        rows: cute.Tensor,
+        cols: cute.Tensor,
+        tile: Int32,
+    ):
+        first = tile * self.tile_n
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            for c in cutlass.range_constexpr(cute.size(cols)):
+                frag[r, c] = frag[r, c] * factor[r]
+        if tensors.first == 0:
+            add_pairs(tensors.accumulator, frag, rows, cols, first)
+        if tensors.last == 0:
+            store_pairs(tensors.accumulator, frag, rows, cols, first)
+        else:
+            store_rows(tensors.out, frag, rows, cols, first, self.threads_per_row)
+
+    @cute.jit
+    def end(self, tensors: GradientTensors, factor: cute.Tensor, rows: cute.Tensor, window: Int32):
+        pass

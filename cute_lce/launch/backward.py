@@ -1,0 +1,206 @@
+"""The paper's Algorithm 2 in stripes: logits again, dlogits, the gradients' GEMMs (kernels.entry)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..arguments import (
+    REDUCTIONS,
+    Dlogits,
+    Gradients,
+    LossArguments,
+    Operands,
+    Statistics,
+    Upstream,
+)
+from ..compile import cache
+from ..implementation import Request, Saved
+from ..options import LossOptions
+from ..plan import backward as plans
+from ..plan.kernels import BackwardKey
+from ..plan.problem import Limits, Problem, round_up
+from ..streaming.rows import row_upstream
+from .device import aligned_rows, dtype_name, gpu_of, template
+
+ALIGNMENT = 256
+"""Bytes at whose multiples the parts of a workspace begin."""
+COUNTERS = 3
+"""int32 counters of progress that a stripe has, one a GEMM."""
+
+
+class _Prepared:
+    """Decided once for backwards of one kind: the plan, and where things lie in the workspace."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        target_dtype: torch.dtype,
+        problem: Problem,
+        kept: int,
+        limits: Limits,
+    ):
+        n, d = problem.n, problem.d
+        chosen = plans.plan(gpu_of(device), problem, kept, limits)
+        configs = chosen.logits, chosen.dhidden, chosen.dweight
+        self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target_dtype)))
+        self.kept, self.pitch, self.stripes = kept, chosen.pitch, chosen.stripes
+        self.paced = any(
+            stripe.logits.paced or stripe.dhidden.paced or stripe.dweight.paced for stripe in self.stripes
+        )
+        total = 0
+
+        def part(size: int) -> int:
+            """The offset of so many bytes."""
+            nonlocal total
+            offset, total = total, total + round_up(size, ALIGNMENT)
+            return offset
+
+        self.kept_factor = part(4 * n if kept else 0)
+        self.kept_hidden = part(n * d * dtype.itemsize if kept and problem.need_dweight else 0)
+        self.dlogits = part(n * chosen.pitch * dtype.itemsize)
+        self.accumulator = part(4 * n * d if problem.need_dinput and len(self.stripes) > 1 else 0)
+        self.workspace = template(device, torch.uint8, total)
+
+
+_prepare = functools.lru_cache(maxsize=4096)(_Prepared)
+
+
+def backward(
+    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request
+) -> KernelBackward | EmptyBackward:
+    if saved.hidden.shape[0] == 0:
+        return EmptyBackward(saved, request)
+    return KernelBackward(dloss, saved, loss, request)
+
+
+class EmptyBackward:
+    """The gradients of no rows."""
+
+    def __init__(self, saved: Saved, request: Request):
+        self._saved, self._request = saved, request
+
+    def dinput(self) -> Tensor | None:
+        return _zeros(self._saved.hidden) if self._request.need_dinput else None
+
+    def dweight(self) -> Tensor | None:
+        return _zeros(self._saved.weight) if self._request.need_dweight else None
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+
+
+class KernelBackward:
+    """See implementation.Backward. `dinput` launches every stripe's three GEMMs.
+
+    float16 cannot hold upstream / n: its dlogits are softmax - onehot, dinput's rows are scaled when they
+    are rounded, and dweight is made with a copy of the hidden rows scaled by factor / max factor, the
+    maximum applied at the end.
+    Columns that were kept need no dlogits: a row's factor is its upstream gradient times kept_scale.
+    """
+
+    def __init__(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request):
+        self._dloss, self._saved, self._loss, self._request = dloss, saved, loss, request
+        self._features = saved.hidden.shape[1]
+        self._dweight: Tensor | None = None
+
+    def dinput(self) -> Tensor | None:
+        dloss, saved, loss = self._dloss, self._saved, self._loss
+        hidden, weight = aligned_rows("input", saved.hidden), aligned_rows("linear_weight", saved.weight)
+        target = saved.target if saved.target.stride(0) == 1 else saved.target.contiguous()
+        n, d = hidden.shape
+        V, device, dtype = weight.shape[0], hidden.device, hidden.dtype
+        half = dtype is torch.float16
+        need_dinput, need_dweight = self._request.need_dinput, self._request.need_dweight
+        prepared = _prepare(
+            device,
+            dtype,
+            target.dtype,
+            Problem(n, d, V, half, need_dinput, need_dweight),
+            0 if saved.kept is None else min(saved.kept.shape[1], V),
+            self._request.limits,
+        )
+        scratch = torch.empty_like(prepared.workspace)
+        start = scratch.data_ptr()
+        dinput = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_dinput else None
+        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_dweight else None
+        recomputed = Dlogits(
+            dlogits=start + prepared.dlogits,
+            pitch=prepared.pitch,
+            factor=0,
+            factor_stride=0,
+            weight_factor=0,
+            hidden=hidden.data_ptr(),
+            hidden_pitch=hidden.stride(0),
+            kept_scale=0,
+        )
+        if half:
+            factor, greatest, scaled_hidden = _split_factor(hidden, target, dloss, saved.num_valid, loss)
+            recomputed = recomputed._replace(
+                factor=factor.data_ptr(),
+                factor_stride=1,
+                weight_factor=greatest.data_ptr(),
+                hidden=scaled_hidden.data_ptr(),
+                hidden_pitch=d,
+            )
+        read = recomputed
+        if saved.kept is not None and saved.kept_scale is not None:
+            read = Dlogits(
+                dlogits=saved.kept.data_ptr(),
+                pitch=saved.kept.stride(0),
+                factor=start + prepared.kept_factor,
+                factor_stride=1,
+                weight_factor=0,
+                hidden=start + prepared.kept_hidden,
+                hidden_pitch=d,
+                kept_scale=saved.kept_scale.data_ptr(),
+            )
+        groups = (
+            Operands(hidden, weight, target),
+            LossArguments(ignore_index=loss.ignore_index, reduction=REDUCTIONS[loss.reduction]),
+            Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0),
+            Statistics(
+                row_max=saved.row_max.data_ptr(),
+                row_sum=saved.row_sum.data_ptr(),
+                num_valid=saved.num_valid.data_ptr(),
+            ),
+            Gradients(
+                dhidden=0 if dinput is None else dinput.data_ptr(),
+                dweight=0 if dweight is None else dweight.data_ptr(),
+                accumulator=start + prepared.accumulator,
+            ),
+        )
+        progress = 0
+        if prepared.paced:
+            counters = torch.zeros((COUNTERS * len(prepared.stripes),), dtype=torch.int32, device=device)
+            progress = counters.data_ptr()
+        for stripe in prepared.stripes:
+            source = read if stripe.first < prepared.kept else recomputed
+            prepared.function(*groups, source, stripe, progress)
+            progress += 4 * COUNTERS
+        self._dweight = dweight
+        return self._without_padding(dinput)
+
+    def dweight(self) -> Tensor | None:
+        return self._without_padding(self._dweight)
+
+    def _without_padding(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or gradient.shape[1] == self._features:
+            return gradient
+        return gradient[:, : self._features].contiguous()
+
+
+def _split_factor(
+    hidden: Tensor, target: Tensor, dloss: Tensor, num_valid: Tensor, loss: LossOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float16's (factors of dinput's rows, the greatest of them, hidden's rows times the rest of theirs)."""
+    ignored = target == loss.ignore_index
+    factor = torch.where(ignored, 0, row_upstream(dloss, num_valid, loss.reduction))
+    greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+    scaled = hidden * (factor / greatest).unsqueeze(1)
+    scaled = scaled.masked_fill_(ignored.unsqueeze(1), 0).to(hidden.dtype).contiguous()
+    return factor, greatest, scaled

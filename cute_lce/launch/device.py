@@ -1,0 +1,80 @@
+"""Devices that have kernels, and tensors as the kernels want them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from .. import arch
+from ..arch import Gpu
+from ..compile import driver
+
+_logger = logging.getLogger("cute_lce")
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for tensors of this device and dtype."""
+    return dtype in DTYPES and arch.of_capability(torch.cuda.get_device_capability(device)) is not None
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """What plans are made for. Raises RuntimeError where the device's driver cannot load the kernels."""
+    properties = torch.cuda.get_device_properties(device)
+    row = arch.of_capability((properties.major, properties.minor))
+    name = f"{device} ({properties.name}, compute capability {properties.major}.{properties.minor})"
+    if row is None:
+        raise RuntimeError(f"{name}: there are no kernels for it")
+    driver.check_driver(row, name)
+    return Gpu(row.name, properties.multi_processor_count)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=4096)
+def template(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """To allocate others like: empty_like takes two thirds of the time of empty. Its values may not be read.
+
+    It owns no memory: what it took of a CUDA graph's pool and kept would be a leak there. Its storage is
+    emptied last, since a view of an empty one is refused.
+    """
+    like = torch.empty((), dtype=dtype, device=device).expand(shape)
+    like.untyped_storage().resize_(0)
+    return like
+
+
+def in_place(tensor: Tensor) -> bool:
+    """Whether TMA can read a matrix with these strides, if it begins at a multiple of 16 bytes."""
+    rows, d = tensor.shape
+    pitch = tensor.stride(0) if rows > 1 else d
+    return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
+
+
+def aligned_rows(name: str, tensor: Tensor) -> Tensor:
+    """The tensor if TMA can read its rows, else a copy whose rows are padded with zeros to 16 bytes."""
+    if in_place(tensor) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    rows, d = tensor.shape
+    copy = tensor.new_zeros(rows, -(-d // 8) * 8)
+    copy[:, :d] = tensor
+    _log_copy(name, tuple(tensor.shape), tuple(tensor.stride()), copy.nbytes)
+    return copy
+
+
+@functools.cache
+def _log_copy(name: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> None:
+    _logger.warning(
+        "%s of shape %s and strides %s: the kernels want consecutive features, a multiple of 8 of them, and "
+        "rows that begin at multiples of 16 bytes; every call makes a padded copy of %d bytes",
+        name,
+        shape,
+        stride,
+        nbytes,
+    )

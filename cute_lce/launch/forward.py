@@ -1,0 +1,140 @@
+"""The paper's Algorithm 1 with windows: one GEMM whose logits stay in registers, and one small kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..arguments import REDUCTIONS, ForwardOutputs, KeepOutputs, LossArguments, Operands
+from ..compile import cache
+from ..implementation import Request, Results
+from ..options import LossOptions
+from ..plan import forward as plans
+from ..plan.kernels import ForwardKey
+from ..plan.memory import kept_bytes, note_bytes
+from ..plan.problem import round_up
+from .device import aligned_rows, dtype_name, gpu_of, in_place, template
+
+_NOTHING_KEPT = KeepOutputs(kept=0, kept_scale=0, workspace=0, pitch=0, columns=0)
+
+
+def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised: exponentials (n, kept_columns rounded up to 8), and a factor a row, (n,) fp32."""
+    n = hidden.shape[0]
+    return hidden.new_empty((n, round_up(kept_columns, 8))), hidden.new_empty((n,), dtype=torch.float32)
+
+
+def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelForward | EmptyForward:
+    """A forward for hidden (n, d) and weight (V, d), both bfloat16 or both float16, any strides; target (n,).
+
+    What the kernels cannot read in place is copied (`aligned_rows`). Its statistics are fp32. A target out of
+    range makes its row's loss and row_sum nan. With n = 0 nothing is launched. A call allocates the results,
+    the plan's workspace (4 workspace_floats bytes) and the copies; never synchronises; runs on torch's
+    current stream of hidden's device. Raises what `cache.get` does, on the first call of a
+    configuration.
+    """
+    if operands.hidden.shape[0] == 0:
+        return EmptyForward(request.kept_columns)
+    return KernelForward(operands, loss, request)
+
+
+@dataclass(frozen=True)
+class EmptyForward:
+    """What a forward of no rows returns without launching anything."""
+
+    kept_columns: int
+
+    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+        rows = operands.hidden.new_zeros((0,), dtype=torch.float32)
+        return Results(
+            rows if loss.reduction == "none" else rows.new_zeros(()),
+            rows.new_empty((0,)),
+            rows.new_empty((0,)),
+            rows.new_zeros((), dtype=torch.int64),
+            *(empty_kept(operands.hidden, self.kept_columns) if self.kept_columns else ()),
+        )
+
+    def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
+        return results
+
+
+class KernelForward:
+    """See implementation.Forward. One launch sequence makes statistics, loss and what is kept."""
+
+    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
+        hidden, weight, target = operands
+        device, (n, d) = hidden.device, hidden.shape
+        kept = request.kept_columns
+        # A pointer is looked at in every call.
+        self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
+        gpu, limits = gpu_of(device), request.limits
+        if kept and limits.workspace:
+            left = limits.workspace - kept_bytes(n, kept) - note_bytes(n, kept)
+            limits = limits._replace(workspace=max(left, 1))
+        config = gpu.row.keep_config if kept else None
+        chosen = plans.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, config)
+        key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
+        self.function = cache.get(key)
+        self.sweep = chosen.sweep
+        self.reduction = REDUCTIONS[loss.reduction]
+        self.wants_statistics, self.kept_columns = request.statistics, kept
+        self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
+        self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
+        # The statistics that nobody wants stand behind the workspace, the count at a multiple of 8 bytes.
+        self.behind = 4 * round_up(chosen.workspace_floats, 2)
+        extra = 0 if self.wants_statistics else 2 * n + 3
+        self.workspace = template(device, torch.float32, chosen.workspace_floats + extra)
+        self.notes = template(device, torch.uint8, note_bytes(n, kept))
+
+    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+        hidden, weight, target = operands
+        if not self.in_place or (hidden.data_ptr() | weight.data_ptr()) % 16:
+            hidden, weight = aligned_rows("input", hidden), aligned_rows("linear_weight", weight)
+            target = target.contiguous()
+        total, scratch = torch.empty_like(self.loss), torch.empty_like(self.workspace)
+        workspace = scratch.data_ptr()
+        if self.wants_statistics:
+            row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
+            num_valid = torch.empty_like(self.count)
+            results = Results(total, row_max, row_sum, num_valid)
+            outputs = ForwardOutputs(
+                loss=total.data_ptr(),
+                row_max=row_max.data_ptr(),
+                row_sum=row_sum.data_ptr(),
+                num_valid=num_valid.data_ptr(),
+                workspace=workspace,
+            )
+        else:
+            results, behind = Results(total), workspace + self.behind
+            outputs = ForwardOutputs(
+                loss=total.data_ptr(),
+                row_max=behind + 8,
+                row_sum=behind + 8 + 4 * hidden.shape[0],
+                num_valid=behind,
+                workspace=workspace,
+            )
+        keep = _NOTHING_KEPT
+        if self.kept_columns:
+            kept, kept_scale = empty_kept(operands.hidden, self.kept_columns)
+            notes = torch.empty_like(self.notes)
+            keep = KeepOutputs(
+                kept=kept.data_ptr(),
+                kept_scale=kept_scale.data_ptr(),
+                workspace=notes.data_ptr(),
+                pitch=kept.stride(0),
+                columns=self.kept_columns,
+            )
+            results = results._replace(kept=kept, kept_scale=kept_scale)
+        self.function(
+            Operands(hidden, weight, target),
+            LossArguments(ignore_index=loss.ignore_index, reduction=self.reduction),
+            outputs,
+            self.sweep,
+            keep,
+        )
+        return results
+
+    def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
+        return results

@@ -1,0 +1,220 @@
+"""The way of a call: autocast, what needs a gradient, which schedule, flat rows, the implementation, a view.
+
+It is the same whether something watches the dispatcher or not; where nothing does, the implementation is
+called past it, and all that does not depend on values is decided once for operands of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import Operands
+from ..implementation import Request
+from ..options import ComputeOptions, LossOptions
+from ..plan.problem import Problem
+from . import autograd, inner, schemas
+from .plain import is_plain_eager
+from .select import DTYPES, implementation
+
+TARGET_DTYPES = (torch.int64, torch.int32)
+
+
+class _Prepared(NamedTuple):
+    """A call of one kind, checked and decided.
+
+    run: the loss of (n, d) and (n,) operands, with any numbers of the loss. flat: whether the operands come
+    in these shapes.
+    """
+
+    run: Callable[[Operands, LossOptions], Tensor]
+    flat: bool
+
+
+_prepared: dict[tuple, _Prepared] = {}
+_MOST_PREPARED = 4096
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss: LossOptions,
+    compute: ComputeOptions,
+    *,
+    watched: bool,
+) -> Tensor:
+    """The loss, in target's shape for "none". watched: whether not is_plain_eager(the operands)."""
+    input, linear_weight = _autocast(input, linear_weight)
+    needs = _needs_gradient(input, linear_weight)
+    key = None if watched else _key(input, linear_weight, target, needs, loss, compute)
+    prepared = _prepared.get(key) if key else None
+    if prepared is None:
+        prepared = _prepare(Operands(input, linear_weight, target), needs, loss, compute, watched)
+        if key:
+            if len(_prepared) >= _MOST_PREPARED:
+                _prepared.clear()
+            _prepared[key] = prepared
+    if prepared.flat:
+        return prepared.run(Operands(input, linear_weight, target), loss)
+    result = prepared.run(_flatten(Operands(input, linear_weight, target)), loss)
+    return result.view(target.shape) if loss.reduction == "none" else result
+
+
+def _autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast cast as torch's own linear does: every floating tensor but float64."""
+    device_type = input.device.type
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return input, linear_weight
+    dtype = torch.get_autocast_dtype(device_type)
+    if input.is_floating_point() and input.dtype is not torch.float64:
+        input = input.to(dtype)
+    if linear_weight.is_floating_point() and linear_weight.dtype is not torch.float64:
+        linear_weight = linear_weight.to(dtype)
+    return input, linear_weight
+
+
+def _needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
+    """Which of the two needs a gradient."""
+    if torch.is_grad_enabled():
+        return input.requires_grad, linear_weight.requires_grad
+    return False, False
+
+
+def _key(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    needs: tuple[bool, bool],
+    loss: LossOptions,
+    compute: ComputeOptions,
+) -> tuple | None:
+    """What a call is decided by; None for a layout without strides, which is refused."""
+    try:
+        return (
+            input.device,
+            input.dtype,
+            input.shape,
+            input.stride(),
+            linear_weight.device,
+            linear_weight.dtype,
+            linear_weight.shape,
+            linear_weight.stride(),
+            target.device,
+            target.dtype,
+            target.shape,
+            target.stride(),
+            needs,
+            loss.static,
+            compute,
+        )
+    except RuntimeError:
+        return None
+
+
+def _flatten(operands: Operands) -> Operands:
+    """(..., d) and (...) as (n, d) and (n,)."""
+    hidden, weight, target = operands
+    if hidden.dim() == 2:
+        return operands
+    return Operands(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1))
+
+
+def _prepare(
+    operands: Operands, needs: tuple[bool, bool], loss: LossOptions, compute: ComputeOptions, watched: bool
+) -> _Prepared:
+    """Check a call, decide what serves it, and bind that."""
+    _check_tensors(operands)
+    hidden, weight, target = operands
+    V, d = weight.shape
+    limits = compute.limits
+    problem = Problem(target.numel(), d, V, hidden.dtype is torch.float16, *needs)
+    schedule, kept_columns = implementation(hidden.device, hidden.dtype).choose(
+        problem, hidden.dtype, hidden.device.type, compute.schedule, loss.reduction, limits
+    )
+    request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient)
+    bind = _bind_op if watched else _bind_eager
+    return _Prepared(bind(schedule, _flatten(operands), loss, request), hidden.dim() == 2)
+
+
+def _bind_op(schedule: str, operands: Operands, loss: LossOptions, request: Request):
+    """Through the dispatcher: the inner op of a schedule."""
+    if schedule == "recompute":
+        op, more = inner.forward, ()
+    elif schedule == "keep":
+        op, more = inner.forward_keep, (request.kept_columns,)
+    else:
+        op, more = inner.grad_in_forward, (request.need_dinput, request.need_dweight)
+    return lambda operands, loss: op(*operands, *loss, *request.limits, *more)[0]
+
+
+def _bind_eager(schedule: str, operands: Operands, loss: LossOptions, request: Request):
+    """Past the dispatcher: the implementation, under an autograd.Function where a gradient is needed."""
+    function, run = _implementation_of(schedule, operands, loss, request)
+    if not request.statistics:
+        return lambda operands, loss: run(operands, loss).loss
+    apply = autograd.apply_of(function)
+
+    def differentiable(operands: Operands, loss: LossOptions) -> Tensor:
+        return apply(lambda *tensors: run(Operands(*tensors), loss), False, loss, request, *operands)
+
+    return differentiable
+
+
+def _implementation_of(schedule: str, operands: Operands, loss: LossOptions, request: Request):
+    """(autograd.Function, its run of operands and loss)."""
+    if schedule == "grad_in_forward":
+        run = lambda operands, loss: inner.run_grad_in_forward(operands, loss, request)  # noqa: E731
+        return autograd.GradInForwardFunction, run
+    forward = inner.prepare_forward(operands, loss, request)
+    return autograd.ForwardFunction, lambda operands, loss: inner.run_forward(forward, operands, loss)
+
+
+def _check_tensors(operands: Operands) -> None:
+    input, linear_weight, target = operands
+    if input.dtype not in DTYPES:
+        raise TypeError(f"input: got {input.dtype}, want one of {', '.join(map(str, DTYPES))}")
+    if linear_weight.dtype is not input.dtype:
+        raise TypeError(f"linear_weight: got {linear_weight.dtype}, want input's dtype, {input.dtype}")
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32")
+    if linear_weight.dim() != 2:
+        raise ValueError(f"linear_weight: got shape {tuple(linear_weight.shape)}, want (V, d)")
+    V, d = linear_weight.shape
+    if V == 0 or d == 0:
+        raise ValueError(f"linear_weight: got shape {(V, d)}, want at least one class and one feature")
+    if input.dim() == 0 or input.shape[-1] != d:
+        raise ValueError(
+            f"input: got shape {tuple(input.shape)}, want (..., {d}) for linear_weight's shape {(V, d)}"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target: got shape {tuple(target.shape)}, want {tuple(input.shape[:-1])} "
+            f"for input's shape {tuple(input.shape)}"
+        )
+    if not (input.layout is linear_weight.layout is target.layout is torch.strided):
+        for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor")
+    device = input.device
+    if linear_weight.device != device:
+        raise ValueError(f"linear_weight: got device {linear_weight.device}, want input's device, {device}")
+    if target.device != device:
+        raise ValueError(f"target: got device {target.device}, want input's device, {device}")
+
+
+def _fused_linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
+) -> Tensor:
+    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
+    loss = LossOptions(**{name: options[name] for name in LossOptions._fields if name in options})
+    compute = ComputeOptions(**{name: options[name] for name in ComputeOptions._fields if name in options})
+    watched = not is_plain_eager(input, linear_weight, target)
+    return linear_cross_entropy(input, linear_weight, target, loss, compute, watched=watched)
+
+
+inner.library.define(schemas.PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
+inner.library.impl("fused_linear_cross_entropy", _fused_linear_cross_entropy, "CompositeImplicitAutograd")

@@ -1,0 +1,34 @@
+"""Whether anything watches the dispatcher."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+innermost_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_is_tracing = torch._C._is_tracing  # pyright: ignore[reportAttributeAccessIssue]
+# Of the vmap behind torch.autograd.grad's is_grads_batched, which is none of torch.func's transforms.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
+    """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no subclass, no meta tensor.
+
+    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call has four.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+        and innermost_transform() is None
+        and not _is_tracing()
+        and forward_ad._current_level < 0
+        and type(first) in _PLAIN
+        and type(second) in _PLAIN
+        and type(third) in _PLAIN
+        and not (first.is_meta or second.is_meta or third.is_meta)
+        and not (_is_batched(first) or _is_batched(second) or _is_batched(third))
+    )

@@ -1,0 +1,47 @@
+"""The implementation for a device and dtype."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from ..implementation import Implementation
+from ..launch import DTYPES as KERNEL_DTYPES
+from ..launch import KERNELS, serves
+from ..streaming import STREAMING
+
+_logger = logging.getLogger("cute_lce")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_picked: dict[tuple[torch.device, torch.dtype], Implementation] = {}
+
+
+def implementation(device: torch.device, dtype: torch.dtype) -> Implementation:
+    """What serves tensors of this device and dtype."""
+    return _picked.get((device, dtype)) or _pick(device, dtype)
+
+
+def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:
+    picked = STREAMING
+    # A fake CUDA tensor may exist where there is no CUDA device.
+    if device.type == "cuda" and torch.cuda.is_available():
+        if serves(device, dtype):
+            picked = KERNELS
+        elif not any(serves(device, other) for other in KERNEL_DTYPES):
+            _log_streaming(device)
+    _picked[device, dtype] = picked
+    return picked
+
+
+@functools.cache
+def _log_streaming(device: torch.device) -> None:
+    """Say once a device that it has no kernels."""
+    _logger.warning(
+        "%s (%s, compute capability %d.%d): no kernels for it here, the streaming path serves it",
+        device,
+        torch.cuda.get_device_name(device),
+        *torch.cuda.get_device_capability(device),
+    )

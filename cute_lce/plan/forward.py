@@ -1,0 +1,115 @@
+"""The forward's windows and grid."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..arch import Gpu, KernelConfig
+from ..arguments import GemmPlan, Sweep
+from .gemm import cluster_count, is_paced
+from .memory import MIB, forward_bytes
+from .problem import NO_LIMITS, Limits, ceil_div
+
+MAX_TILES_PER_WINDOW = 16
+PARTIAL_BYTES = 64 * MIB
+"""Bytes of partials that a plan allows itself; more make no plan better by much."""
+PARTIAL_NS = 32
+"""What a partial of up to 8192 rows costs the combine kernel; measured on an H100."""
+COMBINE_ROWS = 32
+"""Rows of a block of the combine kernel."""
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """One forward call.
+
+    sweep: windows of the vocabulary, rows of clusters whose rows of H share L2, clusters launched, whether
+    they keep together (where the operands fit L2 they need not). rounds: tiles that the busiest cluster
+    computes, one after another; ideal_rounds: their number were it divisible.
+    """
+
+    config: KernelConfig
+    n: int
+    d: int
+    vocab: int
+    sweep: Sweep
+    rounds: int
+    ideal_rounds: float
+
+    @property
+    def window(self) -> int:
+        """Columns of a window."""
+        return self.sweep.tiles_per_window * self.config.cluster_columns
+
+    @property
+    def workspace_floats(self) -> int:
+        """fp32 numbers: 2 counters, partials, target logits, and two a block of the combine kernel."""
+        partials = self.sweep.gemm.windows * self.config.partials_per_window
+        return 2 + self.n * (2 * partials + 1) + 2 * ceil_div(self.n, COMBINE_ROWS)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    gpu: Gpu, n: int, d: int, vocab: int, limits: Limits = NO_LIMITS, config: KernelConfig | None = None
+) -> ForwardPlan:
+    """Plan a forward of (n, d) x (vocab, d).
+
+    limits.window: columns of a window, rounded up to whole tiles; 0: chosen so that the clusters finish
+    together. limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: PARTIAL_BYTES
+    of partials, where it matters. config: the kernel's configuration; None: chosen.
+    Raises ValueError where the SMs do not make one cluster.
+    """
+    config = config or _choose_config(gpu, n)
+    clusters = cluster_count(config, gpu.sms)
+    tiles = ceil_div(vocab, config.cluster_columns)
+    rows = ceil_div(n, config.cluster_rows)
+    if limits.window:
+        tiles_per_window = min(ceil_div(limits.window, config.cluster_columns), tiles)
+    else:
+        # The fewest rounds, but partials cost too.
+        spare = min(PARTIAL_BYTES, (limits.workspace or 2 * PARTIAL_BYTES) - forward_bytes(n) // 2)
+        shortest = ceil_div(8 * n * config.partials_per_window * tiles, max(spare, 1))
+        candidates = range(max(1, min(shortest, tiles)), min(max(MAX_TILES_PER_WINDOW, shortest), tiles) + 1)
+        costs = {}
+        for tiles_in_window in candidates:
+            windows, rounds = _rounds(tiles, rows, clusters, tiles_in_window)
+            partials = windows * config.partials_per_window * ceil_div(n, 8192)
+            costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS
+        tiles_per_window = min(costs, key=costs.__getitem__)
+    windows, rounds = _rounds(tiles, rows, clusters, tiles_per_window)
+    return ForwardPlan(
+        config=config,
+        n=n,
+        d=d,
+        vocab=vocab,
+        sweep=Sweep(
+            tiles_per_window=tiles_per_window,
+            gemm=GemmPlan(
+                windows=windows,
+                group_m=max(1, min(rows, gpu.row.panel // (2 * d * config.cluster_rows))),
+                clusters=max(1, min(clusters, rows * windows)),
+                paced=int(config.pace > 0 and is_paced(gpu, n, vocab, d, rows)),
+            ),
+        ),
+        rounds=rounds,
+        ideal_rounds=rows * tiles / clusters,
+    )
+
+
+def _choose_config(gpu: Gpu, n: int) -> KernelConfig:
+    # A CTA alone asks half as much again of L2; it is for what would leave half a pair idle.
+    pair, single = gpu.row.configs
+    return single if n <= single.cluster_rows else pair
+
+
+def _rounds(tiles: int, rows: int, clusters: int, tiles_per_window: int) -> tuple[int, int]:
+    """(windows, tiles that the busiest cluster computes)."""
+    windows = ceil_div(tiles, tiles_per_window)
+    return windows, ceil_div(rows * windows, clusters) * tiles_per_window
+
+
+def _round_ns(config: KernelConfig, d: int) -> int:
+    """About how long a CTA's tile takes, at 1.5 GHz."""
+    cycles = 2 * config.tile_m * config.tile_n * d // config.row.dense_flops_per_clock
+    return cycles * 2 // 3

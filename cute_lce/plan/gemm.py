@@ -1,0 +1,39 @@
+"""The grid of one plain GEMM."""
+
+from __future__ import annotations
+
+from ..arch import Gpu, KernelConfig
+from ..arguments import GemmPlan
+from .problem import ceil_div
+
+
+def cluster_count(config: KernelConfig, sms: int) -> int:
+    """Clusters that run at once. Raises ValueError where the SMs do not make one."""
+    if sms < config.cluster_size:
+        raise ValueError(f"sms: got {sms}, want at least the {config.cluster_size} of a cluster")
+    return sms // config.cluster_size
+
+
+def is_paced(gpu: Gpu, m: int, n: int, k: int, rows: int) -> bool:
+    """Whether clusters keep together: where several rows of clusters share operands that L2 does not hold."""
+    return 2 * k * (m + n) > gpu.row.l2 // 2 and rows > 1
+
+
+def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> GemmPlan:
+    """Plan an (m, k) x (n, k) product."""
+    rows, windows = ceil_div(m, config.cluster_rows), ceil_div(n, config.cluster_columns)
+    clusters = max(1, min(cluster_count(config, gpu.sms), rows * windows))
+    side = max(1, int((clusters * config.cluster_columns / config.cluster_rows) ** 0.5))
+    return GemmPlan(
+        windows=windows,
+        group_m=min(rows, side),
+        clusters=clusters,
+        paced=int(is_paced(gpu, m, n, k, rows)),
+    )
+
+
+def clocks(config: KernelConfig, chosen: GemmPlan, m: int, k: int) -> int:
+    """Clocks of a GEMM's MMAs on the busiest cluster."""
+    rounds = ceil_div(ceil_div(m, config.cluster_rows) * chosen.windows, chosen.clusters)
+    macs = config.tile_m * config.tile_n // config.pair * k
+    return rounds * macs * 2 // config.row.dense_flops_per_clock

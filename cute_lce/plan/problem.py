@@ -1,0 +1,42 @@
+"""What a plan depends on, beside the GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """The sizes of a call and the gradients that it wants.
+
+    n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range holds neither
+    grad_scale nor exponentials. need_dinput, need_dweight: which gradients are wanted.
+    """
+
+    n: int
+    d: int
+    vocab: int
+    half: bool = False
+    need_dinput: bool = True
+    need_dweight: bool = True
+
+    @property
+    def wants_gradient(self) -> bool:
+        return self.need_dinput or self.need_dweight
+
+
+class Limits(NamedTuple):
+    """What the caller asks for: window in columns and workspace in bytes; 0: nothing asked."""
+
+    window: int = 0
+    workspace: int = 0
+
+
+NO_LIMITS = Limits()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    return ceil_div(a, multiple) * multiple

@@ -1,0 +1,93 @@
+"""Where the backward obtains its logits: how many columns are kept, how long the stripes of the rest are."""
+
+from __future__ import annotations
+
+from .memory import (
+    DEFAULT_WORKSPACE,
+    LEAST_UNIT,
+    NOTE_BYTES,
+    backward_bytes,
+    forward_bytes,
+    refuse_workspace,
+    usable,
+)
+from .problem import Limits, Problem, ceil_div
+
+STRIPE_MULTIPLE = 768
+"""Columns that are whole tiles of all three GEMMs."""
+LEAST_STRIPE = 64
+STRIPE_COLUMNS = 1400
+"""What a stripe costs beside its GEMMs, the accumulator read and written, in columns of a logits GEMM: on an
+H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s."""
+LEAST_KEPT = 1 << 33
+"""n d V below which "auto" does not keep: the logits' GEMM takes less time than keeping does."""
+
+
+def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
+    """Decide among the kernels' schedules: ("recompute", 0) or ("keep", columns).
+
+    schedule: "auto", "recompute" or "keep". "auto" keeps what the workspace holds in bf16, and recomputes in
+    float16, which cannot keep, and small products. Raises ValueError that names schedule for "keep" with
+    float16, and one that names the least workspace_mb for a workspace below it.
+    """
+    n, _, vocab = problem.n, problem.d, problem.vocab
+    if schedule == "keep" and problem.half and problem.wants_gradient:
+        raise ValueError(
+            "schedule: got 'keep' with float16, whose range cannot hold the exponentials; want bfloat16, "
+            "'recompute' or 'auto'"
+        )
+    if limits.workspace:
+        least = forward_bytes(n)
+        if problem.wants_gradient:
+            columns = min(limits.window or LEAST_STRIPE, vocab)
+            least = max(least, backward_bytes(problem, columns))
+        if limits.workspace < least:
+            raise refuse_workspace(schedule, limits.workspace, least)
+    if (
+        schedule == "recompute"
+        or problem.half
+        or not problem.wants_gradient
+        or n == 0
+        or vocab < LEAST_UNIT
+        or (schedule == "auto" and n * problem.d * vocab < LEAST_KEPT)
+    ):
+        return "recompute", 0
+    kept = kept_columns(problem, limits)
+    return ("keep", kept) if kept > 0 else ("recompute", 0)
+
+
+def stripe_columns(problem: Problem, kept: int, limits: Limits) -> int:
+    """Columns of a stripe that is not kept: what the workspace holds beside the rest, or as the window says;
+    not below LEAST_STRIPE, whatever it holds."""
+    left = problem.vocab - kept
+    if limits.window or not left:
+        return min(limits.window, left)
+    workspace = usable(limits.workspace or DEFAULT_WORKSPACE)
+    if backward_bytes(problem, left, kept) <= workspace:
+        return left
+    columns = (workspace - backward_bytes(problem, 0, kept)) // (2 * max(problem.n, 1))
+    multiple = STRIPE_MULTIPLE if columns >= STRIPE_MULTIPLE else LEAST_STRIPE
+    return min(max(columns // multiple * multiple, LEAST_STRIPE), left)
+
+
+def kept_columns(problem: Problem, limits: Limits) -> int:
+    """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as
+    leave room for stripes of the rest."""
+    n, vocab = problem.n, problem.vocab
+    workspace = usable(limits.workspace or DEFAULT_WORKSPACE)
+    if backward_bytes(problem, 0, vocab) + forward_bytes(n) <= workspace:
+        return vocab
+    rest = backward_bytes(problem, 0, LEAST_UNIT) + forward_bytes(n)
+    # Columns that fit: two bytes a row, and a share of the notes of what was raised.
+    fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + NOTE_BYTES) * max(n, 1)), 0)
+    # Against keeping nothing, whose stripes have all the room.
+    recomputed = stripe_columns(problem, 0, limits._replace(workspace=workspace))
+    best, least = 0, vocab + ceil_div(vocab, recomputed) * STRIPE_COLUMNS
+    # A stripe takes room from what is kept, but many of them take passes over the accumulator.
+    for tiles in (1, 2, 4, 8, 16, 32, 64):
+        stripe = limits.window or tiles * STRIPE_MULTIPLE
+        kept = min(max(fit - stripe, 0), vocab - 1) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
+        cost = vocab - kept + ceil_div(vocab - kept, stripe) * STRIPE_COLUMNS
+        if kept > 0 and cost < least:
+            best, least = kept, cost
+    return best

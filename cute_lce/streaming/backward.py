@@ -1,0 +1,101 @@
+"""The paper's Algorithm 2: window by window, the logits again (or as kept), dlogits, and what they add."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..implementation import Request, Saved
+from ..options import LossOptions
+from .memory import windows
+from .products import Factors, LogitsBuffer, add_mm, mm, without_autocast
+from .rows import row_upstream, subtract_target
+
+
+class StreamingBackward:
+    """See implementation.Backward. One sweep makes both gradients; `dinput` runs it."""
+
+    def __init__(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request):
+        self._arguments = dloss, saved, loss, request
+        self._dweight: Tensor | None = None
+
+    def dinput(self) -> Tensor | None:
+        dinput, self._dweight = _sweep(*self._arguments)
+        return dinput
+
+    def dweight(self) -> Tensor | None:
+        return self._dweight
+
+
+@without_autocast
+def _sweep(
+    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request
+) -> tuple[Tensor | None, Tensor | None]:
+    """A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum.
+
+    The factor enters outside the matrix products (dinput's rows at the end, a scaled copy of the hidden rows
+    for dweight), except where narrow operands are multiplied: there dlogits are rounded once, with the factor
+    in bf16, and as softmax - onehot in float16, whose range is too small for upstream / n. An ignored row's
+    dlogits are 0 and its row of a scaled copy too, whatever it holds: 0 times nan is nan.
+    """
+    hidden, kept = saved.hidden, saved.kept
+    (n, d), V = hidden.shape, saved.weight.shape[0]
+    factors = Factors(hidden, saved.weight)
+    acc, dtype = factors.acc, hidden.dtype
+    valid = saved.target != loss.ignore_index
+    ignored = ~valid.unsqueeze(1)
+    classes = saved.target.long().clamp(0, V - 1)
+    kept_columns = kept.shape[1] if kept is not None else 0
+    ranges = windows(saved.operands, request._replace(kept_columns=kept_columns))
+    buffer = LogitsBuffer(n, ranges, hidden, acc)
+
+    upstream = torch.where(valid, row_upstream(dloss, saved.num_valid, loss.reduction), 0)
+    inner = None
+    outer = torch.where(valid, upstream / saved.row_sum, 0)
+    if factors.rounded:
+        inner, outer = (
+            (outer, None) if dtype is torch.bfloat16 else (torch.where(valid, 1 / saved.row_sum, 0), upstream)
+        )
+
+    dinput = dweight = scaled_hidden = weight_scale = None
+    if request.need_dinput:
+        dinput = hidden.new_zeros((n, d), dtype=acc)
+    if request.need_dweight:
+        dweight = saved.weight.new_empty((V, d))
+        scaled_hidden = factors.hidden
+        if outer is not None and factors.rounded:
+            # The largest factor stays out of the rounded copy and comes back in float32.
+            weight_scale = outer.abs().amax().clamp(min=torch.finfo(acc).tiny) if n else outer.new_ones(())
+            scaled_hidden = factors.hidden * (outer / weight_scale).unsqueeze(1)
+            scaled_hidden = scaled_hidden.masked_fill_(ignored, 0).to(dtype)
+        elif outer is not None:
+            scaled_hidden = (factors.hidden * outer.unsqueeze(1)).masked_fill_(ignored, 0)
+
+    for low, high in ranges:
+        dlogits = buffer.window(high - low)
+        weight = factors.weight(low, high)
+        if kept is None or low >= kept_columns:
+            mm(factors.hidden, weight.mT, dlogits).sub_(saved.row_max.unsqueeze(1))
+        else:
+            torch.sub(kept[:, low:high], saved.row_max.unsqueeze(1), out=dlogits)
+        subtract_target(dlogits.exp_(), classes, saved.row_sum, low, high)
+        dlogits.masked_fill_(ignored, 0)
+        if inner is not None:
+            dlogits.mul_(inner.unsqueeze(1))
+        if factors.rounded:
+            dlogits = dlogits.to(dtype)
+        if dinput is not None:
+            add_mm(dinput, dlogits, weight)
+        if dweight is not None and scaled_hidden is not None:
+            stripe = dweight[low:high]
+            if dtype is dlogits.dtype and weight_scale is None:
+                torch.mm(dlogits.mT, scaled_hidden, out=stripe)
+            else:
+                product = mm(dlogits.mT, scaled_hidden, hidden.new_empty(stripe.shape, dtype=acc))
+                stripe.copy_(product if weight_scale is None else product.mul_(weight_scale))
+                del product
+        # The next window's are made before these names are bound to them.
+        del dlogits, weight
+    if dinput is not None:
+        dinput = (dinput if outer is None else dinput.mul_(outer.unsqueeze(1))).to(dtype)
+    return dinput, dweight

@@ -1,0 +1,62 @@
+"""The paper's Algorithm 1, with windows for its single columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arguments import Operands
+from ..implementation import Request, Results
+from ..options import LossOptions
+from .memory import windows
+from .products import Factors, LogitsBuffer, accumulate_dtype, mm, without_autocast
+from .rows import classify, in_window, reduce
+
+
+def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised (kept, kept_scale): logits (n, kept_columns) in acc; the scale is unused."""
+    acc = accumulate_dtype(hidden.dtype)
+    return hidden.new_empty((hidden.shape[0], kept_columns), dtype=acc), hidden.new_empty((0,), dtype=acc)
+
+
+class StreamingForward:
+    """See implementation.Forward. Keeps logits, in the accumulation dtype."""
+
+    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
+        # The backward's windows are the larger ones: where something is kept, a plan that fits one sweep has
+        # to fit the other.
+        keeps = request.kept_columns > 0
+        self._request = request._replace(need_dinput=keeps, need_dweight=keeps)
+
+    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+        return _sweep(operands, loss, self._request)
+
+    def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
+        return results
+
+
+@without_autocast
+def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
+    n, V = operands.hidden.shape[0], operands.weight.shape[0]
+    factors = Factors(operands.hidden, operands.weight)
+    valid, classes, out_of_range = classify(operands.target, loss.ignore_index, V)
+    kept_columns = request.kept_columns
+    kept, kept_scale = empty_kept(operands.hidden, kept_columns) if kept_columns else (None, None)
+    ranges = windows(operands, request)
+    buffer = LogitsBuffer(n, ranges, operands.hidden, factors.acc)
+    # The least finite number stands for -inf, which would make nan of a window of -inf.
+    row_max = operands.hidden.new_full((n,), torch.finfo(factors.acc).min, dtype=factors.acc)
+    row_sum = torch.zeros_like(row_max)
+    target_logit = torch.zeros_like(row_max)
+    for low, high in ranges:
+        exponentials = buffer.window(high - low)
+        logits = exponentials if kept is None or low >= kept_columns else kept[:, low:high]
+        mm(factors.hidden, factors.weight(low, high).mT, logits)
+        inside, column = in_window(classes, low, high)
+        target_logit = torch.where(inside, logits.gather(1, column).squeeze(1), target_logit)
+        new_max = torch.maximum(row_max, logits.amax(1))
+        torch.sub(logits, new_max.unsqueeze(1), out=exponentials)
+        row_sum = row_sum * (row_max - new_max).exp_() + exponentials.exp_().sum(1)
+        row_max = new_max
+    total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
+    return Results(total, row_max, row_sum, num_valid, kept, kept_scale)

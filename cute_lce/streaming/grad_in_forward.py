@@ -1,0 +1,87 @@
+"""The paper's Algorithms 3 and 4: gradients formed in the forward, chunk by chunk over tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arguments import Operands
+from ..implementation import Accumulated, Request
+from ..options import LossOptions
+from .memory import CPU_LOGITS_BYTES, chunks
+from .products import Factors, LogitsBuffer, accumulate_dtype, add_mm, mm, without_autocast
+from .rows import classify, reduce, row_upstream
+
+
+@without_autocast
+def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
+    """Chunk by chunk the logits once, and loss and gradients from them.
+
+    The division of "mean" is not in the accumulators: scale_gradients has it, in the pass that rounds.
+    """
+    hidden, weight, target = operands
+    (n, d), V = hidden.shape, weight.shape[0]
+    valid, classes, out_of_range = classify(target, loss.ignore_index, V)
+    acc = accumulate_dtype(hidden.dtype)
+    token_ranges, ranges = chunks(operands, request)
+    row_max, row_sum, target_logit = (hidden.new_empty((n,), dtype=acc) for _ in range(3))
+    dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
+    dweight = weight.new_zeros((V, d), dtype=acc) if request.need_dweight else None
+    buffer = LogitsBuffer(V, token_ranges, hidden, acc)
+    for start, stop in token_ranges:
+        factors = Factors(hidden[start:stop], weight)
+        logits = buffer.window(stop - start).view(stop - start, V)
+        for low, high in ranges:
+            mm(factors.hidden, factors.weight(low, high).mT, logits[:, low:high])
+        column = classes[start:stop].unsqueeze(1)
+        target_logit[start:stop] = logits.gather(1, column).squeeze(1)
+        maximum = logits.amax(1).clamp_(min=torch.finfo(acc).min)
+        total = logits.sub_(maximum.unsqueeze(1)).exp_().sum(1)
+        row_max[start:stop], row_sum[start:stop] = maximum, total
+        total = total.masked_fill(out_of_range[start:stop], torch.nan)
+        logits.scatter_(1, column, logits.gather(1, column) - total.unsqueeze(1))
+        factor = torch.where(valid[start:stop], 1 / total, 0).unsqueeze(1)
+        ignored = ~valid[start:stop].unsqueeze(1)
+        logits.masked_fill_(ignored, 0)
+        if factors.rounded:
+            dlogits, scaled_hidden = logits.mul_(factor).to(hidden.dtype), factors.hidden
+        else:
+            dlogits = logits
+            scaled_hidden = (
+                (factors.hidden * factor).masked_fill_(ignored, 0) if dweight is not None else None
+            )
+        for low, high in ranges:
+            if dinput is not None:
+                add_mm(dinput[start:stop], dlogits[:, low:high], factors.weight(low, high))
+            if dweight is not None and scaled_hidden is not None:
+                add_mm(dweight[low:high], dlogits[:, low:high].mT, scaled_hidden)
+        if dinput is not None and not factors.rounded:
+            dinput[start:stop].mul_(factor)
+    total, _, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
+    return Accumulated(total, num_valid, dinput, dweight)
+
+
+@without_autocast
+def scale_gradients(
+    dloss: Tensor, accumulated: Accumulated, reduction: str, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """round(upstream * accumulator), out of place, in one pass and the only cast."""
+    upstream = row_upstream(dloss, accumulated.num_valid, reduction)
+    dinput = dweight = None
+    if accumulated.dinput is not None:
+        factor = upstream.unsqueeze(1) if reduction == "none" else upstream
+        dinput = _scaled(accumulated.dinput, factor, dtype)
+    if accumulated.dweight is not None:
+        dweight = _scaled(accumulated.dweight, upstream, dtype)
+    return dinput, dweight
+
+
+def _scaled(accumulator: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """round(factor * accumulator), some rows at a time: a CPU makes a copy in acc of what it casts."""
+    out = accumulator.new_empty(accumulator.shape, dtype=dtype)
+    rows = accumulator.shape[0]
+    step = rows if out.device.type != "cpu" else max(CPU_LOGITS_BYTES // max(accumulator.shape[1] * 8, 1), 1)
+    for low in range(0, rows, max(step, 1)):
+        part = slice(low, low + step)
+        torch.mul(accumulator[part], factor[part] if factor.dim() else factor, out=out[part])
+    return out

@@ -1,0 +1,155 @@
+"""What a call allocates, which schedule serves it, its windows and chunks. Integers may be symbolic."""
+
+from __future__ import annotations
+
+import torch
+
+from ..arguments import Operands
+from ..implementation import Request
+from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
+from ..plan.problem import Limits, Problem
+from .products import accumulate_dtype, multiplies_narrow
+
+# One window of logits in the accumulation dtype: it should stay in a CPU's cache, and fill a GPU.
+CPU_LOGITS_BYTES = 8 << 20
+_GPU_LOGITS_BYTES = 256 << 20
+# grad_in_forward holds a chunk of tokens times the whole vocabulary, and reads and writes all of dW a chunk.
+_CHUNK_BYTES = 128 << 20
+_WINDOW_MULTIPLE = 64
+_LEAST_CHUNK = 16
+# Vectors of n elements that live at once: statistics, targets, masks and their successors.
+ROW_BYTES = 128
+# What CUDA's reductions over long rows allocate.
+_REDUCTION_BYTES = 4 << 20
+
+
+def problem_of(operands: Operands, request: Request) -> Problem:
+    (n, d), V = operands.hidden.shape, operands.weight.shape[0]
+    half = operands.hidden.dtype is torch.float16
+    return Problem(n, d, V, half, request.need_dinput, request.need_dweight)
+
+
+def _costs(problem: Problem, dtype: torch.dtype, device_type: str):
+    """Bytes beyond the results of a sweep over windows: (fixed, for each column of a window)."""
+    n, d = problem.n, problem.d
+    acc = accumulate_dtype(dtype).itemsize
+    narrow = dtype.itemsize < acc
+    rounded = narrow and multiplies_narrow(device_type)
+    widened = narrow and not rounded
+    fixed, column = ROW_BYTES * n + (_REDUCTION_BYTES if device_type == "cuda" else 0), n * acc
+    if widened:
+        fixed += n * d * acc
+        column += d * acc
+    if rounded and problem.wants_gradient:
+        column += n * dtype.itemsize
+    if narrow and problem.need_dinput:
+        fixed += n * d * acc * (2 if rounded else 1)
+    if problem.need_dweight and not rounded:
+        fixed += n * d * acc
+        column += d * acc if widened else 0
+    if problem.need_dweight and rounded and problem.half:
+        fixed += n * d * (acc + dtype.itemsize)
+        column += d * acc
+    return fixed, column
+
+
+def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str):
+    """Bytes of grad_in_forward beyond its loss: (fixed, each column of a window, each token of a chunk)."""
+    n, d, V = problem.n, problem.d, problem.vocab
+    acc = accumulate_dtype(dtype).itemsize
+    narrow = dtype.itemsize < acc
+    rounded = narrow and multiplies_narrow(device_type)
+    fixed = ROW_BYTES * n + (n * d * acc if problem.need_dinput else 0)
+    fixed += V * d * acc if problem.need_dweight else 0
+    token = V * acc + (V * dtype.itemsize if rounded else 0) + 2 * d * acc + ROW_BYTES
+    return fixed, d * acc if narrow else 0, token
+
+
+def _least_window(V, window):
+    return min(window or _WINDOW_MULTIPLE, V)
+
+
+def choose(
+    problem: Problem, dtype: torch.dtype, device_type: str, schedule: str, reduction: str, limits: Limits
+) -> tuple[str, int]:
+    """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
+
+    "keep" keeps what the workspace holds beside its windows. "auto" is "keep" where the caller gives a
+    workspace, else "recompute", which needs the least. Raises ValueError naming the least workspace_mb where
+    the one given is too small, and naming schedule where "grad_in_forward" meets a per-token upstream
+    gradient and a weight that needs a gradient.
+    """
+    n, V = problem.n, problem.vocab
+    window, workspace = limits
+    if schedule == "auto" and workspace:
+        schedule = "keep"
+    if schedule == "grad_in_forward" and problem.wants_gradient:
+        if reduction == "none" and problem.need_dweight:
+            raise ValueError(
+                "schedule: got 'grad_in_forward' with reduction='none' and a linear_weight that needs a "
+                "gradient, which it would form before the upstream gradients are known; want reduction "
+                "'mean' or 'sum', a frozen linear_weight, or another schedule"
+            )
+        if workspace:
+            fixed, column, token = _chunk_costs(problem, dtype, device_type)
+            least = fixed + column * _least_window(V, window) + token * min(_LEAST_CHUNK, n)
+            if workspace < least:
+                raise refuse_workspace(schedule, workspace, least)
+        return schedule, 0
+    if not workspace and (schedule != "keep" or not problem.wants_gradient):
+        return "recompute", 0
+    fixed, column = _costs(problem, dtype, device_type)
+    least = fixed + column * _least_window(V, window)
+    if workspace and workspace < least:
+        raise refuse_workspace(schedule, workspace, least)
+    if schedule != "keep" or not problem.wants_gradient or n == 0:
+        return "recompute", 0
+    kept = ((workspace or DEFAULT_WORKSPACE) - least) // (n * accumulate_dtype(dtype).itemsize)
+    if kept >= V:
+        return "keep", V
+    kept = kept // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE
+    return ("keep", kept) if kept > 0 else ("recompute", 0)
+
+
+def windows(operands: Operands, request: Request) -> list[tuple[int, int]]:
+    """The half-open ranges of the vocabulary of one sweep; none of them crosses the end of what is kept."""
+    problem = problem_of(operands, request)
+    dtype, device_type = operands.hidden.dtype, operands.hidden.device.type
+    window, workspace = request.limits
+    if not window:
+        logits = problem.n * accumulate_dtype(dtype).itemsize
+        window = (CPU_LOGITS_BYTES if device_type == "cpu" else _GPU_LOGITS_BYTES) // max(logits, 1)
+        fixed, column = _costs(problem, dtype, device_type)
+        spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
+        window = min(window, spare // max(column, 1))
+        window = max(window // _WINDOW_MULTIPLE, 1) * _WINDOW_MULTIPLE
+    return [
+        (low, min(low + window, end))
+        for start, end in ((0, request.kept_columns), (request.kept_columns, problem.vocab))
+        for low in range(start, end, window)
+    ]
+
+
+def chunks(operands: Operands, request: Request) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The chunks of tokens of grad_in_forward and its windows: two lists of half-open ranges."""
+    problem = problem_of(operands, request)
+    n, V = problem.n, problem.vocab
+    window, workspace = request.limits
+    on_cpu = operands.hidden.device.type == "cpu"
+    fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type)
+    if not window:
+        # A window only bounds what narrow operands cost: the widened weight, or a product to accumulate.
+        logits_bytes = CPU_LOGITS_BYTES if on_cpu else _GPU_LOGITS_BYTES
+        window = V if not column else max(logits_bytes // column, _WINDOW_MULTIPLE)
+        if workspace:
+            spare = workspace - fixed - token * min(_LEAST_CHUNK, n)
+            window = min(window, max(spare // max(column, 1), _WINDOW_MULTIPLE))
+        window = min(window, V)
+    chunk = (_CHUNK_BYTES if on_cpu else _GPU_LOGITS_BYTES) // token
+    if workspace:
+        chunk = min(chunk, (workspace - fixed - column * window) // token)
+    chunk = max(chunk, _LEAST_CHUNK)
+    return (
+        [(low, min(low + chunk, n)) for low in range(0, n, chunk)],
+        [(low, min(low + window, V)) for low in range(0, V, window)],
+    )

@@ -1,0 +1,76 @@
+"""Matrix products with an accumulation in float32 (float64 for float64), as the device makes them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def multiplies_narrow(device_type: str) -> bool:
+    """CUDA multiplies bf16 and float16 operands into float32; elsewhere they are widened first."""
+    return device_type == "cuda"
+
+
+def without_autocast(function):
+    """Run the body with autocast off: under it a float32 matmul would come out in bf16."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        # The first argument that is a tensor, or holds one.
+        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        device_type = first.device.type
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                return function(*args)
+        return function(*args)
+
+    return wrapper
+
+
+class Factors:
+    """The two factors of every matrix product, as the device multiplies them with an accumulation in acc."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor):
+        self.acc = accumulate_dtype(hidden.dtype)
+        narrow = hidden.dtype is not self.acc
+        self.rounded = narrow and multiplies_narrow(hidden.device.type)
+        self._widened = narrow and not self.rounded
+        self._weight = weight
+        self.hidden = hidden.to(self.acc) if self._widened else hidden
+
+    def weight(self, low: int, high: int) -> Tensor:
+        window = self._weight[low:high]
+        return window.to(self.acc) if self._widened else window
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    if a.dtype is out.dtype:
+        return torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def add_mm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype is accumulator.dtype:
+        accumulator.addmm_(a, b)
+    else:
+        # torch.addmm with out_dtype wants an accumulator of the operands' dtype in torch 2.9.
+        accumulator += torch.mm(a, b, out_dtype=accumulator.dtype)
+
+
+class LogitsBuffer:
+    """One window of logits, reused by every window of a sweep."""
+
+    def __init__(self, rows: int, ranges: list[tuple[int, int]], like: Tensor, dtype: torch.dtype):
+        self._rows = rows
+        self._storage = like.new_empty(
+            rows * max((high - low for low, high in ranges), default=0), dtype=dtype
+        )
+
+    def window(self, columns: int) -> Tensor:
+        return self._storage[: self._rows * columns].view(self._rows, columns)

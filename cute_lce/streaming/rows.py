@@ -1,0 +1,55 @@
+"""What happens to rows of logits: targets, losses, factors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(valid, a class that exists for each row, rows with a target out of range); a CPU refuses the last."""
+    valid = target != ignore_index
+    out_of_range = valid & ((target < 0) | (target >= V))
+    if target.device.type == "cpu":
+        _refuse_targets(target, out_of_range, ignore_index, V)
+    return valid, target.long().clamp(0, V - 1), out_of_range
+
+
+def _refuse_targets(target: Tensor, out_of_range: Tensor, ignore_index: int, V: int) -> None:
+    if out_of_range.any():
+        row = int(out_of_range.nonzero()[0])
+        raise ValueError(
+            f"target: got {int(target[row])} at token {row}, want a class in [0, {V}) "
+            f"or ignore_index={ignore_index}"
+        )
+
+
+def in_window(classes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Whether each row's class is in the window, and its column there as (n, 1); 0 stands for outside."""
+    inside = (classes >= low) & (classes < high)
+    return inside, torch.where(inside, classes - low, 0).unsqueeze(1)
+
+
+def subtract_target(exponentials: Tensor, classes: Tensor, row_sum: Tensor, low: int, high: int) -> None:
+    """exp(z - row_max) - row_sum * onehot, in place: row_sum times the softmax minus the onehot."""
+    inside, column = in_window(classes, low, high)
+    entry = exponentials.gather(1, column)
+    entry -= torch.where(inside, row_sum, 0).unsqueeze(1)
+    exponentials.scatter_(1, column, entry)
+
+
+def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
+    """(loss, row_sum, num_valid); row_sum becomes nan where the target is out of range."""
+    row_sum = row_sum.masked_fill(out_of_range, torch.nan)
+    loss = torch.where(valid, row_sum.log() + (row_max - target_logit), 0)
+    num_valid = valid.sum()
+    if reduction != "none":
+        loss = loss.sum()
+        if reduction == "mean":
+            loss = loss / num_valid.clamp(min=1)
+    return loss, row_sum, num_valid
+
+
+def row_upstream(dloss: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
+    """The gradient of the result by one row's loss: () or, for "none", (n,)."""
+    return dloss / num_valid.clamp(min=1) if reduction == "mean" else dloss
