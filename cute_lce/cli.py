@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import itertools
+import os
 import platform
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from cute_lce import compiled, plan
 
@@ -221,28 +224,17 @@ def _show_floor(
 def fill_cache(args: argparse.Namespace) -> int:
     """Compile all that calls may need, on a machine with or without a GPU."""
     print(f"into {compiled.cache_dir()}")
-    for dtype in args.dtype:
-        for target_dtype in args.target_dtype:
-            _compile_for(args, dtype, target_dtype)
+    for dtype, target_dtype in itertools.product(args.dtype, args.target_dtype):
+        # Sizes do not matter: one kernel serves all.
+        for key in plan.kernels(args.arch, dtype, target_dtype):
+            started = time.perf_counter()
+            try:
+                compiled.get(key)
+            except PermissionError as error:
+                print(f"cute-lce compile: {error}", file=sys.stderr)
+                return 1
+            print(f"{time.perf_counter() - started:6.2f} s  {' '.join(map(str, key))}", flush=True)
     return 0
-
-
-def _compile_for(args: argparse.Namespace, dtype: str, target_dtype: str) -> None:
-    """What launch.py may ask of `compiled` for these types. Sizes do not matter: one kernel serves all."""
-    for kind, *key in plan.kernels(args.arch, dtype == "float16"):
-        if kind == "forward":
-            config, keeps = key
-            label = f"forward{', keep' if keeps else ''} {dtype} {target_dtype} {config}"
-            _report(label, compiled.forward, config, dtype, target_dtype, keeps)
-        else:
-            label = f"backward {dtype} {target_dtype} {' '.join(map(str, key))}"
-            _report(label, compiled.backward, *key, dtype, target_dtype)
-
-
-def _report(label: str, compile_one: Callable[..., object], *key: object) -> None:
-    started = time.perf_counter()
-    compile_one(*key)
-    print(f"{time.perf_counter() - started:6.2f} s  {label}", flush=True)
 
 
 # The command line
@@ -297,8 +289,16 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    return args.run(args)
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as `head` does. Python flushes once more when it ends: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -13,6 +13,13 @@ number of processes may share a folder: each that misses compiles, all write the
 stays. What a killed process left of a compile is removed by the next compile that is an hour younger.
 
 CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
+
+What is loaded is code, and a hash that anybody can compute does not say who wrote it. So the folder is made
+for its owner alone (0700, its files 0600), and a folder or file that another user owns, root too, or that
+group or others may write is refused with PermissionError. The path may lead through symbolic links: what
+counts is the folder at their end. A file that is a symbolic link is refused. A file is opened once; its
+owner, mode and hash are read from that descriptor, and the bytes that were hashed are the ones that are
+loaded, from memory (memfd_create).
 """
 
 from __future__ import annotations
@@ -27,15 +34,14 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-from .plan import KernelConfig
 
 _logger = logging.getLogger("cute_lce")
 _functions: dict[tuple, Callable[..., None]] = {}
@@ -49,22 +55,14 @@ LEAST_DRIVER = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_103a": (12, 9)}
 """Architecture -> the CUDA version whose drivers are the first that load its code (docs/kernels.md)."""
 
 
-def forward(config: KernelConfig, dtype: str, target_dtype: str, keeps: bool = False) -> Callable[..., None]:
-    """The compiled kernels.forward.Forward, for any n, d and V; from memory in well under 1 us.
+def get(key: tuple) -> Callable[..., None]:
+    """A compiled kernels.forward.Forward or kernels.backward.Backward, for any n, d, V and stripe.
 
-    dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64".
-    What it returns takes the arguments of Forward.__call__ but the stream, which is torch's current one.
-    Raises RuntimeError where there is no C compiler to link with, ImportError where the DSL is not installed.
+    key: of plan.forward_key or plan.backward_key. From memory in well under 1 us.
+    What it returns takes the arguments of their __call__ but the stream, which is torch's current one.
+    Raises RuntimeError where there is no C compiler to link with, ImportError where the DSL is not installed,
+    PermissionError where others could have written what the cache holds.
     """
-    key = ("forward", config, dtype, target_dtype, keeps)
-    return _functions.get(key) or _get(key)
-
-
-def backward(
-    logits: KernelConfig, dhidden: KernelConfig, dweight: KernelConfig, dtype: str, target_dtype: str
-) -> Callable[..., None]:
-    """The compiled kernels.backward.Backward, for any n, d, V and stripe; the types as in `forward`."""
-    key = ("backward", logits, dhidden, dweight, dtype, target_dtype)
     return _functions.get(key) or _get(key)
 
 
@@ -81,15 +79,45 @@ def _get(key: tuple) -> Callable[..., None]:
         function = _functions.get(key)
         if function is None:
             path = cache_dir() / f"{_digest(key)}.so"
-            function = _load(path)
-            if function is None:
-                _logger.info("compiling %s", key)
-                _build(key, path)
-                function = _load(path)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _private(path.parent) as folder:
+                function = _load(path, folder)
                 if function is None:
-                    raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
+                    _logger.info("compiling %s", key)
+                    _build(key, path)
+                    function = _load(path, folder)
+            if function is None:
+                raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
             _functions[key] = function
         return function
+
+
+@contextlib.contextmanager
+def _private(path: Path, folder: int | None = None) -> Iterator[int]:
+    """A descriptor, for looking only (O_PATH), of the cache's folder; given that, of a file in it.
+
+    Raises PermissionError for what others own or may write, FileNotFoundError for what is not there.
+    """
+    if folder is None:
+        descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    else:
+        descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        found, user = os.fstat(descriptor), os.geteuid()
+        kind, want = (stat.S_IFDIR, "folder") if folder is None else (stat.S_IFREG, "regular file")
+        if found.st_uid != user or found.st_mode & 0o022 or stat.S_IFMT(found.st_mode) != kind:
+            elsewhere = "name a folder of your own in CUTE_LCE_CACHE_DIR"
+            if folder is not None:
+                mend = f"remove it, or {elsewhere}"
+            else:
+                mend = f"chmod go-w {path}, or {elsewhere}" if found.st_uid == user else elsewhere
+            raise PermissionError(
+                f"{path}: got owner {found.st_uid} and mode {stat.filemode(found.st_mode)}, want a {want} of "
+                f"owner {user} that neither group nor others may write: what is cached here is run; {mend}"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache
@@ -172,23 +200,47 @@ def _runtime() -> Any:
     return tvm_ffi
 
 
-def _load(path: Path) -> Callable[..., None] | None:
-    """The function in a compiled file, or None when there is none that can be used."""
+def _load(path: Path, folder: int) -> Callable[..., None] | None:
+    """The function in a compiled file, or None when there is none that can be used.
+
+    folder: a descriptor of the file's folder.
+    """
     try:
-        content = path.read_bytes()
+        with _private(path, folder) as file:
+            content = Path(f"/proc/self/fd/{file}").read_bytes()
     except FileNotFoundError:
         return None
     try:
         # The loader maps what the headers promise: a file that was cut off would end the process.
         if content[-SEAL_BYTES:] != _seal(path.name, content[:-SEAL_BYTES]):
             raise ValueError("not what was written under this name")
-        return _runtime().load_module(str(path))["kernel"]
+        return _load_bytes(path.name, content)
     except ImportError:
         raise
     except Exception as error:
         # It stays until it is replaced: another process may be about to load what it put there just now.
         _logger.warning("%s: cannot be loaded (%s), compiling it again", path, error)
         return None
+
+
+def _load_bytes(name: str, library: bytes) -> Callable[..., None]:
+    """The function in a shared library's bytes; its name is for maps and debuggers."""
+    descriptor = os.memfd_create(name)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(library)
+        # As tvm_ffi.load_module does for a path that ends in .so.
+        load, keep_loaded = map(
+            _runtime().get_global_func, ("ffi.Module.load_from_file.so", "ffi.ModuleGlobalsAdd")
+        )
+        module = load(f"/proc/self/fd/{descriptor}", "so")
+        keep_loaded(module)
+        function = module["kernel"]
+    except BaseException:
+        os.close(descriptor)
+        raise
+    # It stays open: dlopen knows a library by its path, and gives this one to whoever comes with it again.
+    return function
 
 
 def _seal(name: str, library: bytes) -> bytes:
@@ -203,9 +255,8 @@ def compile_options(arch: str) -> str:
 def trace(key: tuple, extra_options: str = "") -> Any:
     """Compile a key with the DSL, without any cache, for an architecture that need not be this machine's.
 
-    key: ("forward", config, dtype, target_dtype) or ("backward", config of the logits, config of the
-    gradients, dtype, target_dtype). extra_options: of cute.compile; with "--keep-ptx --keep-cubin
-    --dump-dir DIR" the result has __ptx__ and __cubin__. Raises ValueError for another kind of key.
+    key: of plan.forward_key or plan.backward_key. extra_options: of cute.compile; with "--keep-ptx
+    --keep-cubin --dump-dir DIR" the result has __ptx__ and __cubin__. Raises ValueError for another kind.
     """
     kind, config, *arguments = key
     options = f"{compile_options(config.arch)} {extra_options}".strip()
@@ -233,7 +284,6 @@ def _sweep(folder: Path) -> None:
 
 def _build(key: tuple, path: Path) -> None:
     """Compile into `path`, which appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
         compiled = Path(folder, "kernel.o")
@@ -251,4 +301,5 @@ def _build(key: tuple, path: Path) -> None:
         except subprocess.CalledProcessError as error:
             raise RuntimeError(f"{compiler}: could not link {compiled}: {error.stderr}") from error
         linked.write_bytes((library := linked.read_bytes()) + _seal(path.name, library))
+        linked.chmod(0o600)
         os.replace(linked, path)

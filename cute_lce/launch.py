@@ -90,7 +90,7 @@ def _prepare(device, dtype, target_dtype, n, d, V, window, workspace, keeps):
     arch, sms = _architecture(device)
     config = plans.keep_config(arch) if keeps else None
     chosen = plans.forward(arch, n, d, V, sms, window, workspace, config)
-    return chosen, compiled.forward(chosen.config, _name(dtype), _name(target_dtype), keeps)
+    return chosen, compiled.get(plans.forward_key(chosen.config, _name(dtype), _name(target_dtype), keeps))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -138,7 +138,7 @@ def forward(input, linear_weight, target, *options):
     targets that are not ignored. A target out of range makes its row's loss and row_sum nan. With n = 0
     nothing is launched. Allocates these, the plan's workspace (4 workspace_floats bytes) and the copies;
     never synchronises; runs on torch's current stream of input's device. Arguments are checked in ops.py.
-    Raises what `compiled.forward` does, on the first call of a configuration.
+    Raises what `compiled.get` does, on the first call of a configuration.
     """
     return bind("forward", input, linear_weight, target, *options)(input, linear_weight, target)
 
@@ -289,9 +289,8 @@ class _Backward:
         arch, sms = _architecture(device)
         half = dtype is torch.float16
         chosen = plans.backward(arch, n, d, V, sms, half, need_dinput, need_dweight, kept, window, workspace)
-        self.function = compiled.backward(
-            chosen.logits, chosen.dhidden, chosen.dweight, _name(dtype), _name(target_dtype)
-        )
+        configs = chosen.logits, chosen.dhidden, chosen.dweight
+        self.function = compiled.get(plans.backward_key(*configs, _name(dtype), _name(target_dtype)))
         self.pitch = chosen.pitch
         self.stripes = [
             (first < kept, (first, columns, i == 0, i == len(chosen.stripes) - 1, *ints))

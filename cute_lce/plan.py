@@ -298,6 +298,12 @@ STRIPE_COLUMNS = 1400
 LEAST_UNIT = 64  # columns that share one byte of what was raised, at least
 
 
+def backward_configs(arch: str) -> tuple[KernelConfig, KernelConfig, KernelConfig]:
+    """The configurations of the logits', dinput's and dlinear_weight's GEMM."""
+    gradients = gradient_config(arch)
+    return configs(arch)[0], gradients, gradients
+
+
 def gradient_config(arch: str) -> KernelConfig:
     """The configuration of both gradients' GEMMs."""
     if is_blackwell(arch):
@@ -307,17 +313,36 @@ def gradient_config(arch: str) -> KernelConfig:
     return KernelConfig(arch, tile_n=256, pingpong=False, stages=4)
 
 
-def kernels(arch: str, half: bool) -> list[tuple]:
-    """All that calls may ask `compiled` for, apart from dtypes: ("forward", configuration, keeps) and
-    ("backward", configurations of the logits', dinput's and dlinear_weight's GEMM).
+def forward_key(
+    config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64", keeps: bool = False
+) -> tuple:
+    """The key of a kernels.forward.Forward in `compiled`.
 
-    half: whether the operands are float16, which nothing keeps.
+    dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64".
     """
-    found: list[tuple] = [("forward", config, False) for config in configs(arch)]
-    if not half:
-        found.append(("forward", keep_config(arch), True))
-    gradients = gradient_config(arch)
-    return [*found, ("backward", configs(arch)[0], gradients, gradients)]
+    return "forward", config, dtype, target_dtype, keeps
+
+
+def backward_key(
+    logits: KernelConfig,
+    dhidden: KernelConfig,
+    dweight: KernelConfig,
+    dtype: str = "bfloat16",
+    target_dtype: str = "int64",
+) -> tuple:
+    """The key of a kernels.backward.Backward; the types as in `forward_key`."""
+    return "backward", logits, dhidden, dweight, dtype, target_dtype
+
+
+def kernels(arch: str, dtype: str, target_dtype: str) -> list[tuple]:
+    """The keys of all that calls with these types may ask `compiled` for; float16 keeps nothing."""
+    forwards = [(config, False) for config in configs(arch)]
+    if dtype != "float16":
+        forwards.append((keep_config(arch), True))
+    return [
+        *(forward_key(config, dtype, target_dtype, keeps) for config, keeps in forwards),
+        backward_key(*backward_configs(arch), dtype, target_dtype),
+    ]
 
 
 def gemm(config: KernelConfig, m: int, n: int, k: int, sms: int) -> GemmPlan:
@@ -458,17 +483,17 @@ def backward(
 
     window: a stripe's columns, 0: chosen. workspace: bytes, 0: the default.
     """
-    logits, gradients = configs(arch)[0], gradient_config(arch)
+    logits, dhidden, dweight = backward_configs(arch)
     stripe = stripe_columns(n, d, V, half, need_dinput, need_dweight, kept, window, workspace)
     if not window:
 
         def clocks(columns: int) -> int:
             total = LAUNCH_CLOCKS + _clocks(logits, gemm(logits, n, columns, d, sms), n, d)
             if need_dinput:
-                total += _clocks(gradients, gemm(gradients, n, d, columns, sms), n, columns)
+                total += _clocks(dhidden, gemm(dhidden, n, d, columns, sms), n, columns)
                 total += n * d // ACCUMULATED_PER_CLOCK
             if need_dweight:
-                total += _clocks(gradients, gemm(gradients, columns, d, n, sms), columns, n)
+                total += _clocks(dweight, gemm(dweight, columns, d, n, sms), columns, n)
             return total
 
         stripe = _even_stripe(clocks, V - kept, stripe)
@@ -478,14 +503,14 @@ def backward(
     for first, columns in ranges:
         plans = (
             gemm(logits, n, columns, d, sms),
-            gemm(gradients, n, d, columns, sms),
-            gemm(gradients, columns, d, n, sms),
+            gemm(dhidden, n, d, columns, sms),
+            gemm(dweight, columns, d, n, sms),
         )
         stripes.append((first, columns, tuple(number for plan in plans for number in plan.ints)))
     return BackwardPlan(
         logits=logits,
-        dhidden=gradients,
-        dweight=gradients,
+        dhidden=dhidden,
+        dweight=dweight,
         kept=kept,
         stripe=stripe,
         pitch=ceil_div(stripe, 8) * 8,

@@ -8,13 +8,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_lce import compiled, launch
+from cute_lce import cli, compiled, launch
 from cute_lce import plan as plans
 from cute_lce.plan import DEVICES, ceil_div
 
@@ -89,20 +89,13 @@ def decide(call: Call, schedule: str = "keep") -> int | None:
         return None
 
 
+def fields(call: Call, kept: int) -> dict[str, Any]:
+    """What plan.backward and plan.stripe_columns are told of a call."""
+    return {**call._asdict(), "kept": kept}
+
+
 def planned(arch: str, call: Call, kept: int) -> plans.BackwardPlan:
-    return plans.backward(
-        arch,
-        call.n,
-        call.d,
-        call.V,
-        DEVICES[arch].sms,
-        call.half,
-        call.need_dinput,
-        call.need_dweight,
-        kept,
-        call.window,
-        call.workspace,
-    )
+    return plans.backward(arch, sms=DEVICES[arch].sms, **fields(call, kept))
 
 
 def kept_columns(call: Call, workspace: int) -> int:
@@ -113,17 +106,7 @@ def kept_columns(call: Call, workspace: int) -> int:
 
 def longest(call: Call, kept: int) -> int:
     """Columns of the longest stripe that the workspace holds."""
-    return plans.stripe_columns(
-        call.n,
-        call.d,
-        call.V,
-        call.half,
-        call.need_dinput,
-        call.need_dweight,
-        kept,
-        call.window,
-        call.workspace,
-    )
+    return plans.stripe_columns(**fields(call, kept))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -330,14 +313,12 @@ def _forget() -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_all_that_launch_asks_for_is_what_compile_compiles(half: bool, no_kernels, monkeypatch):
-    """`plan.kernels` is what `cute-lce compile` goes by: no more, and no less."""
+    """No key more, and none less."""
     asked = set()
 
     class Functions:
         def get(self, key):
-            kind, *configs, dtype, target_dtype = key[:-1] if key[0] == "forward" else key
-            assert (dtype, target_dtype) == ("float16" if half else "bfloat16", "int64")
-            asked.add((kind, *configs, *(key[-1:] if kind == "forward" else ())))
+            asked.add(key)
             return lambda *arguments: None
 
     monkeypatch.setattr(compiled, "_functions", Functions())
@@ -347,7 +328,10 @@ def test_all_that_launch_asks_for_is_what_compile_compiles(half: bool, no_kernel
         kept = decide(call)
         if kept is not None:
             train(call, kept)
-    assert asked == set(plans.kernels("sm_90a", half))
+    by_launch = frozenset(asked)
+    asked.clear()
+    assert cli.main(["compile", "--arch", "sm_90a", "--dtype", "float16" if half else "bfloat16"]) == 0
+    assert by_launch == asked
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
