@@ -56,7 +56,9 @@ def linear_cross_entropy(
 
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
-    gradient again raises RuntimeError ("grad_in_forward" raises at once under create_graph=True).
+    gradient again raises RuntimeError ("grad_in_forward" raises at once under create_graph=True), and so does
+    forward-mode differentiation. torch.func's vmap takes every schedule, its grad, vjp and jacrev all but
+    "grad_in_forward"; what they batch is computed one after the other.
 
     Raises:
         TypeError: a dtype, or a Python type, other than the above.

@@ -188,10 +188,16 @@ def empty_kept(input, kept_columns):
     return input.new_empty((n, -(-kept_columns // 8) * 8)), input.new_empty((n,), dtype=torch.float32)
 
 
-@functools.cache
-def _like(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """One element to allocate others like: empty_like takes two thirds of the time of empty."""
-    return torch.empty((), dtype=dtype, device=device)
+@functools.lru_cache(maxsize=4096)
+def _like(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """To allocate others like: empty_like takes two thirds of the time of empty. Its values may not be read.
+
+    It owns no memory: what it took of a CUDA graph's pool and kept would be a leak there. Its storage is
+    emptied last, since a view of an empty one is refused.
+    """
+    like = torch.empty((), dtype=dtype, device=device).expand(shape)
+    like.untyped_storage().resize_(0)
+    return like
 
 
 class _Forward:
@@ -227,13 +233,14 @@ class _Forward:
             workspace,
             kept_columns > 0,
         )
-        number, count = _like(device, torch.float32), _like(device, torch.int64)
         # The statistics that nobody wants stand behind the workspace, the count at a multiple of 8 bytes.
         self.behind = 8 * (-(-chosen.workspace_floats // 2))
         self.row_bytes = 4 * n
-        self.row, self.count = number.expand(n), count
-        self.loss = self.row if reduction == "none" else number
-        self.scratch = number.expand(chosen.workspace_floats + (0 if self.statistics else 2 * n + 3))
+        self.row, self.count = _like(device, torch.float32, n), _like(device, torch.int64)
+        self.loss = self.row if reduction == "none" else _like(device, torch.float32)
+        self.scratch = _like(
+            device, torch.float32, chosen.workspace_floats + (0 if self.statistics else 2 * n + 3)
+        )
         self.head = ignore_index, REDUCTIONS[reduction]
         self.tail = (
             chosen.windows,
@@ -242,7 +249,7 @@ class _Forward:
             chosen.clusters,
             int(chosen.paced),
         )
-        self.raised = _like(device, torch.uint8).expand(_raised_bytes(kept_columns) * n)
+        self.raised = _like(device, torch.uint8, _raised_bytes(kept_columns) * n)
 
     def __call__(self, input, linear_weight, target):
         hidden, weight = input, linear_weight
@@ -307,7 +314,7 @@ class _Backward:
         for size in sizes.values():
             self.offsets.append(total)
             total += -(-size // ALIGNMENT) * ALIGNMENT
-        self.workspace = _like(device, torch.uint8).expand(total)
+        self.workspace = _like(device, torch.uint8, total)
 
 
 _prepare_backward = functools.lru_cache(maxsize=4096)(_Backward)

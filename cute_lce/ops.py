@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -84,6 +85,11 @@ def _log_streaming(device: torch.device) -> None:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_is_tracing = torch._C._is_tracing  # pyright: ignore[reportAttributeAccessIssue]
+_innermost_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+# Of the vmap behind torch.autograd.grad's is_grads_batched, which is none of torch.func's transforms.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
     """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no subclass, no meta tensor.
@@ -93,12 +99,14 @@ def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
-        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+        and _innermost_transform() is None
+        and not _is_tracing()
         and forward_ad._current_level < 0
         and type(first) in _PLAIN
         and type(second) in _PLAIN
         and type(third) in _PLAIN
         and not (first.is_meta or second.is_meta or third.is_meta)
+        and not (_is_batched(first) or _is_batched(second) or _is_batched(third))
     )
 
 
@@ -313,8 +321,7 @@ def _prepare_call(key, input, linear_weight, target, needs, arguments) -> _Call:
         rows, targets = _flatten(input, target)
         run = module.bind(name, rows, linear_weight, targets, *options)
     function = _GradInForwardFunction if op is _grad_in_forward else _ForwardFunction
-    # Without the look at functorch's transforms, of which a plain eager call has none.
-    apply = super(torch.autograd.Function, function).apply if wanted else None  # pyright: ignore
+    apply = _apply_of(function) if wanted else None
     call = _Call(apply, run, options, input.dim() == 2)
     if key and hasattr(module, "bind"):
         if len(_calls) >= _MAX_CALLS:
@@ -532,6 +539,21 @@ _NO_DOUBLE_BACKWARD = (
     "backward (cute_lce.reference.linear_cross_entropy does)"
 )
 
+_NO_FORWARD_MODE = (
+    "cute_lce.linear_cross_entropy: {} got a tangent for {}, and it supports no forward-mode differentiation "
+    "(torch.func.jvp, jacfwd, torch.autograd.forward_ad), which cute_lce.reference.linear_cross_entropy does"
+)
+
+_NO_TRANSFORM = (
+    "cute_lce.linear_cross_entropy: schedule: got 'grad_in_forward' with an operand that torch.func's grad, "
+    "vjp or jacrev differentiates, want 'recompute', 'keep' or 'auto'"
+)
+
+
+def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply without its Python part, which wants a setup_context for torch.func's transforms."""
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+
 
 class _ForwardFunction(torch.autograd.Function):
     """forward, and forward_keep, whose results end with two more.
@@ -545,6 +567,7 @@ class _ForwardFunction(torch.autograd.Function):
     def forward(ctx, run, whole, options, input, linear_weight, target):
         results = run(input, linear_weight, target)
         ctx.options = options
+        ctx.whole = whole
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, linear_weight, target, *results[1:])
         if not whole:
@@ -562,7 +585,8 @@ class _ForwardFunction(torch.autograd.Function):
         kept = () if len(saved) == 8 else (None, None)
         arguments = (dloss, *saved, *kept, *ctx.options[:4], need_dinput, need_dweight)
         input = saved[0]
-        if not torch.is_grad_enabled() and is_plain_eager(dloss, input, saved[1]):
+        # What a call under a transform saved outlives the transform, and only the dispatcher unwraps it.
+        if not (ctx.whole or torch.is_grad_enabled()) and is_plain_eager(dloss, input, saved[1]):
             dinput, dweight = implementation(input.device, input.dtype).backward(*arguments)
         else:
             dinput, dweight = _backward(*arguments)
@@ -609,21 +633,48 @@ class _GradientFunction(torch.autograd.Function):
         raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
+def _refuse_tangents(op, arguments: tuple) -> None:
+    """Forward-mode differentiation is not for the ops: run below autograd, they would give no tangent."""
+    if not torch._C._is_fwd_grad_enabled():  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    for argument, value in zip(op._schema.arguments, arguments, strict=False):
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(_NO_FORWARD_MODE.format(op.name(), argument.name))
+
+
 def _register_autograd(name: str, op, function: type[torch.autograd.Function]) -> None:
     """Under autograd `op` is `function`'s; its first three arguments are the tensors that may need a
-    gradient."""
+    gradient.
+
+    torch.func's transforms call this once a level, with that level's wrappers: what is recorded is this
+    level's, and the op called below autograd goes on to the next.
+    """
+    apply = _apply_of(function)
 
     def autograd(first, second, third, *options):
+        operands = first, second, third
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, (*operands, *options))
+
         def run(*operands):
             with _below_autograd():
                 return op(*operands, *options)
 
-        operands = first, second, third
+        def run_under_transform(*operands):
+            # Function.forward runs without either grad mode; the levels below have their own.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return run(*operands)
+
         if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)):
             return run(*operands)
-        if function is _GradientFunction:
-            return function.apply(run, *operands)
-        return function.apply(run, True, options, *operands)
+        transformed = _innermost_transform() is not None
+        if transformed and function is _GradInForwardFunction:
+            # Its gradients are constants to the levels below, whose second derivatives would miss them.
+            raise RuntimeError(_NO_TRANSFORM)
+        body = run_under_transform if transformed else run
+        arguments = (body,) if function is _GradientFunction else (body, True, options)
+        with enable_single_level_autograd_function():
+            return apply(*arguments, *operands)
 
     _library.impl(name, autograd, "Autograd")
 

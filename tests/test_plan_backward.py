@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
@@ -364,6 +365,21 @@ def test_a_frozen_weight_has_nothing_of_its_size(no_kernels):
     kept = decide(call, "auto")
     assert kept is not None
     assert train(call, kept) <= call.workspace < 2 * call.V * call.d
+
+
+def test_nothing_that_outlives_a_call_owns_memory(no_kernels):
+    """The first call may be one that a CUDA graph captures, into whose pool all that it allocates goes."""
+    gc.collect()
+    before = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+    for call in (Call(100, 64, 1000), Call(100, 64, 1000, half=True), Call(8192, 4096, 131072)):
+        for reduction in ("mean", "none"):
+            train(call, 0, reduction)
+            if not call.half:
+                train(call, 768, reduction)
+    gc.collect()
+    known = set(map(id, before))
+    after = [found for found in gc.get_objects() if type(found) is torch.Tensor and id(found) not in known]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in after) == 0
 
 
 def test_plan_needs_neither_torch_nor_cutlass():
