@@ -12,12 +12,8 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import Mock
-
-import pytest
 
 from cute_lce import compiled
-from cute_lce.plan import KernelConfig
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,6 @@ class Kernel:
     def ptx_of(self, pattern: str) -> list[str]:
         """Opcodes of the PTX, or what the pattern's group catches."""
         return re.findall(pattern, self.ptx)
-
-
-def forward_key(config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64") -> tuple:
-    """The key that compiled.forward looks up."""
-    keys = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "_functions", Mock(get=lambda key: keys.append(key) or True))
-        compiled.forward(config, dtype, target_dtype)
-    return keys[0]
 
 
 @functools.cache

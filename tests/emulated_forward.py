@@ -12,7 +12,7 @@ import torch
 from cute_lce import compiled, launch
 from cute_lce import plan as plans
 from cute_lce.plan import KernelConfig
-from tests import cubin, emulator
+from tests import emulator
 from tests.numerics import Case, assert_close, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -21,7 +21,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @functools.cache
 def emulated(config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64") -> emulator.Emulated:
     with tempfile.TemporaryDirectory() as folder:
-        key = cubin.forward_key(config, dtype, target_dtype)
+        key = plans.forward_key(config, dtype, target_dtype)
         return emulator.build(compiled.trace(key, f"--keep-ptx --dump-dir {folder}"))
 
 

@@ -39,7 +39,7 @@ def forward(case: Case, config: plans.KernelConfig, window: int, sms: int) -> No
     n, V = case.input.shape[0], case.linear_weight.shape[0]
     chosen = plans.forward(config.arch, n, case.input.shape[1], V, sms, window, config=config)
     dtype, target_dtype = (str(t.dtype).removeprefix("torch.") for t in (case.input, case.target))
-    function = compiled.forward(config, dtype, target_dtype)
+    function = compiled.get(plans.forward_key(config, dtype, target_dtype))
     with mock.patch.object(launch, "_prepare", return_value=(chosen, function)):
         loss = launch.forward(case.input, case.linear_weight, case.target, case.ignore_index, "mean", 0, 0)[0]
     expected = torch.nn.functional.cross_entropy(

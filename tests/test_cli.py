@@ -1,6 +1,7 @@
 """The command line: what it prints is what the package does."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,30 @@ def test_the_module_runs_as_a_program():
         [sys.executable, "-m", "cute_lce.cli", "--help"], capture_output=True, text=True, check=True
     )
     assert "info" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "unbuffered"),
+    [
+        ("plan --n 64 --d 64 --vocab 1000 --arch sm_90a", ""),
+        ("plan --n 64 --d 64 --vocab 1000 --arch sm_90a", "1"),
+        ("plan --help", ""),
+    ],
+)
+def test_a_reader_that_goes_ends_it_quietly(argv, unbuffered):
+    """As `cute-lce plan ... | head -1` does; the status is what a shell reports of SIGPIPE."""
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(
+        [sys.executable, "-m", "cute_lce.cli", *argv.split()],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(write)
+    assert (run.returncode, run.stderr) == (141, "")
 
 
 def printed_tables(capsys) -> tuple[dict[str, str], dict[str, str]]:
@@ -154,6 +179,26 @@ def test_a_wrong_option_is_refused_by_name(argv, named, capsys):
         cli.main(argv.split())
     assert stopped.value.code == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
+    """Whatever `plan.kernels` lists, of any kind, is asked for and named."""
+    keys = [("sideways", 1), *plan.kernels("sm_90a", "float16", "int32")]
+    asked = []
+    monkeypatch.setattr(plan, "kernels", lambda *_: keys)
+    monkeypatch.setattr(compiled, "get", asked.append)
+    assert cli.main(["compile", "--arch", "sm_90a", "--dtype", "float16", "--target-dtype", "int32"]) == 0
+    assert asked == keys
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[2] for line in lines] == ["sideways", "forward", "forward", "backward"]
+
+
+def test_compile_says_why_it_refuses_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiled, "_functions", {})
+    tmp_path.chmod(0o777)
+    assert cli.main(["compile", "--arch", "sm_90a"]) == 1
+    assert f"cute-lce compile: {tmp_path}: got owner" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the DSL is for Linux")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from unittest.mock import Mock
 
 import pytest
 
-from cute_lce import compiled
 from cute_lce import plan as plans
 from tests import cubin
 
@@ -26,23 +24,11 @@ every_backward = pytest.mark.parametrize(
 
 
 @functools.cache
-def plan(arch: str) -> plans.BackwardPlan:
-    sms = plans.DEVICES[arch].sms
-    return plans.backward(arch, 4096, 4096, 32768, sms, False, True, True, 0, 0, 0)
-
-
-@functools.cache
 def key(arch: str, dtype: str, which: str, target_dtype: str = "int64") -> tuple:
-    """The key that `compiled` looks up for what launch asks for."""
-    keys = []
-    chosen = plan(arch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "_functions", Mock(get=lambda key: keys.append(key) or True))
-        if which == "keep":
-            compiled.forward(plans.configs(arch)[0], dtype, target_dtype, True)
-        else:
-            compiled.backward(chosen.logits, chosen.dhidden, chosen.dweight, dtype, target_dtype)
-    return keys[0]
+    """The key of what launch asks for."""
+    if which == "keep":
+        return plans.forward_key(plans.keep_config(arch), dtype, target_dtype, keeps=True)
+    return plans.backward_key(*plans.backward_configs(arch), dtype, target_dtype)
 
 
 def gemms(arch: str, dtype: str, which: str = "backward") -> list[cubin.Kernel]:
@@ -115,10 +101,7 @@ def test_registers(arch: str, dtype: str, which: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wgmma(dtype: str):
-    chosen = plan("sm_90a")
-    for kernel, config in zip(
-        gemms("sm_90a", dtype), (chosen.logits, chosen.dhidden, chosen.dweight), strict=True
-    ):
+    for kernel, config in zip(gemms("sm_90a", dtype), plans.backward_configs("sm_90a"), strict=True):
         shape = f"m64n{config.tile_n}k16.f32.{DTYPES[dtype]}.{DTYPES[dtype]}"
         rows_of_64 = config.tile_m * config.turns // (64 * config.warpgroups)
         assert kernel.ptx_of(r"wgmma\.mma_async\.sync\.aligned\.(\S+)") == [shape] * (4 * rows_of_64)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cute_lce import compiled
 from cute_lce import plan as plans
 from cute_lce.plan import KernelConfig
-from tests import cubin
 
 CONFIG = KernelConfig("sm_90a", tile_m=64, tile_n=64, warpgroups=1, pingpong=False, cluster_m=1, stages=2)
-KEY = cubin.forward_key(CONFIG)
+KEY = plans.forward_key(CONFIG)
 
 # Runs in a process of its own: loads or compiles KEY, prints what was needed for it.
 LOAD = f"""
@@ -27,11 +28,12 @@ import sys, time
 import torch
 from cute_lce import compiled
 from cute_lce.plan import KernelConfig
+key = {KEY!r}
 start = time.perf_counter()
-function = compiled.forward({CONFIG!r}, "bfloat16", "int64")
+function = compiled.get(key)
 seconds = time.perf_counter() - start
 assert callable(function)
-assert function is compiled.forward({CONFIG!r}, "bfloat16", "int64")
+assert function is compiled.get(key)
 print("cutlass" in sys.modules, seconds)
 """
 
@@ -91,13 +93,13 @@ def only_file(folder: Path) -> Path:
 
 def variants():
     """(what differs, key) for every field of the key."""
-    yield "target dtype", cubin.forward_key(CONFIG, target_dtype="int32")
-    yield "dtype", cubin.forward_key(CONFIG, "float16")
+    yield "target dtype", plans.forward_key(CONFIG, target_dtype="int32")
+    yield "dtype", plans.forward_key(CONFIG, "float16")
     yield "kind", ("backward", *KEY[1:])
     for field in dataclasses.fields(KernelConfig):
         value = getattr(CONFIG, field.name)
         other = "sm_100a" if field.name == "arch" else (not value if type(value) is bool else value + 1)
-        yield field.name, cubin.forward_key(dataclasses.replace(CONFIG, **{field.name: other}))
+        yield field.name, plans.forward_key(dataclasses.replace(CONFIG, **{field.name: other}))
 
 
 def test_every_field_is_in_the_key():
@@ -107,7 +109,7 @@ def test_every_field_is_in_the_key():
 
 
 def test_equal_keys_have_equal_names():
-    again = cubin.forward_key(dataclasses.replace(CONFIG))
+    again = plans.forward_key(dataclasses.replace(CONFIG))
     assert compiled._digest(KEY) == compiled._digest(again)
 
 
@@ -172,9 +174,9 @@ def test_a_hit_imports_no_cutlass_and_takes_well_under_a_second(filled: Path):
 
 def test_a_hit_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "_build", None)
-    function = compiled.forward(*KEY[1:])
+    function = compiled.get(KEY)
     shutil.rmtree(folder)
-    assert compiled.forward(*KEY[1:]) is function, "the second look finds it in memory"
+    assert compiled.get(KEY) is function, "the second look finds it in memory"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def test_a_spoiled_file_is_a_miss_and_is_replaced(
 
     monkeypatch.setattr(compiled, "_build", build)
     with caplog.at_level(logging.WARNING, "cute_lce"):
-        assert callable(compiled.forward(*KEY[1:]))
+        assert callable(compiled.get(KEY))
     assert builds == [KEY]
     assert str(path) in caplog.text
     assert only_file(folder).read_bytes() == good
@@ -230,13 +232,13 @@ def test_a_spoiled_file_is_a_miss_and_is_replaced(
 
 def test_another_keys_file_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A library that loads well, under the name of another key: it would run the wrong kernel."""
-    other = cubin.forward_key(CONFIG, "float16")
+    other = plans.forward_key(CONFIG, "float16")
     path = only_file(folder)
     path.rename(folder / f"{compiled._digest(other)}.so")
     called = []
     monkeypatch.setattr(compiled, "_build", lambda *arguments: called.append(arguments))
     with pytest.raises(RuntimeError, match="just compiled and cannot be loaded"):
-        compiled.forward(*other[1:])
+        compiled.get(other)
     assert len(called) == 1
 
 
@@ -246,6 +248,164 @@ def test_a_spoiled_file_is_compiled_again(folder: Path):
     assert load(folder)[0], "a miss that did not compile"
     assert only_file(folder).stat().st_size > 10_000
     assert not load(folder)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Who may write what is loaded
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    def build(key: tuple, path: Path) -> None:
+        raise AssertionError(f"{path}: compiled")
+
+    monkeypatch.setattr(compiled, "_build", build)
+
+
+def refusal(path: Path, mode: str, mend: str, owner: int | None = None) -> str:
+    """The pattern of an error: a path, what was found there, what is wanted, and how to mend it."""
+    user = os.geteuid()
+    found = f"{path}: got owner {user if owner is None else owner} and mode {mode}, want a "
+    return f"^{re.escape(found)}.* of owner {user} .*{re.escape(mend)}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "shown"), [(0o770, "drwxrwx---"), (0o702, "drwx----w-"), (0o1777, "drwxrwxrwt")]
+)
+def test_a_folder_that_others_may_write_is_refused(
+    mode: int, shown: str, folder: Path, nothing_is_compiled: None
+):
+    folder.chmod(mode)
+    with pytest.raises(PermissionError, match=refusal(folder, shown, f"chmod go-w {folder}, or name a ")):
+        compiled.get(KEY)
+    folder.chmod(0o755)
+    assert callable(compiled.get(KEY)), "others may read"
+
+
+@pytest.mark.parametrize(("mode", "shown"), [(0o620, "-rw--w----"), (0o606, "-rw----rw-")])
+def test_a_file_that_others_may_write_is_refused(
+    mode: int, shown: str, folder: Path, nothing_is_compiled: None
+):
+    path = only_file(folder)
+    path.chmod(mode)
+    with pytest.raises(PermissionError, match=refusal(path, shown, "remove it, or name a folder")):
+        compiled.get(KEY)
+    path.chmod(0o644)
+    assert callable(compiled.get(KEY)), "others may read"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file away")
+def test_what_another_user_owns_is_refused_to_root_too(folder: Path, nothing_is_compiled: None):
+    path = only_file(folder)
+    os.chown(path, 1234, -1)
+    with pytest.raises(PermissionError, match=refusal(path, "-rw-------", "remove it", 1234)):
+        compiled.get(KEY)
+    os.chown(folder, 1234, -1)
+    mend = "run; name a folder of your own in CUTE_LCE_CACHE_DIR"
+    with pytest.raises(PermissionError, match=refusal(folder, "drwx------", mend, 1234)):
+        compiled.get(KEY)
+
+
+def test_what_another_user_owns_is_refused(
+    folder: Path, nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch
+):
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(PermissionError, match=refusal(folder, "drwx------", "; name a", owner)):
+        compiled.get(KEY)
+
+
+def test_links(folder: Path, nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The folder may be a symbolic link, and is judged by where it leads; a file may not."""
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(link))
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match=refusal(link, "drwxrwxrwx", "chmod go-w")):
+        compiled.get(KEY)
+    folder.chmod(0o700)
+    path = only_file(folder)
+    path.rename(tmp_path / "moved.so")
+    path.symlink_to(tmp_path / "moved.so")
+    with pytest.raises(PermissionError, match=refusal(link / path.name, "lrwxrwxrwx", "remove it")):
+        compiled.get(KEY)
+    (tmp_path / "moved.so").replace(path)
+    assert callable(compiled.get(KEY))
+
+
+def test_what_is_no_file_is_refused(folder: Path, nothing_is_compiled: None):
+    path = only_file(folder)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(PermissionError, match=refusal(path, "prw-------", "remove it")):
+        compiled.get(KEY)
+
+
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_what_was_checked_is_what_is_loaded(which: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another file, or folder, under the path by the time of the load: nobody looks there again."""
+    path, seal = only_file(folder), compiled._seal
+
+    def exchange(name: str, library: bytes) -> bytes:
+        if which == "folder":
+            folder.rename(folder.with_name("away"))
+            folder.mkdir()
+        else:
+            path.unlink()
+        path.write_bytes(b"not a library")
+        return seal(name, library)
+
+    monkeypatch.setattr(compiled, "_build", None)
+    monkeypatch.setattr(compiled, "_seal", exchange)
+    assert callable(compiled.get(KEY))
+
+
+def test_libraries_loaded_in_turn_are_different_ones(tmp_path: Path):
+    """dlopen gives the same library for the same path: no two may have one."""
+    found = []
+    for number in (1, 2):
+        source, library = tmp_path / "kernel.c", tmp_path / "kernel.so"
+        source.write_text(LIBRARY % number)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        found.append(compiled._load_bytes("kernel", library.read_bytes())())
+    assert found == [1, 2]
+
+
+LIBRARY = """
+#include <stdint.h>
+struct any { int32_t type; int32_t zero; int64_t value; };
+int __tvm_ffi_kernel(void *self, const struct any *arguments, int32_t count, struct any *result) {
+    result->type = 1;  /* kTVMFFIInt */
+    result->zero = 0;
+    result->value = %d;
+    return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o000])
+def test_what_is_made_is_its_owners_alone(mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever the umask; and what this makes, it takes."""
+    folder = tmp_path / "parent" / "cache"
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(folder))
+    monkeypatch.setattr(compiled, "_functions", {})
+
+    class Object:
+        def export_to_c(self, path: str, **options):
+            source = Path(path).with_suffix(".c")
+            source.write_text(LIBRARY % 7)
+            subprocess.run(["cc", "-fPIC", "-c", "-o", path, source], check=True)
+            assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+
+    monkeypatch.setattr(compiled, "trace", lambda key: Object())
+    before = os.umask(mask)
+    try:
+        function: Any = compiled.get(KEY)
+    finally:
+        os.umask(before)
+    assert function() == 7
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert only_file(folder).stat().st_mode & 0o777 == 0o600
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -271,10 +431,10 @@ def test_nothing_is_left_when_a_compile_fails(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(compiled, "trace", lambda key: Object())
     with pytest.raises(RuntimeError, match="could not link"):
-        compiled.forward(*KEY[1:])
+        compiled.get(KEY)
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no-such-compiler: not found.*set CC"):
-        compiled.forward(*KEY[1:])
+        compiled.get(KEY)
     assert not list(tmp_path.iterdir())
 
 
@@ -291,7 +451,7 @@ def test_what_a_killed_process_left_is_swept_after_an_hour(tmp_path: Path, monke
         then = time.time() - 3600 * age
         os.utime(path, (then, then))
     with pytest.raises(ZeroDivisionError):
-        compiled.forward(*KEY[1:])
+        compiled.get(KEY)
     assert {path.name for path in tmp_path.iterdir()} == {fresh.name, other.name}
 
     # Another process may remove it first.

@@ -22,7 +22,7 @@ TARGETS = ("sm_100a", "sm_103a", "sm_100f")
 
 
 def gemm(name: str, arch: str = "sm_100a", dtype: str = "bfloat16") -> cubin.Kernel:
-    return cubin.kernel(cubin.forward_key(replace(CONFIGS[name], arch=arch), dtype), "GemmSm100")
+    return cubin.kernel(plan.forward_key(replace(CONFIGS[name], arch=arch), dtype), "GemmSm100")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -92,7 +92,7 @@ def test_only_the_load_warp_keeps_pace(name: str):
     """A step and the steps that a cluster does not make, and no more atomics."""
     counted = r"\s(red\.\S+)"
     assert gemm(name).ptx_of(counted) == ["red.relaxed.gpu.global.add.s32"] * 2
-    unpaced = cubin.forward_key(replace(CONFIGS[name], pace=0))
+    unpaced = plan.forward_key(replace(CONFIGS[name], pace=0))
     assert not cubin.kernel(unpaced, "GemmSm100").ptx_of(counted)
 
 

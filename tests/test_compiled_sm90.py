@@ -23,13 +23,13 @@ DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def gemm(name: str, dtype: str = "bfloat16", target_dtype: str = "int64") -> cubin.Kernel:
-    return cubin.kernel(cubin.forward_key(EVERY[name], dtype, target_dtype), "GemmSm90")
+    return cubin.kernel(plans.forward_key(EVERY[name], dtype, target_dtype), "GemmSm90")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_spill_and_no_local_memory(name: str, dtype: str):
-    for kernel in cubin.kernels(cubin.forward_key(CONFIGS[name], dtype)).values():
+    for kernel in cubin.kernels(plans.forward_key(CONFIGS[name], dtype)).values():
         assert kernel.target == "sm_90a"
         assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0, kernel.name
         assert not kernel.local_accesses, kernel.name
@@ -109,7 +109,7 @@ def test_target_dtypes(target_dtype: str):
 
 
 def test_combine():
-    kernel = cubin.kernel(cubin.forward_key(CONFIGS["pingpong"]), "Combine")
+    kernel = cubin.kernel(plans.forward_key(CONFIGS["pingpong"]), "Combine")
     assert kernel.usage["REG"] <= 64, "less than two blocks of 512 threads fit an SM"
     assert re.search(r"atom\.global\.acq_rel\.add", kernel.ptx)
     assert kernel.ptx.count("bar.sync") == 3
@@ -139,4 +139,4 @@ def test_other_kinds_are_refused():
     from cute_lce import compiled
 
     with pytest.raises(ValueError, match="kind: got 'sideways'"):
-        compiled.trace(("sideways", KernelConfig("sm_90a"), "bfloat16", "int64"))
+        compiled.trace(("sideways", *plans.forward_key(KernelConfig("sm_90a"))[1:]))

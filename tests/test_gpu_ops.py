@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -288,10 +290,13 @@ def test_no_host_synchronisation(schedule, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
-def test_side_stream(dtype):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_side_stream(schedule, dtype):
     """Operands made on a side stream behind a queue of work, and used there at once."""
-    case = random_case(200, 128, 3001, dtype).to("cuda")
-    linear_cross_entropy(case.input, case.linear_weight, case.target)
+    case = random_case(300, 128, 3001, dtype).to("cuda")
+    if not serves(schedule, case):
+        pytest.skip(f"{schedule} is refused by name for {dtype}")
+    case.check(linear_cross_entropy, schedule=schedule)  # What is compiled, and allocated, comes first.
     slow = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -301,7 +306,7 @@ def test_side_stream(dtype):
         nothing = (slow * 0).nan_to_num(0, 0, 0).sum()
         late = Case((case.input + nothing).to(dtype), (case.linear_weight + nothing).to(dtype), case.target)
         hidden, weight = late.input.requires_grad_(), late.linear_weight.requires_grad_()
-        loss = linear_cross_entropy(hidden, weight, late.target)
+        loss = linear_cross_entropy(hidden, weight, late.target, schedule=schedule)
         gradients = torch.autograd.grad(loss, (hidden, weight))
     stream.synchronize()
     expected, baseline = case.expected(), case.baseline()
@@ -354,6 +359,93 @@ def test_compile_fullgraph(schedule, backend):
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend, dynamic=True)
     for n in (37, 64, 129):
         random_case(n, 64, 300, torch.bfloat16, seed=n).to("cuda").check(compiled, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compile_with_cuda_graphs_in_a_fresh_process(mode, schedule):
+    """The first call of all runs in a graph's memory pool, where nothing that it caches may stay."""
+    code = f"""
+import torch
+from torch._dynamo.utils import counters
+from cute_lce import linear_cross_entropy
+from tests.numerics import random_case
+
+compiled = torch.compile(linear_cross_entropy, fullgraph=True, mode={mode!r})
+for seed in range(6):
+    case = random_case(200, 64, 1001, torch.bfloat16, seed=seed).to("cuda")
+    case.target[:seed] = -100
+    for reduction in ("mean", "none"):
+        torch.compiler.cudagraph_mark_step_begin()
+        case.check(compiled, schedule={schedule!r}, reduction=reduction)
+assert not counters["inductor"]["cudagraph_skips"], counters["inductor"]
+print("all steps done")
+"""
+    root = Path(__file__).parents[1]
+    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.endswith("all steps done\n"), process.stdout
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_batched_gradients(reduction, dtype):
+    case = numerics.make("ignored", dtype, "cuda")
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, case.target, reduction=reduction)
+    batch = torch.stack([case.upstream(reduction), -0.5 * case.upstream(reduction)])
+    got = torch.autograd.grad(loss, (hidden, weight), batch.float(), is_grads_batched=True)
+    for i, dloss in enumerate(batch):
+        expected, baseline = case.expected(dloss, reduction), case.baseline(dloss, reduction)
+        assert_close("dinput", got[0][i], expected[1], baseline[1])
+        assert_close("dlinear_weight", got[1][i], expected[2], baseline[2])
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
+@pytest.mark.parametrize("schedule", SCHEDULES[:3])
+def test_func(schedule, dtype):
+    """vjp, whose pullback runs when the transform has ended, and gradients of each sample."""
+    case = numerics.make("ignored", dtype, "cuda")
+    if not serves(schedule, case):
+        pytest.skip(f"{schedule} is refused by name for {dtype}")
+
+    def call(hidden, weight):
+        return linear_cross_entropy(hidden, weight, case.target, schedule=schedule)
+
+    expected, baseline = case.expected(-2.5), case.baseline(-2.5)
+    loss, pull, *_ = torch.func.vjp(call, case.input, case.linear_weight)
+    for mine, want, plain in zip((loss, *pull(torch.full_like(loss, -2.5))), expected, baseline, strict=True):
+        assert_close("vjp", mine, want, plain)
+    twice = torch.stack([case.input, case.input])
+    per_sample = torch.vmap(torch.func.grad(call, (0, 1)), (0, None))(twice, case.linear_weight)
+    expected, baseline = case.expected(), case.baseline()
+    for name, mine, want, plain in zip(
+        ("dinput", "dweight"), per_sample, expected[1:], baseline[1:], strict=True
+    ):
+        for sample in mine:
+            assert_close(name, sample, want, plain)
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
+def test_forward_mode_is_refused(dtype):
+    case = numerics.make("ignored", dtype, "cuda")
+    with pytest.raises(RuntimeError, match="no forward-mode differentiation"):
+        torch.func.jvp(
+            lambda hidden: linear_cross_entropy(hidden, case.linear_weight, case.target),
+            (case.input,),
+            (torch.ones_like(case.input),),
+        )
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
+def test_trace(dtype):
+    first, second = numerics.make("ragged", dtype, "cuda"), numerics.make("ignored", dtype, "cuda")
+    traced: Any = torch.jit.trace(linear_cross_entropy, (first.input, first.linear_weight, first.target))
+    kinds = [node.kind() for node in traced.graph.nodes()]
+    assert kinds.count("cute_lce::fused_linear_cross_entropy") == 1
+    assert not any(kind.startswith("aten::") for kind in kinds)
+    for case in (first, second):
+        case.check(lambda *operands, **_: traced(*operands))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -22,14 +22,10 @@ def config(pingpong: bool = False):
 
 def trace(pingpong: bool, folder: str | None):
     """The compiled function; with a folder it carries its PTX."""
-    from cute_lce import compiled
+    from cute_lce import compiled, plan
 
-    with (
-        mock.patch.object(compiled, "_functions", {}),
-        mock.patch.object(compiled, "_get", side_effect=lambda key: key),
-    ):
-        key = compiled.forward(config(pingpong), "bfloat16", "int64")
-    return compiled.trace(key, f"--keep-ptx --dump-dir {folder}" if folder else "")  # pyright: ignore
+    key = plan.forward_key(config(pingpong))
+    return compiled.trace(key, f"--keep-ptx --dump-dir {folder}" if folder else "")
 
 
 def inputs() -> list[torch.Tensor]:
