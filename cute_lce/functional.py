@@ -35,7 +35,9 @@ def linear_cross_entropy(
         target: (...), class indices in [0, V) or ignore_index: int64 or int32, input's device, any strides.
         reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored;
             "sum"; or "none", which takes any upstream gradient (expanded, strided).
-        ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch.
+        ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch. A nan
+            or inf in such a row of input does not matter, except that on a GPU "recompute" in bfloat16 and
+            "grad_in_forward" in bfloat16 and float16 make linear_weight's gradient nan, as torch does.
         schedule: where the backward has its logits from.
             "recompute" computes them again, window by window: the least memory, any upstream gradient.
             "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
@@ -65,8 +67,9 @@ def linear_cross_entropy(
         ValueError: a shape, a value or a device other than the above; a workspace_mb too small for the
             schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
             ignore_index. On a GPU, where looking would synchronise, such a row's loss and its input's
-            gradient, and hence the weight's gradient, are nan, and nothing outside the tensors is read;
-            CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side assertion there.
+            gradient, and hence the weight's gradient, are nan, whatever its upstream gradient, and nothing
+            outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
+            assertion there.
     """
     if not (isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor)):
         for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):

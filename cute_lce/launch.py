@@ -178,8 +178,8 @@ def _no_rows(function, options, input, linear_weight, target):
 
 
 def _raised_bytes(columns: int) -> int:
-    """Bytes a row of a keeping forward's notes: its reference, its highest raise, a raise for each unit."""
-    return 8 + -(-columns // plans.LEAST_UNIT)
+    """Bytes a row of a keeping forward's notes: its reference, its highest raise, and a raise a unit."""
+    return 8 + plans.NOTE_BYTES * -(-columns // plans.LEAST_UNIT)
 
 
 def empty_kept(input, kept_columns):
@@ -373,9 +373,11 @@ def backward(
     # Of what is recomputed: the factors of dinput's rows and their stride, dweight's, its operand.
     factors = (0, 0, 0, hidden.data_ptr(), hidden.stride(0))
     if dtype is torch.float16:
-        factor = torch.where(target != ignore_index, streaming.row_upstream(dloss, num_valid, reduction), 0)
+        ignored = target == ignore_index
+        factor = torch.where(ignored, 0, streaming.row_upstream(dloss, num_valid, reduction))
         greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-        scaled_hidden = (hidden * (factor / greatest).unsqueeze(1)).to(dtype).contiguous()
+        scaled_hidden = hidden * (factor / greatest).unsqueeze(1)
+        scaled_hidden = scaled_hidden.masked_fill_(ignored.unsqueeze(1), 0).to(dtype).contiguous()
         factors = (factor.data_ptr(), 1, greatest.data_ptr(), scaled_hidden.data_ptr(), d)
     dinput = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_dinput else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_dweight else None

@@ -295,7 +295,8 @@ LEAST_STRIPE = 64
 # What a stripe costs beside its GEMMs, the accumulator read and written, in columns of a logits GEMM: on an
 # H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s.
 STRIPE_COLUMNS = 1400
-LEAST_UNIT = 64  # columns that share one byte of what was raised, at least
+LEAST_UNIT = 64  # columns that share one note of how far their row was raised, at least
+NOTE_BYTES = 2
 
 
 def backward_configs(arch: str) -> tuple[KernelConfig, KernelConfig, KernelConfig]:
@@ -376,10 +377,10 @@ def backward_bytes(
     if half:
         total += 6 * n * d
     if kept:
-        # The operand, a byte a unit of columns, and the scaled copy of the hidden rows.
+        # The operand, a note a unit of columns, and the scaled copy of the hidden rows.
         total += (
             2 * n * (ceil_div(kept, 8) * 8)
-            + n * ceil_div(kept, LEAST_UNIT)
+            + NOTE_BYTES * n * ceil_div(kept, LEAST_UNIT)
             + (2 * n * d if need_dweight else 0)
         )
     return total
@@ -420,8 +421,8 @@ def kept_columns(
     if backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, V) + forward_bytes(n) <= workspace:
         return V
     rest = backward_bytes(n, d, V, 0, False, need_dinput, need_dweight, LEAST_UNIT) + forward_bytes(n)
-    # Columns that fit: two bytes a row, and a share of the bytes that say what was raised.
-    fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + 1) * max(n, 1)), 0)
+    # Columns that fit: two bytes a row, and a share of a note.
+    fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + NOTE_BYTES) * max(n, 1)), 0)
     # Against keeping nothing, whose stripes have all the room.
     recomputed = stripe_columns(n, d, V, False, need_dinput, need_dweight, 0, window, workspace)
     best, least = 0, V + ceil_div(V, recomputed) * STRIPE_COLUMNS

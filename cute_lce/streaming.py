@@ -28,8 +28,8 @@ Shapes, with "acc" for float32 (float64 for float64):
     input (n, d), linear_weight (V, d): one dtype, any strides. target (n,): int64 or int32, any stride.
     loss: acc, () for "mean" and "sum", (n,) for "none". dloss: loss's shape and dtype, any strides.
     row_max, row_sum: acc (n,), sum_v exp(z_v) = row_sum exp(row_max). row_sum is nan where the target is
-        out of range, from which every gradient of that row becomes nan. An ignored row has its ordinary
-        statistics.
+        out of range, from which every gradient of that row becomes nan, whatever its upstream gradient. An
+        ignored row has its ordinary statistics.
     num_valid: int64 (), the targets that are not ignored.
     A row's loss is log(row_sum) + (row_max - target_logit), which has no cancellation under a common offset
     of its logits.
@@ -396,11 +396,13 @@ def backward(
     factor enters outside the matrix products (dinput's rows at the end, a scaled copy of the hidden rows for
     dweight), except where narrow operands are multiplied: there dlogits are rounded once, with the factor in
     bf16, and as softmax - onehot in float16, whose range is too small for upstream / n.
+    An ignored row's dlogits are 0 and its row of a scaled copy too, whatever it holds: 0 times nan is nan.
     """
     (n, d), V = input.shape, linear_weight.shape[0]
     operands = _Operands(input, linear_weight)
     acc, dtype = operands.acc, input.dtype
     valid = target != ignore_index
+    ignored = ~valid.unsqueeze(1)
     classes = target.long().clamp(0, V - 1)
     kept_columns = kept.shape[1] if kept is not None else 0
     ranges = _windows(input, linear_weight, window, workspace, need_dinput, need_dweight, kept_columns)
@@ -423,9 +425,10 @@ def backward(
         if outer is not None and operands.rounded:
             # The largest factor stays out of the rounded copy and comes back in float32.
             weight_scale = outer.abs().amax().clamp(min=torch.finfo(acc).tiny) if n else outer.new_ones(())
-            scaled_hidden = (operands.hidden * (outer / weight_scale).unsqueeze(1)).to(dtype)
+            scaled_hidden = operands.hidden * (outer / weight_scale).unsqueeze(1)
+            scaled_hidden = scaled_hidden.masked_fill_(ignored, 0).to(dtype)
         elif outer is not None:
-            scaled_hidden = operands.hidden * outer.unsqueeze(1)
+            scaled_hidden = (operands.hidden * outer.unsqueeze(1)).masked_fill_(ignored, 0)
 
     for low, high in ranges:
         dlogits = buffer.window(high - low)
@@ -435,6 +438,7 @@ def backward(
         else:
             torch.sub(kept[:, low:high], row_max.unsqueeze(1), out=dlogits)
         _subtract_target(dlogits.exp_(), classes, row_sum, low, high)
+        dlogits.masked_fill_(ignored, 0)
         if inner is not None:
             dlogits.mul_(inner.unsqueeze(1))
         if operands.rounded:
@@ -485,11 +489,13 @@ def grad_in_forward(
         total = total.masked_fill(out_of_range[start:stop], torch.nan)
         logits.scatter_(1, column, logits.gather(1, column) - total.unsqueeze(1))
         factor = torch.where(valid[start:stop], 1 / total, 0).unsqueeze(1)
+        ignored = ~valid[start:stop].unsqueeze(1)
+        logits.masked_fill_(ignored, 0)
         if operands.rounded:
             dlogits, scaled_hidden = logits.mul_(factor).to(input.dtype), operands.hidden
         else:
             dlogits = logits
-            scaled_hidden = operands.hidden * factor if need_dweight else None
+            scaled_hidden = (operands.hidden * factor).masked_fill_(ignored, 0) if need_dweight else None
         for low, high in ranges:
             if dinput is not None:
                 _add_mm(dinput[start:stop], dlogits[:, low:high], operands.weight(low, high))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8
+from cutlass import Float32, Int32, Int64, Uint16
 
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.keep import KeepTensors
@@ -194,7 +194,7 @@ class KeepEpilogue:
                         frag[r, c] = Float32(0.0)
                 if rows[r] < cute.size(tensors.forward.target):
                     if self._notes(tensors, cols, first):
-                        tensors.keep.raised[(first + cols[0]) // self.unit, rows[r]] = Uint8(steps)
+                        tensors.keep.raised[(first + cols[0]) // self.unit, rows[r]] = Uint16(steps)
                         if steps > 0:
                             cute.arch.red(
                                 (tensors.keep.most_raised.iterator + rows[r]),
@@ -211,7 +211,7 @@ class KeepEpilogue:
     def _notes(self, tensors: KeepForwardTensors, cols: cute.Tensor, first: Int32):
         """Whether this is the one of the threads that share a row that notes its j."""
         if self.unit < self.tile_n:
-            # A thread has the whole row; a slab of its tile may lie beyond the vocabulary, where no byte is.
+            # A thread has the whole row; a slab of its tile may lie beyond the vocabulary, where no note is.
             return first + cols[0] < tensors.keep.columns
         return cols[0] % 8 == 0
 

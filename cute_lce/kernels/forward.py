@@ -3,7 +3,7 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8
+from cutlass import Float32, Int32, Int64, Uint16
 
 from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
 from cute_lce.kernels.epilogues import ForwardEpilogue, ForwardTensors, KeepEpilogue, KeepForwardTensors
@@ -73,7 +73,7 @@ class Forward:
         paced: Int32,
         kept: Int64,  # addresses, if it keeps: (n, kept_columns) bf16, rows of kept_pitch elements,
         kept_scale: Int64,  # fp32 (n,)
-        kept_workspace: Int64,  # reference (n,), most_raised (n,), raised (units, n) bytes
+        kept_workspace: Int64,  # reference (n,), most_raised (n,), raised (units, n) uint16
         kept_pitch: Int64,
         kept_columns: Int32,
         stream: cuda.CUstream,
@@ -100,7 +100,7 @@ class Forward:
             ),
             vector(Float32, kept_workspace, n),
             cute.make_tensor(
-                cute.make_ptr(Uint8, kept_workspace + Int64(n) * 8, cute.AddressSpace.gmem, assumed_align=1),
+                cute.make_ptr(Uint16, kept_workspace + Int64(n) * 8, cute.AddressSpace.gmem, assumed_align=2),
                 cute.make_layout((cute.ceil_div(kept_columns, self.unit), n), stride=(Int64(n), 1)),
             ),
             vector(Int32, kept_workspace + Int64(n) * 4, n),

@@ -8,9 +8,13 @@ precise as dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) a row
 
 are plain GEMMs, for any upstream vector. K is the target's logit rounded down in base 2: no logit that
 matters lies far below it. A row and tile that rises above K by more than 64 is stored relative to K + 128 j
-and notes j in a byte; `Finish` brings such rows, which are rare, to one K, and subtracts the onehot. Both
+and notes j in 16 bits; `Finish` brings such rows, which are rare, to one K, and subtracts the onehot. Both
 steps are exact in bf16 but for the target's own entry, which is rounded once. A row whose maximum lies as far
 above K in columns that are not kept is raised as well: 2^(lse log2 e - K) must be a number.
+
+K lies within +-FAR, which is also what a target's logit of -inf becomes, and j within MOST_STEPS. So a kept
+logit may lie 2^23 in base 2, 5.8 million nats, above its row's K, and reach 2.9 million nats where the target
+has -inf. A row beyond that, or with all logits below -2.9 million nats, becomes nan.
 """
 
 from typing import NamedTuple
@@ -30,7 +34,7 @@ ROWS = 32
 class KeepTensors(NamedTuple):
     """Global memory of a forward that keeps.
 
-    kept (n, columns) bf16: E. reference (n,) fp32: K. raised (units, n) uint8: j of a row and a unit of
+    kept (n, columns) bf16: E. reference (n,) fp32: K. raised (units, n) uint16: j of a row and a unit of
     columns. most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse), K as raised:
     v without grad_scale. columns: how many are kept: whole tiles, or V.
     """
@@ -131,8 +135,8 @@ class Finish:
         most = _steps(keep, row_max, row)
         if most > 0:
             for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
-                # The DSL widens a byte with its sign, whatever its type says.
-                behind = most - (keep.raised[column // self.unit, row].to(Int32) & 255)
+                # The DSL widens with the sign, whatever the type says.
+                behind = most - (keep.raised[column // self.unit, row].to(Int32) & 65535)
                 if behind > 0:
                     value = (
                         keep.kept[row, column].to(Float32)

@@ -18,7 +18,7 @@ LOG2_E = 1.4426950408889634
 LANES = 8
 HEADROOM = 64.0  # base-2 exponent above a row's K up to which update_relative stays relative to it
 STEP = 128.0  # by how much K is raised at a time
-MOST_STEPS = 255.0
+MOST_STEPS = 65535.0  # what 16 bits hold
 
 
 @cute.jit

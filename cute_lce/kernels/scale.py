@@ -17,8 +17,8 @@ class ScaleTensors(NamedTuple):
 
     Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 of any stride (0: one number), num_valid
     (1,) int64, kept_scale (n,) fp32. mean: whether the loss was divided by num_valid.
-    Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored or its gradient is 0;
-    scaled (n, d), hidden's rows times factor, if `wanted`.
+    Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored; scaled (n, d), if
+    `wanted`: hidden's rows times factor, zeros where the row is ignored, whatever hidden has there.
     """
 
     hidden: cute.Tensor
@@ -47,17 +47,20 @@ class ScaleRows:
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < cute.size(tensors.target):
             factor = Float32(0.0)
-            if Int64(tensors.target[row]) != tensors.ignore_index:
+            counts = Int64(tensors.target[row]) != tensors.ignore_index
+            if counts:
                 gradient = tensors.dloss[row]
                 if tensors.mean != 0:
                     gradient = gradient / Float32(tensors.num_valid[0])
-                if gradient != Float32(0.0):
-                    factor = gradient * tensors.kept_scale[row]
+                # 0 times nan is nan: a target out of range shows whatever its gradient is.
+                factor = gradient * tensors.kept_scale[row]
             if lane == 0:
                 tensors.factor[row] = factor
             if tensors.wanted != 0:
                 for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
                     source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
-                    cute.autovec_copy(eight(tensors.hidden, Int64(row), chunk * 8), source)
-                    source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
+                    source.fill(0.0)
+                    if counts:
+                        cute.autovec_copy(eight(tensors.hidden, Int64(row), chunk * 8), source)
+                        source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
                     cute.autovec_copy(source, eight(tensors.scaled, Int64(row), chunk * 8))
