@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -176,6 +176,63 @@ def random_case(n: int, d: int, V: int, dtype: torch.dtype, seed: int = 0, scale
         (torch.randn(V, d, generator=generator) * (scale / d**0.5)).to(dtype),
         torch.randint(0, V, (n,), generator=generator),
     )
+
+
+def with_bad_rows(case: Case, sick: Sequence[int], impossible: Sequence[int]) -> Case:
+    """sick: rows that hold a nan and, every other one, inf. impossible: rows whose target is one of two
+    classes, near either end of the vocabulary, that have logits of -inf in every row.
+
+    What 0 times -inf makes of dinput stays in feature 0, as in torch.
+    """
+    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
+    masked = torch.tensor([20, weight.shape[0] - 20], device=target.device)
+    target[torch.isin(target, masked)] = 0
+    target[list(impossible)] = masked[torch.arange(len(impossible)) % 2]
+    hidden[:, 0], weight[:, 0] = 1, 0
+    weight[masked, 0] = -torch.inf
+    hidden[list(sick[::2]), 1] = torch.nan
+    hidden[list(sick[1::2]), 1] = torch.inf
+    return replace(case, input=hidden, linear_weight=weight, target=target)
+
+
+def check_bad_rows(
+    case: Case,
+    sick: Sequence[int],
+    impossible: Sequence[int],
+    found: tuple[Tensor | None, Tensor | None, Tensor | None],
+    dloss: Tensor,
+    rounded_dlogits: bool | None = None,
+) -> None:
+    """Each row of `with_bad_rows` has its own share of (loss, dinput, dweight) and no other's; loss None: not
+    looked at. A row of nan makes dweight nan, as in torch; without one dweight is compared as well."""
+    loss, dinput, dweight = found
+    assert dinput is not None
+    well, finite = (torch.ones(len(case.target), dtype=torch.bool, device=case.target.device) for _ in "ab")
+    well[list(sick)] = False
+    finite[[*sick, *impossible]] = False
+    rest = replace(case, input=case.input[well], target=case.target[well])
+    expected = rest.expected(dloss[well].double(), "none")
+    baseline = rest.baseline(dloss[well].double(), "none", rounded_dlogits=rounded_dlogits)
+    if loss is not None:
+        assert torch.equal(loss.isnan(), ~well)
+        assert torch.equal(loss.isposinf(), well & ~finite)
+        assert_close("loss", loss[finite], *(each[0][finite[well]] for each in (expected, baseline)))
+    assert dinput[~well].isnan().all()
+    assert_close("dinput", dinput[well][:, 1:], *(each[1][:, 1:] for each in (expected, baseline)))
+    if dweight is not None and sick:
+        assert dweight.isnan().all()
+    elif dweight is not None:
+        assert_close("dweight", dweight, expected[2], baseline[2])
+
+
+def with_bad_ignored_rows(case: Case) -> tuple[Case, Case]:
+    """A case with ignored rows of nan, inf and -inf, and the same with zeros in these rows."""
+    target, hidden, plain = case.target.clone(), case.input.clone(), case.input.clone()
+    target[1::3] = case.ignore_index
+    for row, value in ((1, torch.nan), (4, torch.inf), (7, -torch.inf)):
+        hidden[row, 1] = value
+        plain[row] = 0
+    return replace(case, input=hidden, target=target), replace(case, input=plain, target=target)
 
 
 def _grid_case(n: int, d: int, V: int, dtype: torch.dtype, offset: tuple[float, float]) -> Case:

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from cute_lce import launch, linear_cross_entropy
 from cute_lce import plan as plans
-from tests.numerics import Case, assert_close, make, random_case
+from tests.numerics import (
+    Case,
+    assert_close,
+    check_bad_rows,
+    make,
+    random_case,
+    with_bad_ignored_rows,
+    with_bad_rows,
+)
 from tests.test_gpu_forward import (
     device_case,
     host_microseconds,
@@ -147,10 +155,57 @@ def test_rows_that_jump(kept, height, column):
 
 @pytest.mark.parametrize("kept", [0.5, 1], ids=["half", "all"])
 @pytest.mark.parametrize("column", [5, 4000])
-def test_rows_that_jump_by_more_than_128_steps(kept, column):
-    """A step is a factor of 2^128, and their number a byte; only what is kept counts in steps."""
-    case = jumping(random_case(400, 128, 5003, BF16).to("cuda"), {column: 16000.0}, slice(0, None, 8))
+@pytest.mark.parametrize("height", [16000.0, 23040.0, 38400.0, 200000.0])
+def test_rows_that_jump_by_many_steps(kept, column, height):
+    """A step is a factor of 2^128; their number has a sign bit in 8 and 16 bits to stay clear of, and 8 bits
+    hold no more than 22,670 nats."""
+    case = jumping(random_case(400, 128, 5003, BF16).to("cuda"), {column: height}, slice(0, None, 8))
     Trained(case, kept).check(torch.linspace(1, 2, 400, device="cuda").double())
+
+
+@KEPT
+@pytest.mark.parametrize("sick", [(), (0, 5, 299)], ids=["finite gradients", "rows of nan"])
+def test_bad_rows_change_no_other(kept, sick):
+    impossible = (3, 170, 298)
+    case = with_bad_rows(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"), sick, impossible)
+    dloss = case.upstream("none")
+    trained = Trained(case, kept)
+    check_bad_rows(case, sick, impossible, (trained.loss, *trained.backward(dloss)), dloss)
+
+
+@KEPT
+def test_what_ignored_rows_hold_does_not_matter(kept):
+    case, plain = with_bad_ignored_rows(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"))
+    dloss = case.upstream("none")
+    trained = Trained(case, kept)
+    dinput, dweight = trained.backward(dloss)
+    expected, baseline = plain.expected(dloss, "none"), plain.baseline(dloss, "none")
+    assert_close("loss", trained.loss, expected[0], baseline[0])
+    assert_close("dinput", dinput, expected[1], baseline[1])
+    assert not dinput[case.target == case.ignore_index].any()
+    # bfloat16's recomputed columns multiply zeros by the rows as they are.
+    columns = 5003 if kept is None else columns_of(kept, 5003)
+    if columns:
+        assert_close("dweight", dweight[:columns], expected[2][:columns], baseline[2][:columns])
+
+
+@KEPT
+@pytest.mark.parametrize("gradient", [1.0, 0.0])
+def test_bad_targets_stay_in_their_rows(kept, gradient):
+    """Whatever the upstream gradient of a target that is no class."""
+    case = random_case(300, 128, 5003, dtype_of(kept)).to("cuda")
+    bad = [0, 3, 299]
+    case.target[bad] = torch.tensor([5003, 2**40, -1], device="cuda")
+    dloss = torch.ones(300, device="cuda")
+    dloss[bad] = gradient
+    sick = torch.zeros(300, dtype=torch.bool, device="cuda")
+    sick[bad] = True
+    trained = Trained(case, kept)
+    dinput, dweight = trained.backward(dloss)
+    assert torch.equal(trained.loss.isnan(), sick)
+    assert torch.equal(dinput.isnan().all(1), sick)
+    assert torch.equal(dinput.isnan().any(1), sick)
+    assert dweight.isnan().all()
 
 
 @KEPT

@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_lce import LinearCrossEntropy, linear_cross_entropy, ops
 from tests import numerics
-from tests.numerics import CASES, DTYPES, Case, assert_close, random_case
+from tests.numerics import (
+    CASES,
+    DTYPES,
+    Case,
+    assert_close,
+    check_bad_rows,
+    random_case,
+    with_bad_rows,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -158,6 +166,23 @@ def test_nan_and_infinity_stay_in_their_rows(dtype):
     assert torch.equal(hidden.grad.isfinite().all(1), ~bad)
 
 
+@pytest.mark.parametrize("sick", [(), (0, 5, 39)], ids=["finite gradients", "rows of nan"])
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bad_rows_change_no_other(schedule, dtype, sick):
+    impossible = (3, 17, 38)
+    case = with_bad_rows(random_case(40, 64, 900, dtype).to("cuda"), sick, impossible)
+    if not serves(schedule, case, "sum"):
+        return
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, case.target, reduction="sum", schedule=schedule)
+    loss.backward()
+    assert loss.isnan() if sick else loss.isposinf()
+    plain = Case(hidden.detach(), weight.detach(), case.target)
+    found = None, hidden.grad, weight.grad
+    check_bad_rows(plain, sick, impossible, found, torch.ones(40, device="cuda"))
+
+
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
 def test_minus_infinity(dtype):
     case = random_case(140, 8, 900, dtype).to("cuda")
@@ -218,8 +243,9 @@ def test_same_bits_run_after_run():
 
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
 @pytest.mark.parametrize("bad", [-1, 130, 2**31 - 1, -(2**31), 2**62, -(2**62)])
+@pytest.mark.parametrize("gradient", [1.0, 0.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bad_target_gives_nan(schedule, bad, dtype):
+def test_bad_target_gives_nan(schedule, gradient, bad, dtype):
     case = random_case(9, 16, 130, dtype).to("cuda")
     case.target[4] = bad
     case.target[6] = -100
@@ -232,7 +258,7 @@ def test_bad_target_gives_nan(schedule, bad, dtype):
         if not serves(schedule, case, reduction, weight.requires_grad):
             continue
         loss = linear_cross_entropy(hidden, weight, case.target, reduction=reduction, schedule=schedule)
-        loss.backward(torch.ones_like(loss))
+        loss.backward(torch.full_like(loss, gradient))
         if reduction == "none":
             assert torch.equal(loss.isnan(), expected)
         else:

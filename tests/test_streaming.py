@@ -10,7 +10,14 @@ import torch
 
 from cute_lce import linear_cross_entropy, streaming
 from tests import numerics
-from tests.numerics import CASES, assert_close, random_case
+from tests.numerics import (
+    CASES,
+    assert_close,
+    check_bad_rows,
+    random_case,
+    with_bad_ignored_rows,
+    with_bad_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -150,7 +157,8 @@ def test_narrow_float16_mean_of_many_tokens(narrow_products):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
 @pytest.mark.parametrize("bad", [-1, 130, 2**31 - 1, -(2**31)])
-def test_bad_target_gives_nan(monkeypatch, request, bad, schedule, dtype, narrow):
+@pytest.mark.parametrize("gradient", [1.0, 0.0])
+def test_bad_target_gives_nan(monkeypatch, request, gradient, bad, schedule, dtype, narrow):
     if narrow:
         request.getfixturevalue("narrow_products")
     monkeypatch.setattr(streaming, "_refuse_targets", lambda *_: None)
@@ -166,7 +174,7 @@ def test_bad_target_gives_nan(monkeypatch, request, bad, schedule, dtype, narrow
         loss = linear_cross_entropy(
             hidden, weight, case.target, reduction=reduction, schedule=schedule, window=64
         )
-        loss.backward(torch.ones_like(loss))
+        loss.backward(torch.full_like(loss, gradient))
         assert torch.equal(loss.isnan(), expected if reduction == "none" else torch.tensor(True))
         assert hidden.grad is not None
         assert torch.equal(hidden.grad.isnan().all(1), expected)
@@ -202,6 +210,87 @@ def test_ignored_rows_take_no_part(request, schedule, dtype, narrow):
     assert_close(
         "dinput", got, rest.expected(1.0, "sum")[1], rest.baseline(1.0, "sum", rounded_dlogits=narrow)[1]
     )
+
+
+# Columns kept of 200; None: grad_in_forward.
+HOW = {"recompute": 0, "half kept": 128, "keep": 200, "grad_in_forward": None}
+
+
+def train(case, how, dloss):
+    """(loss, dinput, dweight) with per-row gradients; grad_in_forward has the loss's sum instead, and takes
+    gradients of 1."""
+    operands = (case.input, case.linear_weight, case.target)
+    kept = HOW[how]
+    loss, options = None, (-100, "none", 64, 0)
+    with torch.no_grad():
+        if kept is None:
+            _, num_valid, *sums = streaming.grad_in_forward(*operands, -100, "sum", 64, 0, True, True)
+            one = torch.tensor(1.0)
+            gradients = streaming.scale_gradients(one, num_valid, sums[0], sums[1], "sum", case.input.dtype)
+        else:
+            if kept:
+                loss, *saved = streaming.forward_keep(*operands, *options, kept)
+            else:
+                loss, *saved = *streaming.forward(*operands, *options), None, None
+            arguments = [dloss.float(), *operands, *saved, *options, True, True]
+            gradients = streaming.backward(*arguments)
+    dinput, dweight = gradients
+    assert dinput is not None
+    assert dweight is not None
+    return loss, dinput, dweight
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sick", [(), (0, 5, 39)], ids=["finite gradients", "rows of nan"])
+@pytest.mark.parametrize("how", HOW)
+def test_bad_rows_change_no_other(request, how, sick, dtype, narrow):
+    if narrow:
+        request.getfixturevalue("narrow_products")
+    impossible = (3, 17, 38)
+    case = with_bad_rows(random_case(40, 16, 200, dtype), sick, impossible)
+    dloss = torch.ones(40) if HOW[how] is None else case.upstream("none")
+    check_bad_rows(case, sick, impossible, train(case, how, dloss), dloss, narrow)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", HOW)
+def test_a_target_far_below_the_maximum(request, how, dtype, narrow):
+    if narrow:
+        request.getfixturevalue("narrow_products")
+    case = random_case(40, 16, 200, dtype)
+    case.input[:, 0], case.linear_weight[:, 0] = 0, 0
+    case.input[7, 0], case.linear_weight[150, 0], case.target[7] = 1, 38400, 10
+    dloss = torch.ones(40)
+    loss, dinput, dweight = train(case, how, dloss)
+    expected = case.expected(dloss.double(), "none")
+    baseline = case.baseline(dloss.double(), "none", rounded_dlogits=narrow)
+    if loss is not None:
+        assert_close("loss", loss, expected[0], baseline[0])
+    # The column's height would hide all else of dinput.
+    assert_close("dinput", dinput[:, 1:], expected[1][:, 1:], baseline[1][:, 1:])
+    assert_close("dweight", dweight, expected[2], baseline[2])
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", HOW)
+def test_what_ignored_rows_hold_does_not_matter(request, how, dtype, narrow):
+    if narrow:
+        request.getfixturevalue("narrow_products")
+    case, plain = with_bad_ignored_rows(random_case(40, 16, 200, dtype))
+    dloss = torch.ones(40) if HOW[how] is None else case.upstream("none")
+    loss, dinput, dweight = train(case, how, dloss)
+    expected = plain.expected(dloss.double(), "none")
+    baseline = plain.baseline(dloss.double(), "none", rounded_dlogits=narrow)
+    if loss is not None:
+        assert_close("loss", loss, expected[0], baseline[0])
+    assert_close("dinput", dinput, expected[1], baseline[1])
+    assert not dinput[case.target == -100].any()
+    # Where narrow operands are multiplied as they are, only float16 has a copy of the rows, for a vector.
+    if not narrow or dtype is torch.float32 or (dtype is torch.float16 and HOW[how] is not None):
+        assert_close("dweight", dweight, expected[2], baseline[2])
 
 
 def test_accumulators_are_not_rounded():

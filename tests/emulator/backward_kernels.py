@@ -179,7 +179,7 @@ def _right_by_the_tests(seed: int) -> bool:
     """What test_emulated_backward.py asks of what is kept, the rare branches first."""
     from tests.emulated_backward import check, train
     from tests.emulated_forward import ignoring
-    from tests.numerics import random_case
+    from tests.numerics import random_case, with_bad_ignored_rows
     from tests.test_emulated_backward import NEIGHBOURS, all_features, jumping
 
     quiet = random_case(40, 64, 200, torch.bfloat16, scale=0.1)
@@ -203,12 +203,15 @@ def _right_by_the_tests(seed: int) -> bool:
                 check(case, run, dloss=dloss)
             run = train(ignoring(plain), "sm_90a", kept_columns=128, reduction="mean", sms=SMS, seed=seed)
             check(ignoring(plain), run, reduction="mean")
+            nans, zeros = with_bad_ignored_rows(narrow)
+            run = train(nans, "sm_90a", kept_columns=64, sms=SMS, seed=seed)
+            check(zeros, run)
             sick = torch.zeros(37, dtype=torch.bool)
             sick[[0, 3, 36]] = True
             target = plain.target.clone()
             target[sick] = torch.tensor([200, 2**40, -1])
             bad = replace(plain, target=target)
-            run = train(bad, "sm_90a", kept_columns=128, dloss=torch.ones(37), sms=SMS, seed=seed)
+            run = train(bad, "sm_90a", kept_columns=128, dloss=(~sick).float(), sms=SMS, seed=seed)
             assert run.dinput is not None
             assert torch.equal(run.dinput.isnan().all(1), sick)
             assert torch.equal(run.dinput.isnan().any(1), sick)
