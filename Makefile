@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)  ## train a small language model with the fused loss and beside it with torch's; DEMO_ARGS="--help"
-	$(BIN)/python -m bench.train_lm $(DEMO_ARGS)
+	$(BIN)/python -m examples.train_lm $(DEMO_ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu and not emulator_full" -n $(WORKERS) $(PYTEST_ARGS)
@@ -50,7 +50,7 @@ bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GP
 	$(BIN)/python -m bench.run $(BENCH_ARGS)
 
 docs: $(STAMP)  ## check that the links and file names in the documents lead somewhere
-	$(BIN)/python -m pytest -q tests/test_docs.py
+	$(BIN)/python -m pytest -q tests/host/test_docs.py
 
 clean:  ## remove what the other targets made, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

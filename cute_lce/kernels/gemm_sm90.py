@@ -48,7 +48,7 @@ class GemmSm90(gemm.Gemm):
     Budgets. Registers: 384 threads are launched with 168; then the load warpgroup drops to 24 and two
     consumers rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). A consumer thread holds 192 accumulators in
     the forward, 128 x 192 a warpgroup, and 128 in the gradients' GEMMs, 64 x 256. Nothing is spilled and no
-    local memory used (tests/test_compiled_sm90.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes a stage,
+    local memory used (tests/compiled/test_sm90.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes a stage,
     40 KiB for 128 x 192 x 64 and 5 stages, 48 KiB for 128 x 256 x 64 and 4; one stage more would not fit 227
     KiB. All of it is the ring: logits have no place in it.
 

@@ -51,9 +51,9 @@ NO_NEGATIVE_COLUMN = (
 
 def case(arch: str, keeps: bool):
     """Ignored rows; for what keeps also rows that rise above their reference in some columns."""
-    from tests.emulated_forward import ignoring
+    from tests.emulated.forward import ignoring
+    from tests.gpu.test_backward import jumping
     from tests.numerics import random_case
-    from tests.test_gpu_backward import jumping
 
     plain = random_case(*SIZES[arch][:3], torch.bfloat16)
     return ignoring(jumping(plain, {20: 100.0, 200: 300.0}, slice(0, None, 8)) if keeps else plain)
@@ -62,7 +62,7 @@ def case(arch: str, keeps: bool):
 @contextlib.contextmanager
 def _emulating(arch: str, seed: int) -> Iterator:
     """launch's functions run the emulator, with narrow tiles, and what nobody writes is nan."""
-    from tests.emulated_backward import device, forget_plans, narrow_plans
+    from tests.emulated.backward import device, forget_plans, narrow_plans
 
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -157,7 +157,7 @@ def _subject(arch: str, which: str, **options) -> Subject:
         return results
 
     def build(folder: str) -> Emulated:
-        from tests.emulated_backward import emulated
+        from tests.emulated.backward import emulated
 
         return emulated(run(arch, 0)[0])
 
@@ -177,10 +177,10 @@ def _subject(arch: str, which: str, **options) -> Subject:
 
 def _right_by_the_tests(seed: int) -> bool:
     """What test_emulated_backward.py asks of what is kept, the rare branches first."""
-    from tests.emulated_backward import check, train
-    from tests.emulated_forward import ignoring
+    from tests.emulated.backward import check, train
+    from tests.emulated.forward import ignoring
+    from tests.emulated.test_backward import NEIGHBOURS, all_features, jumping
     from tests.numerics import random_case, with_bad_ignored_rows
-    from tests.test_emulated_backward import NEIGHBOURS, all_features, jumping
 
     quiet = random_case(40, 64, 200, torch.bfloat16, scale=0.1)
     plain = random_case(37, 64, 200, torch.bfloat16)
@@ -222,7 +222,7 @@ def _right_by_the_tests(seed: int) -> bool:
 
 @contextlib.contextmanager
 def _narrow() -> Iterator[None]:
-    from tests.emulated_backward import forget_plans, narrow_plans
+    from tests.emulated.backward import forget_plans, narrow_plans
 
     with pytest.MonkeyPatch.context() as patch:
         narrow_plans(patch)
@@ -234,7 +234,7 @@ def _arithmetic(kernel: str, least_mutations: int, missed: int, reasons: list) -
     """One of the small kernels, which both architectures share, by the rules of arithmetic."""
 
     def build(folder: str) -> Emulated:
-        from tests.emulated_backward import emulated
+        from tests.emulated.backward import emulated
 
         return emulated((_backward if kernel == "ScaleRows" else _keep)("sm_90a", 0)[0])
 

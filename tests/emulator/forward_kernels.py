@@ -26,7 +26,7 @@ MISSED = {"pair": 3 + 3 + 1 + 2, "single": 3 + 3 + 1, "two pairs": 2 + 3 + 1 + 2
 
 
 def _subject(name: str, config) -> Subject:
-    from tests.emulated_forward import BF16, emulated, forward, ignoring, reference
+    from tests.emulated.forward import BF16, emulated, forward, ignoring, reference
     from tests.numerics import random_case
 
     case = ignoring(random_case(280, 136, 520, BF16))

@@ -213,7 +213,7 @@ def main() -> None:
 Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
 finds a fault or a wrong result; of the small kernels of what is kept also the arithmetic, where a wrong
 result is one that the tests' comparison with float64 sees. The codes are those of tests/emulator/faults.py.
-Made by `python3 -m tests.emulator.mutate`; tests/test_emulator_mutations.py runs the same and fails when a
+Made by `python3 -m tests.emulator.mutate`; tests/emulator/test_mutations.py runs the same and fails when a
 mutation is missed that has no reason here.
 
 | kernel | mutations | found |

@@ -1,9 +1,9 @@
 """What compute-sanitizer runs: the kernels on small shapes, every configuration, both dtypes.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck  --error-exitcode 9 --kernel-regex kns=cutlass python3 -m tests.sanitize
-    compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-regex kns=cutlass python3 -m tests.sanitize
-    compute-sanitizer --tool racecheck --kernel-regex kns=sm90 python3 -m tests.sanitize --baseline
+    compute-sanitizer --tool memcheck  --error-exitcode 9 --kernel-regex kns=cutlass python3 -m tests.gpu.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-regex kns=cutlass python3 -m tests.gpu.sanitize
+    compute-sanitizer --tool racecheck --kernel-regex kns=sm90 python3 -m tests.gpu.sanitize --baseline
 
 The variable gives each tensor an allocation of its own, so that memcheck sees where it ends. --baseline
 runs torch.mm on the same shapes, whose Hopper kernels are CUTLASS's: a finding that it has too is the
@@ -24,8 +24,8 @@ import torch
 
 from cute_lce import compiled, launch
 from cute_lce import plan as plans
+from tests.gpu.test_backward import Trained, jumping, some_ignored
 from tests.numerics import Case, random_case
-from tests.test_gpu_backward import Trained, jumping, some_ignored
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FEW = 4  # SMs that a plan is told of, so that each cluster has several runs
@@ -148,7 +148,9 @@ def _done(what: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.sanitize", description="Small runs for compute-sanitizer.")
+    parser = argparse.ArgumentParser(
+        prog="tests.gpu.sanitize", description="Small runs for compute-sanitizer."
+    )
     parser.add_argument("--baseline", action="store_true", help="torch.mm instead of the kernels")
     parser.add_argument("--only", choices=["forward", "backward"], help="one of the two passes")
     args = parser.parse_args()

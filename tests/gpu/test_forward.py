@@ -1,7 +1,7 @@
 """The forward's kernels on a GPU that has them: sizes beyond 2^31, copies, caches, bits, host time.
 
-What holds for every implementation on a CUDA device is in tests/test_gpu_ops.py; compute-sanitizer's runs
-are in tests/sanitize.py.
+What holds for every implementation on a CUDA device is in tests/gpu/test_ops.py; compute-sanitizer's runs
+are in tests/gpu/sanitize.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from cute_lce import plan as plans
 from cute_lce.plan import KernelConfig
-from tests import cubin
+from tests.compiled import cubin
 
 CONFIGS: dict[str, KernelConfig] = dict(zip(("pingpong", "single"), plans.configs("sm_90a"), strict=True))
 # Not chosen by any plan, but a caller's: A multicast as well, and other tiles.

@@ -14,9 +14,10 @@ import torch
 
 from cute_lce import launch, linear_cross_entropy, ops
 from tests import sanitize
-from tests.emulated_backward import Run, check, device, forget_plans, narrow_plans, train
-from tests.emulated_forward import ignoring, minus_infinity, scaled
+from tests.emulated.backward import Run, check, device, forget_plans, narrow_plans, train
+from tests.emulated.forward import ignoring, minus_infinity, scaled
 from tests.emulator import known_allocations
+from tests.gpu.test_backward import jumping
 from tests.numerics import (
     Case,
     assert_close,
@@ -26,7 +27,6 @@ from tests.numerics import (
     with_bad_ignored_rows,
     with_bad_rows,
 )
-from tests.test_gpu_backward import jumping
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -229,7 +229,7 @@ def _ways() -> Iterator:
 @both
 @pytest.mark.parametrize(("corner", "how"), _ways())
 def test_corner(corner: str, how: str, arch: str):
-    # As in tests/test_gpu_backward.py: rows of like weight, no rounding of which is a happy one.
+    # As in tests/gpu/test_backward.py: rows of like weight, no rounding of which is a happy one.
     n = CORNERS[corner](BF16).target.numel()
     dloss = torch.linspace(1, 2, n).double()
     case, run = run_how(how, CORNERS[corner], arch, dloss=dloss, seed=len(corner) + len(how))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from cute_lce import plan
-from tests import cubin
+from tests.compiled import cubin
 
 EVICT_FIRST = 0x12F0000000000000  # CUTLASS's CacheHintSm100::EVICT_FIRST
 SHARED_MEMORY = 227 * 1024  # what a block can have on compute capability 10.0 and 10.3

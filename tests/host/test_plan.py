@@ -1,6 +1,6 @@
 """Plans of the forward: windows, budgets, and a chip that is full at every number of tokens.
 
-python -m tests.test_plan        prints the table of docs/kernels.md
+python -m tests.host.test_plan        prints the table of docs/kernels.md
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def blackwell_table() -> list[str]:
 def test_the_documented_plans(rows):
     text = Path(__file__).parent.parent.joinpath("docs", "kernels.md").read_text(encoding="utf-8")
     for line in rows():
-        assert text.count(line) == 1, f"docs/kernels.md: python -m tests.test_plan prints {line}"
+        assert text.count(line) == 1, f"docs/kernels.md: python -m tests.host.test_plan prints {line}"
 
 
 if __name__ == "__main__":

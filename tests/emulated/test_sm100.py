@@ -14,7 +14,7 @@ import torch
 from cute_lce import plan as plans
 from cute_lce.plan import KernelConfig
 from tests import emulator
-from tests.emulated_forward import (
+from tests.emulated.forward import (
     BF16,
     FP16,
     check,
@@ -179,7 +179,7 @@ def test_statistics_equal_hopper(corner: str):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Mutations; all of them are in tests/test_emulator_mutations.py
+# Mutations; all of them are in tests/emulator/test_mutations.py
 
 NARROW = forward_kernels.configs()
 

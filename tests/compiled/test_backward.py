@@ -8,7 +8,7 @@ import re
 import pytest
 
 from cute_lce import plan as plans
-from tests import cubin
+from tests.compiled import cubin
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cute_lce import plan as plans
-from tests.emulated_forward import BF16, check, forward
+from tests.emulated.forward import BF16, check, forward
 from tests.numerics import random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -12,7 +12,7 @@ import torch
 
 from cute_lce import plan as plans
 from cute_lce.plan import KernelConfig
-from tests.emulated_forward import (
+from tests.emulated.forward import (
     BF16,
     CORNERS,
     FP16,

@@ -1,6 +1,6 @@
 """The backward's kernels on a GPU that has them: what is kept, upstream gradients, bits, memory, host time.
 
-What holds for every implementation on a CUDA device is in tests/test_gpu_ops.py.
+What holds for every implementation on a CUDA device is in tests/gpu/test_ops.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ from torch import Tensor
 
 from cute_lce import launch, linear_cross_entropy
 from cute_lce import plan as plans
+from tests.gpu.test_forward import (
+    device_case,
+    host_microseconds,
+    misaligned,
+    moved,
+    odd_pitch,
+    transposed,
+)
 from tests.numerics import (
     Case,
     assert_close,
@@ -24,14 +32,6 @@ from tests.numerics import (
     random_case,
     with_bad_ignored_rows,
     with_bad_rows,
-)
-from tests.test_gpu_forward import (
-    device_case,
-    host_microseconds,
-    misaligned,
-    moved,
-    odd_pitch,
-    transposed,
 )
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -554,7 +554,7 @@ def peak_extra(case: Case, *, need_dweight: bool = True, reduction: str = "mean"
     ],
 )
 def test_workspace_is_a_promise(n, d, V, workspace_mb, reduction):
-    """The table's shapes and budgets (tests/test_plan_backward.py has every plan on paper)."""
+    """The table's shapes and budgets (tests/host/test_plan_backward.py has every plan on paper)."""
     case = device_case(n, d, V, BF16)
     for schedule in ("auto", "recompute"):
         extra = peak_extra(case, schedule=schedule, reduction=reduction, workspace_mb=workspace_mb)

@@ -16,8 +16,8 @@ from torch import Tensor
 from cute_lce import compiled, launch
 from cute_lce import plan as plans
 from tests import emulator
+from tests.gpu.sanitize import forget_device
 from tests.numerics import Case, assert_close
-from tests.sanitize import forget_device
 
 
 @functools.cache
