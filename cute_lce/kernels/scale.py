@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_lce import maths
 from cute_lce.kernels.keep import eight
 
 WARPS = 4
@@ -51,7 +52,7 @@ class ScaleRows:
             if counts:
                 gradient = tensors.dloss[row]
                 if tensors.mean != 0:
-                    gradient = gradient / Float32(tensors.num_valid[0])
+                    gradient = maths.mean_upstream(gradient, Float32(tensors.num_valid[0]))
                 # 0 times nan is nan: a target out of range shows whatever its gradient is.
                 factor = gradient * tensors.kept_scale[row]
             if lane == 0:
