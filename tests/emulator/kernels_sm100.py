@@ -165,6 +165,7 @@ class Gemm:
                 acc_slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACC_STAGES)
                 for _ in cutlass.range(first_tile, n_tiles, self.cluster[1], unroll=1):
                     accumulators.producer_acquire(acc_slot)
+                    _fence("after_thread_sync")
                     acc = tCtAcc[None, None, None, acc_slot.index]
                     for k in cutlass.range(k_tiles, unroll=1):
                         ring.consumer_wait(slot)
@@ -191,6 +192,7 @@ class Gemm:
             acc_slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACC_STAGES)
             for n in cutlass.range(first_tile, n_tiles, self.cluster[1], unroll=1):
                 accumulators.consumer_wait(acc_slot)
+                _fence("after_thread_sync")
                 tAcc_slabs = cute.zipped_divide(tEtAcc[None, 0, 0, acc_slot.index], slab)
                 gC_slabs = cute.zipped_divide(gC[None, 0, 0, n], slab)
                 load = tcgen05.make_tmem_copy(atom, tAcc_slabs[None, 0]).get_slice(thread)
@@ -200,6 +202,7 @@ class Gemm:
                     cute.copy(load, source[None, None, i], fragment)
                     cute.arch.fence_view_async_tmem_load()
                     cute.autovec_copy(fragment, target[None, None, i])
+                _fence("before_thread_sync")
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     accumulators.consumer_release(acc_slot)
@@ -207,6 +210,10 @@ class Gemm:
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=1, number_of_threads=EPILOGUE_THREADS)
             tmem.free(pointer)
+
+
+def _fence(kind: str):
+    cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
 
 
 def compile_gemm(

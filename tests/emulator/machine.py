@@ -19,7 +19,7 @@ from .faults import FAULTS, Deadlock, EmulatorError, Fault
 from .memory import SHARED_LIMIT, GlobalMemory, SharedMemory
 from .ordering import CONTROL, Ordering
 from .program import PARAM_WINDOW, Program
-from .tmem import TensorMemory
+from .tmem import TensorColumns, TensorMemory
 from .warp import LANES, Warp
 
 REGISTER_FILE = 64 * 1024  # 32-bit registers of an SM
@@ -39,8 +39,9 @@ class AsyncOp:
 
 
 class CTA:
-    def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int]):
+    def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int], columns: TensorColumns):
         launch = cluster.launch
+        self.columns = columns  # tensor memory of the SM that it is on
         self.cluster, self.rank, self.ctaid = cluster, rank, ctaid
         self.program: Program = cluster.program
         self.block = launch.block
@@ -146,9 +147,19 @@ class CTA:
         return b
 
 
+class Site:
+    """The SMs that a cluster runs on, one for each of its CTAs, and how many clusters are there."""
+
+    def __init__(self, ctas: int):
+        self.columns = [TensorColumns() for _ in range(ctas)]
+        self.clusters = 0
+
+
 class Cluster:
-    def __init__(self, device: Device, program: Program, launch, number: int, origin: tuple[int, int, int]):
+    def __init__(self, device: Device, program: Program, launch, number: int, origin, site: Site):
         self.device, self.program, self.launch, self.number = device, program, launch, number
+        self.site = site
+        site.clusters += 1
         shape = launch.cluster
         count = int(np.prod(shape))
         threads = int(np.prod(launch.block))
@@ -157,7 +168,7 @@ class Cluster:
         for rank in range(count):
             place = (rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1]))
             ctaid = tuple(o * s + p for o, s, p in zip(origin, shape, place, strict=False))
-            self.ctas.append(CTA(self, rank, ctaid))
+            self.ctas.append(CTA(self, rank, ctaid, site.columns[rank]))
         self.barrier = ClusterBarrier(self)
         # What ptxas gave each thread is not in the PTX: as much as the register file or .maxnreg allows.
         most = program.entry.directives.get("maxnreg", (256,))[0]
@@ -182,6 +193,7 @@ class Cluster:
 
     def _retire_cta(self, cta: CTA) -> None:
         cta.ended = True
+        cta.columns.release(cta)
         if cta.tmem is not None:
             cta.tmem.check_freed()
         for b in cta.mbarriers.values():
@@ -195,11 +207,11 @@ class Device:
     """Runs launches. `seed` draws the schedule; `ignore` names fault codes to note as warnings instead of
     raising."""
 
-    def __init__(self, memory: GlobalMemory, seed: int = 0, ignore=(), resident: int = 16):
+    def __init__(self, memory: GlobalMemory, seed: int = 0, ignore=(), resident: int = 16, per_sm: int = 1):
         unknown = set(ignore) - set(FAULTS)
         if unknown:
             raise EmulatorError(f"ignore={sorted(unknown)}: not among the fault codes {sorted(FAULTS)}")
-        self.memory, self.ignore, self.resident = memory, set(ignore), resident
+        self.memory, self.ignore, self.resident, self.per_sm = memory, set(ignore), resident, per_sm
         self.random = random.Random(seed)
         self.seed = seed
         self.pending: list[AsyncOp] = []
@@ -236,11 +248,16 @@ class Device:
         self.random.shuffle(self.unlaunched)
         room = max(1, self.resident // int(np.prod(shape)))
         live: list[Cluster] = []
+        sites: list[Site] = []
         with np.errstate(all="ignore"):  # overflow, NaN and division by zero are the kernel's business
             while self.unlaunched or live:
                 while self.unlaunched and len(live) < room:
                     number, origin = self.unlaunched.pop()
-                    live.append(Cluster(self, program, launch, number, origin))
+                    site = next((s for s in sites if s.clusters < self.per_sm), None)
+                    if site is None:
+                        site = Site(int(np.prod(shape)))
+                        sites.append(site)
+                    live.append(Cluster(self, program, launch, number, origin, site))
                 live = self._run(live)
             while self.pending:  # stores whose sources were read may still write after the last CTA has ended
                 self._complete_one()
@@ -335,6 +352,7 @@ class Device:
         if cluster.running:
             return False
         live.remove(cluster)
+        cluster.site.clusters -= 1
         return True
 
     def _complete_one(self) -> None:

@@ -77,6 +77,7 @@ class Warp:
         self.counts = [0] * len(program.ops)
         self.owned: dict[int, tuple] = {}  # registers that an asynchronous instruction owns: (code, what)
         self.clock = cta.cluster.ordering.new_clock(self.id)
+        self.tensor_view = np.zeros(self.clock.shape[1], np.int32)  # what its tcgen05 operations may rely on
         self.blocked: Blocked | None = None
         self.gave_up = False  # the next try_wait returns False instead of blocking
         self.done = False
