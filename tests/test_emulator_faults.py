@@ -405,8 +405,8 @@ READ = "@!%p2 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3+5]; tcgen05.wait
 BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
 BARRIER = "bar.sync 0;"
 TWO_GROUPS = ALLOC + "and.b32 %r3, %r3, 0x600000; add.s32 %r3, %r3, %r2; setp.lt.u32 %p2, %r0, 128;"
-RELAXED = """@%p1 mbarrier.init.shared.b64 [%r1+64], 256; fence.mbarrier_init.release.cluster; bar.sync 0;
-{before} mbarrier.arrive.relaxed.cta.shared.b64 _, [%r1+64];
+RELAXED_INIT = "@%p1 mbarrier.init.shared.b64 [%r1+64], 256; fence.mbarrier_init.release.cluster; bar.sync 0;"
+RELAXED = """{before} mbarrier.arrive.relaxed.cta.shared.b64 _, [%r1+64];
 {{ .reg .pred P; again: mbarrier.try_wait.parity.relaxed.cta.shared.b64 P, [%r1+64], 0;
 @P bra done; bra again; done: }} {after}"""
 
@@ -424,7 +424,7 @@ def test_tcgen05_operations_of_two_threads_ordered_by_fences_and_a_barrier():
     assert torch.equal(out[128:], torch.arange(128, dtype=torch.int32))
     assert not ran.warnings
     run(between_groups(WRITE, BEFORE, BARRIER, AFTER, READ, BEFORE, BARRIER, AFTER, WRITE), **GROUPS)
-    run(between_groups(WRITE, RELAXED.format(before=BEFORE, after=AFTER), READ), **GROUPS)
+    run(between_groups(RELAXED_INIT, WRITE, RELAXED.format(before=BEFORE, after=AFTER), READ), **GROUPS)
 
 
 def test_a_fence_reaches_across_barriers_of_others():
@@ -456,7 +456,8 @@ def test_missing_tcgen05_fence(parts, missing):
 
 @pytest.mark.parametrize(("before", "after"), [("", AFTER), (BEFORE, "")])
 def test_relaxed_arrivals_order_tcgen05_by_fences_only(before, after):
-    fault(between_groups(WRITE, RELAXED.format(before=before, after=after), READ), "async-overlap", **GROUPS)
+    body = between_groups(RELAXED_INIT, WRITE, RELAXED.format(before=before, after=after), READ)
+    fault(body, "async-overlap", **GROUPS)
 
 
 # Each CTA allocates, counts itself in out[0], and waits until out[0] says 2.
@@ -484,6 +485,7 @@ def test_ctas_of_an_sm_share_its_tensor_memory(columns, relinquish, meet, per_sm
     from tests.emulator import machine
 
     monkeypatch.setattr(machine, "STALL_LIMIT", 2000)
+    monkeypatch.setattr(machine, "STRETCHES", (1, 4, 30, 200))  # a polling warp would use up the longest
     body = TWO_CTAS.format(columns=columns, relinquish=relinquish, meet=meet)
     shape: dict[str, Any] = dict(target="sm_100a", grid=(2, 1, 1), block=(32, 1, 1), per_sm=per_sm)
     for seed in range(6):

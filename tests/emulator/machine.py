@@ -22,6 +22,7 @@ from .program import PARAM_WINDOW, Program
 from .tmem import TensorColumns, TensorMemory
 from .warp import LANES, Warp
 
+STRETCHES = (1, 4, 30, 200, 100_000)  # instructions that a warp may run before another one has its turn
 REGISTER_FILE = 64 * 1024  # 32-bit registers of an SM
 STALL_LIMIT = (
     300_000  # instructions executed with no progress anywhere before polling loops count as a deadlock
@@ -225,7 +226,10 @@ class Device:
         self.eagerness = (0.0, 0.02, 0.3)[seed % 3]
         self.elected = 0 if seed % 2 == 0 else self.random.randrange(32)
 
-    def warn(self, fault: Fault) -> None:
+    def report(self, fault: Fault) -> None:
+        """Raise a fault, or note it as a warning when the caller of `run` chose to ignore its code."""
+        if fault.code not in self.ignore:
+            raise fault
         self.warnings[f"[{fault.code}] {fault.message}"] += 1
 
     def later(self, what: str, finish: Callable[[], None], queue=None) -> None:
@@ -319,7 +323,7 @@ class Device:
             i = rng.randrange(len(runnable))
             warp = runnable[i]
             warp.blocked = None
-            budget = rng.choice((1, 4, 30, 200, 100_000))
+            budget = rng.choice(STRETCHES)
             done = warp.run(budget)
             since_progress += done + 1
             if warp.done:

@@ -273,10 +273,7 @@ def lanes_array(bits: int) -> np.ndarray:
 
 
 def raise_or_ignore(warp: Warp, code: str, message: str) -> None:
-    """Raise a fault, or note it as a warning when the caller of `run` chose to ignore its code."""
-    device = warp.cta.cluster.device
+    """Device.report with the place of the warp."""
     fault = Fault(code, message)
     fault.where = warp.place()
-    if code not in device.ignore:
-        raise fault
-    device.warn(fault)
+    warp.cta.cluster.device.report(fault)

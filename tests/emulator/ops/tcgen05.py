@@ -321,9 +321,9 @@ def _commit(d):
 
             def arrive(target=target):
                 if target.ended:
-                    raise Fault(
-                        "pending-at-exit", f"tcgen05.commit arrives at CTA {target.ctaid}, which has ended"
-                    )
+                    ended = f"tcgen05.commit arrives at CTA {target.ctaid}, which has ended"
+                    cluster.device.report(Fault("pending-at-exit", ended))
+                    return
                 target.mbarrier(offset).arrive(1, clock)
 
             cluster.device.later("tcgen05.commit", arrive, queue=agent_queue(cluster, agent))
