@@ -228,6 +228,30 @@ def test_mbarrier_phase_overrun():
     assert codes <= {"mbarrier-phase", "deadlock"}
 
 
+CP_ASYNC = (
+    INIT.format(count=64)
+    + """shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, 1024; add.s32 %r3, %r3, %r2; and.b32 %r4, %r0, 4;
+    cp.async.ca.shared.global [%r3], [%d0], 4, %r4; {arrive} {wait}
+    xor.b32 %r5, %r2, 128; add.s32 %r5, %r5, %r1; ld.shared.b32 %r6, [%r5+1024];
+    st.global.b32 [%d0+256], %r6;"""
+)
+ARRIVE = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r1];"
+
+
+def test_cp_async_completes_at_an_mbarrier():
+    """Each thread copies a number, or zeros where its source is 0 bytes long, for one of the other warp."""
+    source = torch.arange(1, 257, dtype=torch.int32)
+    out, ran = run(CP_ASYNC.replace("{arrive}", ARRIVE).replace("{wait}", WAIT), out=source.clone())
+    thread = torch.arange(64) ^ 32
+    assert torch.equal(out[64:128], torch.where(thread & 4 != 0, source[thread], 0))
+    assert ran.counters["bytes copied by cp.async"] == 32 * 4
+
+
+def test_cp_async_read_too_early():
+    fault(CP_ASYNC.replace("{arrive}", ARRIVE).replace("{wait}", "bar.sync 0;"), "stale-read")
+    fault(CP_ASYNC.replace("{arrive}", "").replace("{wait}", WAIT), "deadlock")
+
+
 # ---- asynchronous copies without tensor maps
 
 

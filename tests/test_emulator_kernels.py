@@ -17,7 +17,14 @@ from tests.emulator.mutation_kernels import KERNELS
 
 SEEDS = range(4)
 BF16, F16 = cutlass.BFloat16, cutlass.Float16
-TORCH = {BF16: torch.bfloat16, F16: torch.float16, cutlass.Float32: torch.float32}
+E4M3, E5M2 = cutlass.Float8E4M3FN, cutlass.Float8E5M2
+TORCH = {
+    BF16: torch.bfloat16,
+    F16: torch.float16,
+    E4M3: torch.float8_e4m3fn,
+    E5M2: torch.float8_e5m2,
+    cutlass.Float32: torch.float32,
+}
 
 
 def operand(rows: int, k: int, dtype, major: str) -> torch.Tensor:
@@ -86,6 +93,13 @@ def test_tcgen05_gemm(config, majors, shape, tmp_path):
         BF16, a_major=majors[0], b_major=majors[1], folder=str(tmp_path), **config
     )
     check_gemm(compiled, shape, BF16, majors)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("pair", [False, True])
+def test_tcgen05_gemm_of_8_bits(dtype, pair, tmp_path):
+    compiled = kernels_sm100.compile_gemm(dtype, tile_k=128, pair=pair, folder=str(tmp_path))
+    check_gemm(compiled, (256, 128, 272), dtype, seeds=range(3))
 
 
 @pytest.mark.parametrize("pair", [False, True])

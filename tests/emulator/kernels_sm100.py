@@ -39,16 +39,15 @@ class Gemm:
         dtype = a.element_type
         group = tcgen05.CtaGroup.TWO if self.pair else tcgen05.CtaGroup.ONE
         major = lambda k_major: OperandMajorMode.K if k_major else OperandMajorMode.MN  # noqa: E731
-        op = tcgen05.MmaF16BF16Op(
+        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
             dtype,
-            Float32,
-            (self.tile[0], self.tile[1], 16),
-            group,
-            tcgen05.OperandSource.SMEM,
+            dtype,
             major(LayoutEnum.from_tensor(a).is_k_major_a()),
             major(LayoutEnum.from_tensor(b).is_k_major_b()),
+            Float32,
+            group,
+            self.tile[:2],
         )
-        tiled_mma = cute.make_tiled_mma(op)
         a_smem = blackwell_helpers.make_smem_layout_a(tiled_mma, self.tile, dtype, STAGES)
         b_smem = blackwell_helpers.make_smem_layout_b(tiled_mma, self.tile, dtype, STAGES)
         cta_layout = cute.tiled_divide(cute.make_layout((*self.cluster, 1)), (tiled_mma.thr_id.shape,))

@@ -1,12 +1,12 @@
 """Happens-before: which accesses each warp may rely on, kept as vector clocks.
 
 Agents are the warps of a cluster and everything asynchronous that acts for them: per warp its wgmma, its bulk
-copies' reads of shared memory, its tcgen05.ld and tcgen05.st; per CTA the tensor pipe that tcgen05.mma runs
-on; and each mbarrier, on whose behalf TMA loads write. Each agent counts epochs. Memory remembers the (agent,
-epoch) of the last write of each word and of the last reads; an access is ordered after them when the
-accessing warp's clock has reached that epoch. Clocks travel with release and acquire: mbarrier arrivals and
-waits, named and cluster barriers. A missing wait is then found whenever the two accesses happen, in whatever
-order the schedule ran them.
+copies' reads of shared memory, its tcgen05.ld and tcgen05.st, its cp.async; per CTA the tensor pipe that
+tcgen05.mma runs on; and each mbarrier, on whose behalf TMA loads write. Each agent counts epochs. Memory
+remembers the (agent, epoch) of the last write of each word and of the last reads; an access is ordered after
+them when the accessing warp's clock has reached that epoch. Clocks travel with release and acquire: mbarrier
+arrivals and waits, named and cluster barriers. A missing wait is then found whenever the two accesses happen,
+in whatever order the schedule ran them.
 
 A clock has four rows (PTX ISA 8 "Memory Consistency Model", 9.7.13 "membar/fence" for the proxy fences,
 9.7.16 "tcgen05 Memory Consistency Model" for the last):
@@ -31,7 +31,7 @@ ROWS = 4
 MBARRIERS = 96  # agents set aside per CTA for mbarriers
 
 # Asynchronous agents of one warp, in this order after the warps themselves.
-WARP_AGENTS = ("wgmma", "bulk copy", "tcgen05.ld", "tcgen05.st")
+WARP_AGENTS = ("wgmma", "bulk copy", "tcgen05.ld", "tcgen05.st", "cp.async")
 
 
 class Ordering:

@@ -1,5 +1,5 @@
-"""tcgen05: tensor memory and the matrix multiply that accumulates in it (PTX ISA 9.7.16), kind::f16 with f32
-accumulators.
+"""tcgen05: tensor memory and the matrix multiply that accumulates in it (PTX ISA 9.7.16), kind::f16 and
+8-bit kind::f8f6f4 with f32 accumulators.
 
 tcgen05.mma goes to the tensor pipe of the issuing CTA, which executes in order and as late as the
 scheduler likes; tcgen05.commit follows in the same order and arrives at its mbarriers. tcgen05.ld delivers
@@ -169,7 +169,8 @@ def _mma(d):
     if d.mods.take("sp", "ws"):
         raise UnsupportedInstruction("sparse or weight-stationary mma")
     group = _group(d)
-    d.mods.need("kind::f16")
+    kind = d.mods.need("kind::f16", "kind::f8f6f4").removeprefix("kind::")
+    depth = 16 if kind == "f16" else 32  # of k: 32 bytes either way
     d.mods.take("collector::a::discard", "collector::a::lastuse", "collector::a::fill", "collector::a::use")
     d_address = _tmem_address(d, d.operands[0])
     from_tmem = isinstance(d.operands[1], ptx.Address)
@@ -191,7 +192,7 @@ def _mma(d):
         views = warp.views
         if any(views["u32"][r][lane] for r in disabled):
             raise Fault("value", "disable-output-lane other than zero is not modelled")
-        shape = decode_instruction_descriptor(int(views["u32"][idesc][lane]))
+        shape = decode_instruction_descriptor(int(views["u32"][idesc][lane]), kind)
         cluster, device, rank = warp.cta.cluster, warp.cta.cluster.device, warp.cta.rank
         step = 16 if group == 1 else 32
         if (
@@ -213,7 +214,7 @@ def _mma(d):
         destination = d_address(warp, lane)
         if destination >> 16:
             raise Fault("value", f"D at TMEM address {destination:#x}: the lane must be 0 for M {shape.m}")
-        what = f"tcgen05.mma m{shape.m}n{shape.n}k16"
+        what = f"tcgen05.mma m{shape.m}n{shape.n}k{depth}"
         agent = cluster.ordering.pipe(rank)
         epoch = cluster.ordering.advance(agent)
         b = tile_granules(
@@ -254,7 +255,7 @@ def _mma(d):
                 tmem = tmem_of(cta)
                 if a is not None:
                     left = to_float32(read_tile(cta.shared, a, shape.a_k_major), shape.a)
-                else:  # two 16-bit elements along k in each column
+                else:  # 32 bits along k in each column
                     left = to_float32(
                         tmem.read(slice(0, 128), slice(a_column, a_column + 8)).view(np.uint16), shape.a
                     )
