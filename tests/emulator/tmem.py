@@ -104,10 +104,11 @@ class TensorMemory:
         writer, written = self.writer[quarters, columns], self.epoch[quarters, columns]
         late = written > warp.tensor_view[writer]
         if late.any():
-            q, c = (int(x[0]) for x in late.nonzero())
+            never = written == NEVER
+            q, c = (int(x[0]) for x in (never if never.any() else late).nonzero())
             lane = 32 * (quarters.start + q)
             where = f"TMEM column {columns.start + c}, lanes {lane}.. of CTA rank {self.rank}"
-            if (written == NEVER).any():
+            if never.any():
                 raise Fault("uninit-tmem", f"{what} reads {where}, which nobody wrote")
             self._unordered(warp, what, f"reads {where}", "write", writer[late], written[late])
         if agent not in self.reads:
