@@ -59,9 +59,10 @@ class GemmSm100(gemm.Gemm):
     accumulator may be overwritten only when all its rows have been read, so each epilogue warp releases it
     behind its last tcgen05.wait::ld; the values of a tcgen05.ld may be used only behind that wait, which
     `_load_slab` keeps with the load. Tensor memory may be given back only when both CTAs of a pair have read
-    the last of it: DONE_BARRIER, then the allocator's handshake of the pair. Each of these, removed, is found
-    by the emulator, but for the tcgen05.fence, which its barriers do not need and the PTX ISA asks for
-    (docs/kernels.md).
+    the last of it: DONE_BARRIER, then the allocator's handshake of the pair. A barrier by itself does not
+    order tcgen05 operations of different threads: tcgen05.fence::after_thread_sync stands behind each wait
+    for an accumulator, before_thread_sync ahead of its release; tcgen05.commit implies the latter. Each of
+    these, removed, is found by the emulator (docs/kernels.md).
 
     The schedule is static, schedule.py's as on Hopper: runs are equally long and their order serves L2.
     Cluster launch control would even out clusters of unequal speed, but hands out work in the order of the

@@ -28,13 +28,6 @@ KEPT = 128
 SMS = 2
 GEMMS = ("dlogits", "dinput", "dweight")
 
-TCGEN05_FENCE = (
-    r"tcgen05\.fence",
-    "removed",
-    "The PTX ISA asks for it; the emulator's barriers order tcgen05 operations without.",
-)
-
-
 SAME_LANES = (
     r"setp\.ne\.b32 \S+ %r\d+, 0",
     "reversed",
@@ -260,8 +253,8 @@ def subjects() -> list[Subject]:
                 "sm_100a",
                 which,
                 least_mutations=30,
-                missed=10,
-                reasons=[TAIL, RELINQUISH, TWO_FENCES, TCGEN05_FENCE],
+                missed=7,
+                reasons=[TAIL, RELINQUISH, TWO_FENCES],
             )
         )
     found += [

@@ -130,14 +130,16 @@ class Emulated:
         self._call(args, launches.append)
         return launches
 
-    def run(self, *args, seed: int = 0, ignore=(), resident: int = 16, extra_tensors=()) -> Result:
+    def run(
+        self, *args, seed: int = 0, ignore=(), resident: int = 16, per_sm: int = 1, extra_tensors=()
+    ) -> Result:
         """Call the function on CPU tensors; every launch runs on the emulated device before the call
         returns."""
         memory = GlobalMemory()
         for name, tensor in _tensors((*args, *extra_tensors)):
             memory.add(name, bytes_of(tensor))
         _add_known(memory)
-        device = Device(memory, seed, ignore, resident)
+        device = Device(memory, seed, ignore, resident, per_sm)
         launches: list[Launch] = []
         by_launch: list[dict[int, Counter]] = []
 
@@ -206,7 +208,9 @@ def build(compiled) -> Emulated:
         return Emulated(path, ptx, "emulated")
 
 
-def run(compiled, *args, seed: int = 0, ignore=(), resident: int = 16, extra_tensors=()) -> Result:
+def run(
+    compiled, *args, seed: int = 0, ignore=(), resident: int = 16, per_sm: int = 1, extra_tensors=()
+) -> Result:
     """Run a compiled function, or an `Emulated` from `build`, on CPU tensors.
 
     args: what the function takes; torch CPU tensors (any nesting in tuples) are written in place.
@@ -214,11 +218,14 @@ def run(compiled, *args, seed: int = 0, ignore=(), resident: int = 16, extra_ten
       work.
     ignore: fault codes (faults.FAULTS) to count as warnings where the rule allows going on.
     resident: at most this many CTAs are on the device at once.
+    per_sm: of these, so many to an SM, whose tensor memory they share.
     extra_tensors: memory that kernels reach through pointers, not passed as tensors. Raises Fault (with .code
       and .where) when a kernel breaks a rule.
     """
     bound = compiled if isinstance(compiled, Emulated) else build(compiled)
-    return bound.run(*args, seed=seed, ignore=ignore, resident=resident, extra_tensors=extra_tensors)
+    return bound.run(
+        *args, seed=seed, ignore=ignore, resident=resident, per_sm=per_sm, extra_tensors=extra_tensors
+    )
 
 
 def run_ptx(
@@ -231,6 +238,7 @@ def run_ptx(
     seed: int = 0,
     ignore=(),
     resident: int = 16,
+    per_sm: int = 1,
 ) -> Result:
     """Run the only kernel of a PTX module. args: a value for each parameter; CPU tensors stand for their
     address."""
@@ -247,7 +255,7 @@ def run_ptx(
         kind = {"f32": np.float32, "f64": np.float64}.get(p.type)
         raw = kind(value).tobytes() if kind else int(value).to_bytes(p.size, "little", signed=int(value) < 0)
         params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-    device = Device(memory, seed, ignore, resident)
+    device = Device(memory, seed, ignore, resident, per_sm)
     launch = Launch(program.name, grid, block, cluster, shared, params)
     device.launch(program, launch)
     return _result(device, [launch], [_by_warp(device.instructions)])
