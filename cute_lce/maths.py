@@ -1,8 +1,8 @@
 """The loss's formulas, each once, for the kernels and for torch: plain operators that the DSL's values and
 torch's tensors share. No torch, no cutlass.
 
-What differs between the two, works in place, or must stay one instruction is handed in: exp, log, fma and
-their like. In kernels `exp` is exp2 of the argument times LOG2_E: the difference comes first, since it is
+What differs between the two, works in place, or must stay one instruction is handed in: exp, fma and their
+like. In kernels `exp` is exp2 of the argument times LOG2_E: the difference comes first, since it is
 exact where it matters.
 """
 
@@ -28,9 +28,9 @@ def rescaled(row_sum, row_max, reference, exp):
     return row_sum * exp(row_max - reference)
 
 
-def row_loss(row_max, row_sum, target_logit, log):
+def row_loss(log_row_sum, row_max, target_logit):
     """lse - target_logit in nats, grouped so that no two large numbers are subtracted but the logits."""
-    return log(row_sum) + (row_max - target_logit)
+    return log_row_sum + (row_max - target_logit)
 
 
 def mean_upstream(dloss, count):

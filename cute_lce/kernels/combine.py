@@ -94,7 +94,7 @@ class Combine:
                 if target != tensors.ignore_index:
                     valid = Float32(1.0)
                     if target >= 0 and target < tensors.vocab:
-                        loss = maths.row_loss(row_max, row_sum, tensors.target_logit[row], cute.math.log)
+                        loss = maths.row_loss(cute.math.log(row_sum), row_max, tensors.target_logit[row])
                     else:
                         row_sum = Float32.nan
                         loss = Float32.nan

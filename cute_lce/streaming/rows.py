@@ -42,7 +42,7 @@ def subtract_target(exponentials: Tensor, classes: Tensor, row_sum: Tensor, low:
 def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
     """(loss, row_sum, num_valid); row_sum becomes nan where the target is out of range."""
     row_sum = row_sum.masked_fill(out_of_range, torch.nan)
-    loss = torch.where(valid, maths.row_loss(row_max, row_sum, target_logit, torch.log), 0)
+    loss = torch.where(valid, maths.row_loss(row_sum.log(), row_max, target_logit), 0)
     num_valid = valid.sum()
     if reduction != "none":
         loss = loss.sum()
