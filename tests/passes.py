@@ -22,7 +22,11 @@ def loss_of(case: Case, reduction: str) -> LossOptions:
 
 def saved_of(case: Case, results: Results) -> Saved:
     """What a backward of the case has from its forward."""
-    return Saved(*operands_of(case), *results[1:])
+    row_max, row_sum, num_valid = results.row_max, results.row_sum, results.num_valid
+    assert row_max is not None
+    assert row_sum is not None
+    assert num_valid is not None
+    return Saved(*operands_of(case), row_max, row_sum, num_valid, results.kept, results.kept_scale)
 
 
 def forward(
