@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -477,6 +478,34 @@ def test_the_public_ops_schema_names_every_option():
         given = inspect.signature(call).parameters
         assert {name: given[name].default for name in options} == options
         assert all(given[name].kind is inspect.Parameter.KEYWORD_ONLY for name in options)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        # What the schema excludes is torch's to refuse; it makes ints of bools before the op sees them.
+        ("reduction", None, RuntimeError, "'str' for argument 'reduction' .* found type 'NoneType'"),
+        ("reduction", 1, RuntimeError, "'str' for argument 'reduction' .* found type 'int'"),
+        ("ignore_index", "3", RuntimeError, r"'Optional\[int\]' for argument 'ignore_index' .* 'str'"),
+        ("ignore_index", 1.5, RuntimeError, r"'Optional\[int\]' for argument 'ignore_index' .* 'float'"),
+        ("schedule", None, RuntimeError, "'str' for argument 'schedule' .* found type 'NoneType'"),
+        ("schedule", 1, RuntimeError, "'str' for argument 'schedule' .* found type 'int'"),
+        ("workspace_mb", "1", RuntimeError, r"'Optional\[float\]' for argument 'workspace_mb' .* 'str'"),
+        ("window", "64", RuntimeError, r"'Optional\[int\]' for argument 'window' .* found type 'str'"),
+        ("window", 2.0, RuntimeError, r"'Optional\[int\]' for argument 'window' .* found type 'float'"),
+        ("reduction", "batchmean", ValueError, "reduction: got 'batchmean', want one of 'mean'"),
+        ("schedule", "fast", ValueError, "schedule: got 'fast', want one of 'auto'"),
+        ("workspace_mb", 0, ValueError, "workspace_mb: got 0.0, want"),
+        ("workspace_mb", float("nan"), ValueError, "workspace_mb: got nan, want"),
+        ("window", 0, ValueError, "window: got 0, want"),
+    ],
+)
+def test_the_public_op_refuses_by_name(name, value, error, message, watched):
+    op = OPS.fused_linear_cross_entropy
+    hidden, weight, target = sample()
+    with Watching() if watched else nullcontext(), pytest.raises(error, match=message):
+        op(hidden, weight, target, **{name: value})
 
 
 @pytest.mark.parametrize(
