@@ -98,27 +98,28 @@ class Emulated:
 
         self.ptx = ptx
         self.programs: dict[str, Program] = decode(ptx)
-        self._folder = tempfile.TemporaryDirectory(prefix="emulator-")
-        library = Path(self._folder.name) / "host.so"
         source = Path(__file__).with_name("fake_runtime.c")
-        command = [
-            "gcc",
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-w",
-            "-Wl,-Bsymbolic",
-            "-o",
-            str(library),
-            str(source),
-            str(object_file),
-        ]
-        built = subprocess.run(command, capture_output=True, text=True)
-        if built.returncode:
-            raise EmulatorError(f"linking the host code failed:\n{built.stderr}")
-        self._module = tvm_ffi.load_module(str(library))
-        self._function = self._module[function_name]
-        self._library = ctypes.CDLL(str(library))
+        # What is loaded stays mapped when its file is gone.
+        with tempfile.TemporaryDirectory(prefix="emulator-") as folder:
+            library = Path(folder) / "host.so"
+            command = [
+                "gcc",
+                "-shared",
+                "-fPIC",
+                "-O1",
+                "-w",
+                "-Wl,-Bsymbolic",
+                "-o",
+                str(library),
+                str(source),
+                str(object_file),
+            ]
+            built = subprocess.run(command, capture_output=True, text=True)
+            if built.returncode:
+                raise EmulatorError(f"linking the host code failed:\n{built.stderr}")
+            self._module = tvm_ffi.load_module(str(library))
+            self._function = self._module[function_name]
+            self._library = ctypes.CDLL(str(library))
 
     def replace_ptx(self, ptx: str) -> None:
         """Run other device code under the same host code: for mutations."""

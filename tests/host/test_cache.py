@@ -416,7 +416,9 @@ def test_eight_processes_at_once(tmp_path: Path):
     """All of them miss; each gets its function, and one good file and nothing else is left."""
     folder = tmp_path / "does" / "not" / "exist yet"
     processes = [start(folder) for _ in range(8)]
-    assert any(finish(process)[0] for process in processes)
+    # All of them are waited for, whoever was first.
+    imported = [finish(process)[0] for process in processes]
+    assert any(imported)
     only_file(folder)
     assert not load(folder)[0]
 
