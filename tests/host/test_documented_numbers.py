@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def forward(file: str) -> Rows:
                 f"**{ratio(ours):.3f}**",
                 f"{bar:.2f}",
                 met([ratio(ours)], bar),
-                quack and f"{ratio(quack):.3f}",
+                f"{ratio(quack):.3f}" if quack else None,
                 f"{ours['extra_mib']:.1f}",
             ]
         )
@@ -192,7 +193,7 @@ def peers(file: str) -> Rows:
             for shape in shapes.BACKWARD[:2]
             for reduction in ("mean", "none")
         ]
-        rows.append([provider, *(r and f"{ratio(r):.3f}, {r['extra_mib']:.0f}" for r in found)])
+        rows.append([provider, *(f"{ratio(r):.3f}, {r['extra_mib']:.0f}" if r else None for r in found)])
     return rows
 
 
@@ -347,7 +348,7 @@ def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
     """(the line before the table, its rows) of every table, without the two lines of its head."""
     found: list[tuple[str, list[list[str]]]] = []
     lines = ["", *text_of(document).splitlines()]
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in pairwise(lines):
         if line.startswith("|"):
             if not above.startswith("|"):
                 found.append((above, []))
