@@ -1,0 +1,411 @@
+"""The measured numbers in README.md and docs/measurements.md are those of bench/results.
+
+A comment before each table names the file that it is made from and the function below that makes its rows:
+
+    <!-- bench/results/h100_forward.json: forward -->
+
+`python -m tests.host.test_documented_numbers` prints every table's rows and every checked sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+README, MEASUREMENTS = "README.md", "docs/measurements.md"
+SOURCE = re.compile(r"<!-- bench/results/([\w/]+\.json): (\w+) -->")
+UNKEPT = "<!-- printed, not kept -->"
+
+Record = dict[str, Any]
+# A cell as it is printed. None: nothing was measured, and the document says why in words.
+Cell = str | None
+Rows = list[list[Cell]]
+
+
+@cache
+def records(file: str) -> list[Record]:
+    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+
+
+def find(file: str, **fields: Any) -> Record | None:
+    """The record with these fields, the first of several; None where there is none."""
+    matches = (r for r in records(file) if all(r[name] == value for name, value in fields.items()))
+    return next(matches, None)
+
+
+def get(file: str, **fields: Any) -> Record:
+    record = find(file, **fields)
+    assert record is not None, f"{file}: no record with {fields}"
+    return record
+
+
+def ratio(record: Record) -> float:
+    """A time as a multiple of its floor."""
+    return record["ms"] / record["floor_ms"]
+
+
+def at(shape: shapes.Shape) -> dict[str, int]:
+    return {"n": shape.n, "d": shape.d, "vocab": shape.vocab}
+
+
+def sizes(shape: shapes.Shape) -> str:
+    return f"{shape.n}, {shape.d}, {shape.vocab}"
+
+
+def met(ratios: Iterable[float], bar: float) -> str:
+    return "yes" if all(round(value, 3) <= bar for value in ratios) else "no"
+
+
+# Tables: a function for each, the name of its file -> rows
+
+
+def forward(file: str) -> Rows:
+    rows: Rows = []
+    for shape in shapes.FORWARD:
+        ours = get(file, provider="cute_lce", **at(shape))
+        quack = find(file, provider="quack_chunk8k", **at(shape))
+        ((_, bar),) = shape.bars
+        assert bar is not None
+        rows.append(
+            [
+                sizes(shape),
+                f"{ours['ms']:.2f}",
+                f"{ours['floor_ms']:.2f}",
+                f"**{ratio(ours):.3f}**",
+                f"{bar:.2f}",
+                met([ratio(ours)], bar),
+                f"{ratio(quack):.3f}" if quack else None,
+                f"{ours['extra_mib']:.1f}",
+            ]
+        )
+    return rows
+
+
+def sustained(file: str) -> Rows:
+    ours = [record for record in records(file) if record["provider"] == "cute_lce"]
+    rows: Rows = []
+    for record in ours:
+        where = {name: record[name] for name in ("n", "d", "vocab")}
+        quack = get(file, provider="quack_chunk8k", **where)
+        rows.append([", ".join(map(str, where.values())), f"**{ratio(record):.3f}**", f"{ratio(quack):.3f}"])
+    return rows
+
+
+def trained(file: str, shape: shapes.Shape, workspace: float | None) -> list[Record]:
+    """Ours with both gradients, or with one, for "mean" and "none"."""
+    return [
+        next(
+            record
+            for record in records(file)
+            if record["provider"] == "cute_lce"
+            and all(record[name] == size for name, size in at(shape).items())
+            and (record["workspace_mb"], record["reduction"]) == (workspace, reduction)
+            and (record["err_dw"] is None) == (shape.frozen == "weight")
+        )
+        for reduction in ("mean", "none")
+    ]
+
+
+def backward(file: str) -> Rows:
+    rows: Rows = []
+    for shape in shapes.BACKWARD:
+        for workspace, bar in () if shape.frozen else shape.bars:
+            assert bar is not None
+            mean, none = trained(file, shape, workspace)
+            rows.append(
+                [
+                    sizes(shape),
+                    str(workspace),
+                    f"{mean['ms']:.2f}",
+                    f"**{ratio(mean):.3f}**",
+                    f"**{ratio(none):.3f}**",
+                    f"{bar:.2f}",
+                    met([ratio(mean), ratio(none)], bar),
+                    f"{mean['extra_mib']:.0f}",
+                    f"{mean['err_loss']:.0e}",
+                    f"{mean['err_dh']:.1e}",
+                    f"{mean['err_dw']:.1e}",
+                ]
+            )
+    return rows
+
+
+def frozen(file: str) -> Rows:
+    """Against the floor of the call that forms both gradients; the record's own leaves dW out."""
+    shape = next(shape for shape in shapes.BACKWARD if shape.frozen)
+    floors = three_gemms(file)
+    rows: Rows = []
+    for workspace, bar in shape.bars:
+        assert bar is not None
+        pair = trained(file, shape, workspace)
+        ratios = [record["ms"] / floor for record, floor in zip(pair, floors, strict=True)]
+        assert met(ratios, bar) == "yes"
+        rows.append(
+            [
+                str(workspace),
+                ", ".join(f"{record['ms']:.2f}" for record in pair),
+                ", ".join(f"{value:.3f}" for value in ratios),
+                f"{bar:.2f}",
+                f"{pair[0]['extra_mib']:.0f}",
+            ]
+        )
+    return rows
+
+
+def three_gemms(file: str) -> list[float]:
+    """The floors of "mean" and "none" at the first shape of the backward's table."""
+    shape = shapes.BACKWARD[0]
+    return [record["floor_ms"] for record in trained(file, shape, shape.bars[0][0])]
+
+
+PEERS = (
+    "liger_cute_flce",
+    "torch_compile",
+    "quack_chunk8k",
+    "torch_eager_bf16ce",
+    "liger_cute_scaled_ce",
+    "liger_triton",
+)
+
+
+def peers(file: str) -> Rows:
+    """x the three GEMMs, and MiB; each shape with "mean" and "none"."""
+    rows: Rows = []
+    for place, name in enumerate(("**cute_lce**, more memory", "**cute_lce**, less memory")):
+        pairs = [
+            trained(file, shape, (shape.bars[0], shape.bars[-1])[place][0]) for shape in shapes.BACKWARD[:2]
+        ]
+        rows.append([name, *(f"**{ratio(r):.3f}**, {r['extra_mib']:.0f}" for pair in pairs for r in pair)])
+    for provider in PEERS:
+        found = [
+            find(file, provider=provider, reduction=reduction, **at(shape))
+            for shape in shapes.BACKWARD[:2]
+            for reduction in ("mean", "none")
+        ]
+        rows.append([provider, *(f"{ratio(r):.3f}, {r['extra_mib']:.0f}" if r else None for r in found)])
+    return rows
+
+
+NAMES = {
+    "liger_cute_flce": ("Liger-Kernel", "liger-kernel"),
+    "liger_cute_scaled_ce": ("Liger-Kernel", "liger-kernel"),
+    "liger_triton": ("Liger-Kernel", "liger-kernel"),
+    "quack_chunk8k": ("quack", "quack-kernels"),
+    "torch_compile": ("torch", "torch"),
+    "torch_eager_bf16ce": ("torch", "torch"),
+}
+"""Provider -> its package as it is called, and as `versions` has it."""
+
+
+def readme(file: str) -> Rows:
+    """Of `peers` the first shape and "mean", with the packages' versions."""
+    shape = shapes.BACKWARD[0]
+    rows: Rows = []
+    for workspace, _ in (shape.bars[0], shape.bars[-1]):
+        ours, _ = trained(file, shape, workspace)
+        rows.append([f"**cute_lce**, `workspace_mb={workspace}`", *_time_and_memory(ours)])
+    for provider in PEERS:
+        record = get(file, provider=provider, reduction="mean", **at(shape))
+        name, package = NAMES[provider]
+        version = record["versions"][package].partition("+")[0]
+        rows.append([f"{name} {version}, `{provider}`", *_time_and_memory(record)])
+    return rows
+
+
+def _time_and_memory(record: Record) -> list[str]:
+    return [f"{record['ms']:.1f}", f"{ratio(record):.3f}", f"{record['extra_mib']:.0f}"]
+
+
+ERRORS = (
+    *(("fp32 operands", None, None), ("cute_lce", "recompute", None)),
+    *(("cute_lce", "keep", 16128), ("cute_lce", "keep", 32000)),
+    *((name, None, None) for name in ("torch_eager_fp32ce", "torch_eager_bf16ce", "torch_compile")),
+    *((name, None, None) for name in ("quack_chunk8k", "quack_base", "liger_triton", "liger_cute_flce")),
+    *((name, None, None) for name in ("liger_cute_scaled_ce", "cce", "cce_exact")),
+)
+REGIMES = ("untrained", "mixed", "confident", "jump_50", "jump_100", "jump_300")
+MULTIPLES = ("x_loss", "x_dh", "x_dw")
+
+
+def errors(file: str) -> Rows:
+    rows: Rows = []
+    for provider, schedule, kept in ERRORS:
+        name = provider if schedule is None else f"**{provider}** {schedule}"
+        if kept is not None:
+            name += f" {kept / 32000:.0%}"
+        cells: list[Cell] = [name]
+        for regime in REGIMES:
+            parts = [
+                record
+                for record in records(file)
+                if (record["provider"], record["schedule"], record["kept"]) == (provider, schedule, kept)
+                and (record["regime"], record["reduction"], record["n"]) == (regime, "mean", 1152)
+            ]
+            cells.append(", ".join(_worst(record[key] for record in parts) for key in MULTIPLES))
+        rows.append(cells)
+    return rows
+
+
+def _worst(values: Iterable[float | str | None]) -> str:
+    """The largest of the parts that have the error, nan where one of them is not finite."""
+    numbers = [float(value) for value in values if value is not None]
+    return "nan" if any(number != number for number in numbers) else f"{max(numbers):.3g}"
+
+
+HOST_TIMES = (
+    *(("cute_lce", "auto", None), ("cute_lce", "recompute", 8), ("cute_lce", "keep", None)),
+    *((name, None, None) for name in ("torch_eager_bf16ce", "torch_compile", "quack_base", "quack_chunk8k")),
+    *((name, None, None) for name in ("cce", "liger_cute_flce", "liger_triton")),
+)
+
+
+def host_time(file: str) -> Rows:
+    rows: Rows = []
+    for provider, schedule, stripes in HOST_TIMES:
+        name = provider if schedule is None else f"**{provider}** {schedule}"
+        name += "" if stripes is None else f", {stripes} stripes"
+        found = [
+            get(file, provider=provider, schedule=schedule, stripes=stripes, **{"pass": step})
+            for step in ("fwd", "fwd_grad", "bwd")
+        ]
+        rows.append([name, *(f"{record['us']:.1f}, {record['launches']}" for record in found)])
+    return rows
+
+
+TABLES: dict[str, Callable[[str], Rows]] = {
+    function.__name__: function
+    for function in (forward, sustained, backward, frozen, peers, readme, errors, host_time)
+}
+
+
+# Sentences that quote a file
+
+
+def sentences() -> list[tuple[str, str]]:
+    """(document, what it says), up to line breaks."""
+    host = [
+        get("h100_host_time.json", provider="cute_lce", schedule="auto", **{"pass": step})["us"]
+        for step in ("fwd", "fwd_grad", "bwd")
+    ]
+    first = [trained("h100_backward.json", shape, shape.bars[0][0]) for shape in shapes.BACKWARD[:4]]
+    ratios = [ratio(record) for pair in first for record in pair]
+    mean, none = three_gemms("h100_backward.json")
+    found = records("h100_errors.json")
+    ours = [
+        max(record[key] for record in found if record["provider"] == "cute_lce" and record[key] is not None)
+        for key in MULTIPLES
+    ]
+    stored = ("torch_eager_fp32ce", "torch_eager_bf16ce", "torch_compile", "quack_base", "liger_triton")
+    confident = _worst_of(stored, "confident", ("x_dh", "x_dw"))
+    jumping = _worst_of(stored, "jump_", ("x_dw",))
+    return [
+        (README, "{:.0f} us without a gradient, {:.0f} with one, {:.0f} for a backward".format(*host)),
+        (README, f"{min(ratios):.2f} to {max(ratios):.2f} times as long as their three GEMMs alone"),
+        (MEASUREMENTS, f'({mean:.2f} ms for "mean", {none:.2f} for "none";'),
+        (MEASUREMENTS, "at most {:.2f}, {:.2f} and {:.2f} in all of the file".format(*ours)),
+        (
+            MEASUREMENTS,
+            f"{min(confident):.0f} to {max(confident):.0f} times the yardstick's error on confident",
+        ),
+        (MEASUREMENTS, f"and {min(jumping):.0f} to {max(jumping):.0f} times in the entries of dW"),
+    ]
+
+
+def _worst_of(providers: tuple[str, ...], regime: str, keys: tuple[str, ...]) -> list[float]:
+    """The largest error over the parts, of each provider, shape, reduction, regime and key."""
+    worst: dict[tuple, float] = {}
+    for record in records("h100_errors.json"):
+        for key in keys:
+            if (
+                record["provider"] in providers
+                and record["regime"].startswith(regime)
+                and record[key] is not None
+            ):
+                case = record["provider"], record["n"], record["reduction"], record["regime"], key
+                worst[case] = max(worst.get(case, 0.0), float(record[key]))
+    return list(worst.values())
+
+
+# What is checked
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
+    """(the line before the table, its rows) of every table, without the two lines of its head."""
+    found: list[tuple[str, list[list[str]]]] = []
+    lines = ["", *text_of(document).splitlines()]
+    for above, line in pairwise(lines):
+        if line.startswith("|"):
+            if not above.startswith("|"):
+                found.append((above, []))
+            found[-1][1].append([cell.strip() for cell in line.strip().strip("|").split(" | ")])
+    return [(above, rows[2:]) for above, rows in found]
+
+
+MADE = [
+    (document, match[1], match[2], rows)
+    for document in (README, MEASUREMENTS)
+    for above, rows in tables_of(document)
+    if (match := SOURCE.fullmatch(above))
+]
+
+
+@pytest.mark.parametrize(("document", "file", "name", "rows"), MADE, ids=[made[2] for made in MADE])
+def test_a_table_has_the_numbers_of_its_file(document, file, name, rows):
+    expected = TABLES[name](file)
+    assert len(rows) == len(expected), f"{document}: {name} has {len(rows)} rows, want {len(expected)}"
+    for row, cells in zip(rows, expected, strict=True):
+        assert len(row) == len(cells), row
+        for cell, want in zip(row, cells, strict=True):
+            if want is None:
+                assert not re.search(r"\d", cell), f"{document}: {row}: {cell!r} is not in {file}"
+            else:
+                assert cell == want, f"{document}: {row}: got {cell!r}, {file} gives {want!r}"
+
+
+def test_every_table_of_measurements_says_where_it_is_from():
+    assert sorted(TABLES) == sorted(made[2] for made in MADE)
+    for above, rows in tables_of(MEASUREMENTS):
+        assert SOURCE.fullmatch(above) or above == UNKEPT, f"{above!r} before the table of {rows[0]}"
+
+
+@pytest.mark.parametrize(("document", "sentence"), sentences())
+def test_a_sentence_has_the_numbers_of_its_file(document, sentence):
+    assert sentence in " ".join(text_of(document).split())
+
+
+def test_the_machine_and_its_software_are_those_of_the_files():
+    text = " ".join(text_of(MEASUREMENTS).split())
+    for _, file, name, _ in MADE:
+        for record in records(file):
+            versions = record["versions"]
+            for wanted in (
+                record["gpu"],
+                f"driver {versions['driver']}",
+                f"torch {versions['torch']}",
+                f"CuTe DSL {versions['nvidia-cutlass-dsl']}",
+                record["date"][:10],
+            ):
+                assert wanted in text, f"{name}: {wanted} of {file}"
+
+
+if __name__ == "__main__":
+    for _, file, name, _ in MADE:
+        print(f"\n{file}: {name}")
+        for row in TABLES[name](file):
+            print(f"| {' | '.join('...' if cell is None else cell for cell in row)} |")
+    print(*(f"{document}: {sentence}" for document, sentence in sentences()), sep="\n")
