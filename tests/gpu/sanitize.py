@@ -24,8 +24,8 @@ import torch
 
 from cute_lce import compiled, launch
 from cute_lce import plan as plans
-from tests.gpu.test_backward import Trained, jumping, some_ignored
-from tests.numerics import Case, random_case
+from tests.gpu.test_backward import Trained, some_ignored
+from tests.numerics import Case, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FEW = 4  # SMs that a plan is told of, so that each cluster has several runs
