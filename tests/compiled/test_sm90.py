@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_lce.arch import KernelConfig, architecture
+from cute_lce.arch import architecture
 from cute_lce.compile.trace import trace
 from cute_lce.plan.kernels import ForwardKey
 from tests.compiled import cubin

@@ -98,11 +98,8 @@ def forward(
     counts = Emulator(seed, resident, program)
     with planned_for(gpu, counts, chosen), emulator.known_allocations():
         results = passes.forward(KERNELS, case, reduction=reduction, window=window)
-    row_max, row_sum, num_valid = results.row_max, results.row_sum, results.num_valid
-    assert row_max is not None
-    assert row_sum is not None
-    assert num_valid is not None
-    return Run(results.loss, row_max, row_sum, num_valid, chosen, *counts.results)
+    saved = passes.saved_of(case, results)
+    return Run(results.loss, saved.row_max, saved.row_sum, saved.num_valid, chosen, *counts.results)
 
 
 def reference(case: Case, dtype: torch.dtype):

@@ -394,8 +394,7 @@ def test_retained_backwards(arch: str, how: str):
 
 
 class KnownBackward(KernelBackward):
-    """Autograd leaves the mode by which the emulator learns of memory, and what launch/ keeps for a device was
-    made in that mode."""
+    """Autograd leaves the mode by which the emulator learns of memory; what launch/ keeps was made in it."""
 
     def dinput(self):
         forget_device()
