@@ -12,9 +12,9 @@ from .mutation_kernels import RELINQUISH, TAIL, TWO_FENCES, Subject
 
 def configs() -> dict:
     """Narrow tiles and two stages: both rings wrap and fill."""
-    from cute_lce import plan
+    from cute_lce.arch import architecture
 
-    pair, single = (replace(config, tile_n=64, stages=2) for config in plan.configs("sm_100a"))
+    pair, single = (replace(config, tile_n=64, stages=2) for config in architecture("sm_100a").configs)
     return {"pair": pair, "single": single, "two pairs": replace(pair, cluster_m=4)}
 
 
@@ -25,6 +25,7 @@ MISSED = {"pair": 3 + 1 + 2, "single": 3 + 1, "two pairs": 2 + 1 + 2}
 
 
 def _subject(name: str, config) -> Subject:
+    from cute_lce.plan.kernels import ForwardKey
     from tests.emulated.forward import BF16, emulated, forward, ignoring, reference
     from tests.numerics import random_case
 
@@ -38,7 +39,7 @@ def _subject(name: str, config) -> Subject:
 
     return Subject(
         f"the Blackwell forward, {name}",
-        lambda folder: emulated(config),
+        lambda folder: emulated(ForwardKey(config)),
         check,
         range(6),
         least_mutations=31,

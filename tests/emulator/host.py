@@ -389,5 +389,6 @@ def _claim_cuda(value, keep: list):
         keep.append(claimed)
         return claimed
     if isinstance(value, (tuple, list)):
-        return tuple(_claim_cuda(v, keep) for v in value)
+        claimed = [_claim_cuda(v, keep) for v in value]
+        return type(value)(*claimed) if hasattr(value, "_fields") else tuple(claimed)
     return value

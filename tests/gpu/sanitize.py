@@ -28,8 +28,8 @@ from cute_lce.arch import Gpu, KernelConfig
 from cute_lce.launch import KERNELS
 from cute_lce.plan import forward as plans
 from tests import passes
-from tests.gpu.test_backward import Trained, jumping, some_ignored
-from tests.numerics import Case, random_case
+from tests.gpu.test_backward import Trained, some_ignored
+from tests.numerics import Case, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FEW = 4  # SMs that a plan is told of, so that each cluster has several runs

@@ -30,6 +30,7 @@ from tests.numerics import (
     Case,
     assert_close,
     check_bad_rows,
+    jumping,
     make,
     random_case,
     with_bad_ignored_rows,
@@ -101,18 +102,6 @@ class Trained:
 def some_ignored(case: Case) -> Case:
     case.target[1::3] = case.ignore_index
     return case
-
-
-def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) -> Case:
-    """Columns whose logits lie above all others by so much, for some rows; targets there and elsewhere."""
-    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
-    hidden[:, 0] = 0
-    hidden[rows, 0] = 1
-    weight[:, 0] = 0
-    for i, (column, height) in enumerate(heights.items()):
-        weight[column, 0] = height
-        target[i] = column
-    return replace(case, input=hidden, linear_weight=weight, target=target)
 
 
 def held_by_bf16(case: Case) -> Tensor:
