@@ -233,7 +233,7 @@ def _ways() -> Iterator:
 
 
 @both
-@pytest.mark.parametrize(("corner", "how"), _ways())
+@pytest.mark.parametrize(("corner", "how"), list(_ways()))
 def test_corner(corner: str, how: str, arch: str):
     # As in tests/gpu/test_backward.py: rows of like weight, no rounding of which is a happy one.
     n = CORNERS[corner](BF16).target.numel()
