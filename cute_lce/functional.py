@@ -71,12 +71,18 @@ def linear_cross_entropy(
             outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
             assertion there.
     """
+    loss, compute = LossOptions(reduction, ignore_index), ComputeOptions(schedule, workspace_mb, window)
+    return call(input, linear_weight, target, loss, compute)
+
+
+def call(
+    input: Tensor, linear_weight: Tensor, target: Tensor, loss: LossOptions, compute: ComputeOptions
+) -> Tensor:
+    """linear_cross_entropy with options that are made already."""
     if not (isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor)):
         for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
-    loss = LossOptions(reduction, ignore_index)
-    compute = ComputeOptions(schedule, workspace_mb, window)
     if ops.is_plain_eager(input, linear_weight, target):
         return ops.linear_cross_entropy(input, linear_weight, target, loss, compute, watched=False)
     return _fused_linear_cross_entropy(input, linear_weight, target, **loss._asdict(), **compute._asdict())

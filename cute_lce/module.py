@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .functional import linear_cross_entropy
+from .functional import call
 from .options import ComputeOptions, LossOptions
 
 
@@ -50,9 +50,7 @@ class LinearCrossEntropy(nn.Linear):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The loss of input (..., d) for target (...)."""
-        return linear_cross_entropy(
-            input, self.weight, target, **self.options._asdict(), **self.compute._asdict()
-        )
+        return call(input, self.weight, target, self.options, self.compute)
 
     def extra_repr(self) -> str:
         options = {**self.options._asdict(), "schedule": self.compute.schedule}

@@ -47,14 +47,15 @@ class LossOptions(_LossFields):
     __slots__ = ()
 
     def __new__(cls, reduction: str = "mean", ignore_index: int | None = IGNORE_INDEX) -> LossOptions:
-        _check_choice("reduction", reduction, REDUCTIONS)
+        if type(reduction) is not str or reduction not in REDUCTIONS:
+            _check_choice("reduction", reduction, REDUCTIONS)
         if ignore_index is None:
             ignore_index = IGNORE_INDEX
         elif type(ignore_index) is not int and (
             isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
         ):
             raise TypeError(f"ignore_index: got {type(ignore_index).__name__}, want an int or None")
-        return super().__new__(cls, reduction, ignore_index)
+        return tuple.__new__(cls, (reduction, ignore_index))
 
     @property
     def static(self) -> Any:
@@ -83,7 +84,8 @@ class ComputeOptions(_ComputeFields):
     def __new__(
         cls, schedule: str = "auto", workspace_mb: float | None = None, window: int | None = None
     ) -> ComputeOptions:
-        _check_choice("schedule", schedule, SCHEDULES)
+        if type(schedule) is not str or schedule not in SCHEDULES:
+            _check_choice("schedule", schedule, SCHEDULES)
         if workspace_mb is not None:
             if isinstance(workspace_mb, bool) or not isinstance(workspace_mb, int | float):
                 raise TypeError(
@@ -97,7 +99,7 @@ class ComputeOptions(_ComputeFields):
                 raise TypeError(f"window: got {type(window).__name__}, want an int or None")
             if window < 1:
                 raise ValueError(f"window: got {window}, want at least 1 column or None")
-        return super().__new__(cls, schedule, workspace_mb, window)
+        return tuple.__new__(cls, (schedule, workspace_mb, window))
 
     @property
     def limits(self) -> Limits:
@@ -116,6 +118,7 @@ _static_fields = itemgetter(*(i for i, field in enumerate(fields(LossOptions).va
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise for what is no choice, by its name; calls of every training step do not come here."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: got {type(value).__name__}, want a str")
     if value not in choices:

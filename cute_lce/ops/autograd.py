@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from ..arguments import Operands
 from ..implementation import Accumulated, Request, Results, Saved
 from ..options import LossOptions
 from . import inner
@@ -43,13 +44,14 @@ _OPTIONS = 4
 class ForwardFunction(torch.autograd.Function):
     """forward and forward_keep.
 
-    run: of the operands, gives Results. whole: whether all of its results are wanted, as the op's schema has
-    it, or the loss alone, which spares an eager call the others' wrapping. loss, request: what it runs with.
+    run: of operands and loss, gives Results. whole: whether all of its results are wanted, as the op's schema
+    has it, or the loss alone, which spares an eager call the others' wrapping. loss, request: what it runs
+    with.
     """
 
     @staticmethod
     def forward(ctx, run, whole, loss, request, *operands):
-        results = run(*operands)
+        results = run(Operands(*operands), loss)
         ctx.whole, ctx.loss, ctx.limits = whole, loss, request.limits
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *results[1:])
@@ -80,7 +82,7 @@ class GradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, whole, loss, request, *operands):
-        results = run(*operands)
+        results = run(Operands(*operands), loss)
         ctx.dtype, ctx.reduction = operands[0].dtype, loss.reduction
         ctx.needed = request.need_dinput, request.need_dweight
         ctx.set_materialize_grads(False)
@@ -106,7 +108,7 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, *operands):
-        return run(*operands)
+        return run(operands)
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -114,8 +116,8 @@ class GradientFunction(torch.autograd.Function):
 
 
 def _gradients(dinput: Tensor | None, dweight: Tensor | None) -> tuple[Tensor | None, ...]:
-    """By a forward's arguments: its options, input, linear_weight and target."""
-    return *(None,) * _OPTIONS, dinput, dweight, None
+    """By a forward's arguments: its _OPTIONS, input, linear_weight and target."""
+    return None, None, None, None, dinput, dweight, None
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -148,14 +150,14 @@ def _register(op, function: type[torch.autograd.Function], results: Callable[...
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, (*operands, *arguments))
 
-        def run(*operands):
+        def run(operands, *_):
             with _below_autograd():
                 return results(*op(*operands, *arguments))
 
-        def run_under_transform(*operands):
+        def run_under_transform(operands, *_):
             # Function.forward runs without either grad mode; the levels below have their own.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                return run(*operands)
+                return run(operands)
 
         if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)):
             with _below_autograd():

@@ -6,6 +6,7 @@ called past it, and all that does not depend on values is decided once for opera
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from .plain import is_plain_eager
 from .select import DTYPES, implementation
 
 TARGET_DTYPES = (torch.int64, torch.int32)
+
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 class _Prepared(NamedTuple):
@@ -66,6 +69,9 @@ def linear_cross_entropy(
 
 def _autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Under autocast cast as torch's own linear does: every floating tensor but float64."""
+    # Of any device: a call without autocast asks no more.
+    if not _any_autocast():
+        return input, linear_weight
     device_type = input.device.type
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return input, linear_weight
@@ -157,11 +163,7 @@ def _bind_eager(schedule: str, operands: Operands, loss: LossOptions, request: R
     if not request.statistics:
         return lambda operands, loss: run(operands, loss).loss
     apply = autograd.apply_of(function)
-
-    def differentiable(operands: Operands, loss: LossOptions) -> Tensor:
-        return apply(lambda *tensors: run(Operands(*tensors), loss), False, loss, request, *operands)
-
-    return differentiable
+    return lambda operands, loss: apply(run, False, loss, request, *operands)
 
 
 def _implementation_of(schedule: str, operands: Operands, loss: LossOptions, request: Request):
@@ -170,7 +172,7 @@ def _implementation_of(schedule: str, operands: Operands, loss: LossOptions, req
         run = lambda operands, loss: inner.run_grad_in_forward(operands, loss, request)  # noqa: E731
         return autograd.GradInForwardFunction, run
     forward = inner.prepare_forward(operands, loss, request)
-    return autograd.ForwardFunction, lambda operands, loss: inner.run_forward(forward, operands, loss)
+    return autograd.ForwardFunction, functools.partial(inner.run_forward, forward)
 
 
 def _check_tensors(operands: Operands) -> None:
