@@ -45,6 +45,7 @@ from torch import Tensor
 from bench import providers, run, shapes
 from bench.timing import relative_rms
 from cute_lce import ops
+from cute_lce.plan import problem as sizes
 
 DTYPE = torch.bfloat16
 HEIGHTS = (50, 100, 300)
@@ -199,17 +200,16 @@ class Candidate:
 
 def budget(shape: shapes.Shape, device: torch.device, share: float) -> tuple[float, int]:
     """(workspace_mb, columns) with which "keep" keeps as near to `share` of the vocabulary as can be."""
-    plan = ops.implementation(device, DTYPE).plan
+    choose = ops.implementation(device, DTYPE).choose
+    problem = sizes.Problem(shape.n, shape.d, shape.vocab)
     wanted = share * shape.vocab
     best: tuple[float, int] | None = None
     # From 64 KiB in steps of 2%, beyond all that anyone would keep.
     for step in range(900):
         workspace = int(65536 * 1.02**step)
         try:
-            kept = plan(
-                *(shape.n, shape.d, shape.vocab, DTYPE, device.type, "keep", "mean", True, True),
-                *(0, workspace),
-            )[1]
+            limits = sizes.Limits(workspace=workspace)
+            _, kept = choose(problem, DTYPE, device.type, "keep", "mean", limits)
         except ValueError:
             continue  # Too little for anything.
         if best is None or abs(kept - wanted) < abs(best[1] - wanted):

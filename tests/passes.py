@@ -20,13 +20,18 @@ def loss_of(case: Case, reduction: str) -> LossOptions:
     return LossOptions(reduction, case.ignore_index)
 
 
-def saved_of(case: Case, results: Results) -> Saved:
-    """What a backward of the case has from its forward."""
-    row_max, row_sum, num_valid = results.row_max, results.row_sum, results.num_valid
+def statistics_of(results: Results) -> tuple[Tensor, Tensor, Tensor]:
+    """(row_max, row_sum, num_valid)."""
+    _, row_max, row_sum, num_valid, *_ = results
     assert row_max is not None
     assert row_sum is not None
     assert num_valid is not None
-    return Saved(*operands_of(case), row_max, row_sum, num_valid, results.kept, results.kept_scale)
+    return row_max, row_sum, num_valid
+
+
+def saved_of(case: Case, results: Results) -> Saved:
+    """What a backward of the case has from its forward."""
+    return Saved(*operands_of(case), *statistics_of(results), results.kept, results.kept_scale)
 
 
 def forward(

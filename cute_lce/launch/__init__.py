@@ -15,8 +15,8 @@ class Kernels:
     empty_kept = staticmethod(forward.empty_kept)
     forward = staticmethod(forward.forward)
     backward = staticmethod(backward.backward)
-    grad_in_forward = STREAMING.grad_in_forward
-    scale_gradients = STREAMING.scale_gradients
+    grad_in_forward = staticmethod(STREAMING.grad_in_forward)
+    scale_gradients = staticmethod(STREAMING.scale_gradients)
 
 
 KERNELS: Implementation = Kernels()
