@@ -98,8 +98,7 @@ def forward(
     counts = Emulator(seed, resident, program)
     with planned_for(gpu, counts, chosen), emulator.known_allocations():
         results = passes.forward(KERNELS, case, reduction=reduction, window=window)
-    saved = passes.saved_of(case, results)
-    return Run(results.loss, saved.row_max, saved.row_sum, saved.num_valid, chosen, *counts.results)
+    return Run(results.loss, *passes.statistics_of(results), chosen, *counts.results)
 
 
 def reference(case: Case, dtype: torch.dtype):

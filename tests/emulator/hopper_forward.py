@@ -52,11 +52,10 @@ def call(function: Callable, pingpong: bool, hidden, weight, target) -> torch.Te
     gpu, chosen = Gpu("sm_90a", 4), config(pingpong)
     plan = plans.plan(gpu, N, D, VOCAB, Limits(WINDOW), chosen)
     functions: dict[Key, Callable] = {ForwardKey(chosen): function}
-    case = Case(hidden, weight, target)
     with planned_for(gpu, functions, plan):
-        results = passes.forward(KERNELS, case, window=WINDOW)
-    statistics = passes.saved_of(case, results)
-    return torch.stack([results.loss, statistics.row_max, statistics.row_sum])
+        results = passes.forward(KERNELS, Case(hidden, weight, target), window=WINDOW)
+    row_max, row_sum, _ = passes.statistics_of(results)
+    return torch.stack([results.loss, row_max, row_sum])
 
 
 def reference(hidden, weight, target) -> torch.Tensor:

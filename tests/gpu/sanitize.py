@@ -15,19 +15,18 @@ float64: a run that fails has computed something else.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 
-from cute_lce import launch, ops
+from cute_lce import launch
 from cute_lce.arch import Gpu, KernelConfig
 from cute_lce.launch import KERNELS
 from cute_lce.plan import forward as plans
+from cute_lce.plan.problem import Limits, round_up
 from tests import passes
+from tests.device import planned_for
 from tests.gpu.test_backward import Trained, some_ignored
 from tests.numerics import Case, jumping, random_case
 
@@ -40,10 +39,9 @@ SHAPES = [(300, 72, 1000, 192), (1, 8, 1, 0), (256, 128, 384, 0), (700, 200, 200
 
 def forward(case: Case, config: KernelConfig, window: int, sms: int) -> None:
     """One forward of a configuration, checked to a digit or two: the tests check the numbers."""
-    with (
-        planned_for(Gpu(config.arch, sms)),
-        mock.patch.object(plans, "_choose_config", return_value=config),
-    ):
+    gpu, (n, d), V = Gpu(config.arch, sms), case.input.shape, case.linear_weight.shape[0]
+    plan = plans.plan(gpu, n, round_up(d, 8), V, Limits(window), config)
+    with planned_for(gpu, forward=plan):
         loss = passes.forward(KERNELS, case, reduction="mean", window=window).loss
     expected = torch.nn.functional.cross_entropy(
         case.input.float() @ case.linear_weight.float().T, case.target
@@ -92,30 +90,6 @@ STEPS = [
     Step(1, 8, 7, 1, 0, "none"),
     Step(1, 8, 7, None, 0, "mean"),
 ]
-
-
-@contextlib.contextmanager
-def planned_for(gpu: Gpu) -> Iterator[None]:
-    """Plans are for so many SMs of the device's."""
-    forget_device()
-    try:
-        with (
-            mock.patch.object(launch.forward, "gpu_of", return_value=gpu),
-            mock.patch.object(launch.backward, "gpu_of", return_value=gpu),
-        ):
-            yield
-    finally:
-        forget_device()
-
-
-def forget_device() -> None:
-    """Empty the caches that do not expect the device, or what a plan chooses, to change."""
-    launch.device.gpu_of.cache_clear()
-    launch.device.template.cache_clear()
-    launch.backward._prepare.cache_clear()
-    plans.plan.cache_clear()
-    ops.call._prepared.clear()
-    ops.select._picked.clear()
 
 
 def forwards(gpu: Gpu) -> None:
