@@ -21,8 +21,7 @@ MIB = 1 << 20
 
 
 class Field(NamedTuple):
-    """How a field is passed. public, inner: its types in the schemas of the public op and of the inner
-    ops."""
+    """How a field is passed; public, inner: its types in the schemas of the public and the inner ops."""
 
     public: str
     inner: str

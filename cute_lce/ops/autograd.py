@@ -95,8 +95,7 @@ class GradInForwardFunction(torch.autograd.Function):
         if dresults[0] is None:
             return _gradients(None, None)
         if torch.is_grad_enabled():
-            # The gradients are constants here: without this error a second derivative would silently omit
-            # them.
+            # The gradients are constants here: a second derivative would silently omit them.
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
         given = inner.scale_gradients(dresults[0], *ctx.saved_tensors, ctx.reduction, ctx.dtype, *ctx.needed)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, ctx.needed, strict=True)))
@@ -134,11 +133,11 @@ def _refuse_tangents(op, arguments: tuple) -> None:
 
 
 def _register(op, function: type[torch.autograd.Function], results: Callable[..., Any], options) -> None:
-    """Register `function` as `op`'s autograd. The op's first three arguments are tensors that may need a
-    gradient.
+    """Register `function` as `op`'s autograd.
 
-    results: converts the op's results to what function's `run` returns. options: converts the op's arguments
-    after the first three to those that function's forward takes between `run` and the operands.
+    The op's first three arguments are tensors that may need a gradient. results: converts the op's results to
+    what function's `run` returns. options: converts the op's arguments after the first three to those that
+    function's forward takes between `run` and the operands.
 
     torch.func's transforms call this once for each level, with that level's wrappers: it records this level,
     and the op that is called below autograd continues with the next.

@@ -16,10 +16,9 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[rep
 
 
 def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
-    """Whether nothing intercepts it: no tracing, no mode, no transform, no subclass, no meta tensor.
+    """Whether nothing intercepts the dispatcher: no tracing, mode, transform, subclass or meta tensor.
 
-    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call would have
-    four.
+    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and it would need four.
     """
     return (
         not torch.compiler.is_compiling()
