@@ -54,4 +54,4 @@ docs: $(STAMP)  ## check the links, file names and measured numbers in the docum
 
 clean:  ## remove what the other targets made, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
-	find cute_lce tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find cute_lce tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import json
 import math
 import re
 import shlex
@@ -39,16 +38,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from bench import providers, run, shapes
-from bench.timing import relative_rms
+from bench import providers, records, shapes
+from bench.yardstick import DTYPE, REGIMES, Problem, Results, by_fp32_logits
 from cute_lce import ops
+from cute_lce.plan.problem import Limits
+from cute_lce.plan.problem import Problem as Sizes
 
-DTYPE = torch.bfloat16
-HEIGHTS = (50, 100, 300)
-REGIMES = ("untrained", "mixed", "confident", *(f"jump_{height}" for height in HEIGHTS))
 # The first is what nobody's divisibility suits; the second is served by most peers. Neither n nor V is a
 # power of two.
 SHAPES = {"cuda": ("1000,1024,32003", "1152,1024,32000"), "cpu": ("100,64,1003",)}
@@ -64,120 +60,6 @@ KEYS = (
     *("regime", "part", *ERRORS, *MULTIPLES, "failed"),
     *("versions", "date", "command"),
 )
-Results = tuple[Tensor, Tensor, Tensor]  # loss, dH (n, d), dW (V, d)
-
-
-# Inputs, parts and the reference.
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is compared by itself: rows of H and vocabulary entries, as masks; None: none of them."""
-
-    name: str
-    rows: Tensor | None
-    columns: Tensor | None
-
-
-class Problem:
-    """One regime's inputs, their parts, and what float64 and the yardstick make of them."""
-
-    def __init__(self, shape: shapes.Shape, regime: str, reduction: str, device: torch.device):
-        height = float(regime.removeprefix("jump_")) if regime.startswith("jump_") else 0.0
-        self.regime, self.reduction = regime, reduction
-        inputs = run.make_inputs(shape, DTYPE, "untrained" if height else regime, device)
-        self.hidden, self.weight, self.target = inputs.hidden, inputs.weight, inputs.target
-        generator = torch.Generator(device).manual_seed(2)
-        # Signed, so that what an upstream vector does to one row shows.
-        upstream = torch.randn(shape.n, device=device, generator=generator)
-        self.upstream = upstream if reduction == "none" else torch.full_like(upstream, 1 / shape.n)
-
-        all_rows = torch.ones(shape.n, dtype=torch.bool, device=device)
-        all_columns = torch.ones(shape.vocab, dtype=torch.bool, device=device)
-        self.parts = [Part("all", all_rows, all_columns)]
-        if height:
-            rows, columns = torch.zeros_like(all_rows), torch.zeros_like(all_columns)
-            rows[::8] = True
-            columns[[min(5, shape.vocab - 1), shape.vocab // 3, shape.vocab - 1]] = True
-            # A direction of its own makes the jump. Were it a single feature, that one would be all of dH
-            # there, the same number in every row, whose rounding is luck.
-            direction = torch.randn(shape.d, device=device, generator=generator)
-            direction /= direction.norm()
-            for operand, length, which in ((self.hidden, 1.0, rows), (self.weight, height, columns)):
-                wide = operand.float()
-                wide -= (wide @ direction).unsqueeze(1) * direction
-                wide[which] += length * direction
-                operand.copy_(wide)
-            self.parts += [Part("jumping", rows, columns), Part("others", ~rows, ~columns)]
-        else:
-            untargeted = all_columns.clone()
-            untargeted[self.target] = False
-            self.parts.append(Part("no target", None, untargeted))
-        self._exact = self._by_float64()
-        self.loss_shape = self._exact[0].shape
-        self.yardstick = self.errors(by_fp32_logits(self, widen=device.type != "cuda"))
-        self._soften_luck()
-
-    @torch.no_grad()
-    def _by_float64(self) -> Results:
-        hidden, weight = self.hidden.double(), self.weight.double()
-        logits = hidden @ weight.T
-        losses = F.cross_entropy(logits, self.target, reduction="none")
-        self._losses = losses
-        dlogits = logits.softmax(1)
-        del logits
-        dlogits[torch.arange(len(hidden), device=hidden.device), self.target] -= 1
-        dlogits *= self.upstream.double().unsqueeze(1)
-        loss = losses.mean() if self.reduction == "mean" else losses
-        return loss, dlogits @ weight, dlogits.T @ hidden
-
-    def _soften_luck(self) -> None:
-        """A mean's error is one number, of any size by luck: the yardstick's is no less than half a unit in
-        the last place, nor than what the errors of its rows make likely."""
-        if self.reduction != "mean":
-            return
-        got = F.cross_entropy(_product(self.hidden, self.weight.T), self.target, reduction="none")
-        likely = (got.double() - self._losses).pow(2).sum().sqrt() / self._losses.sum()
-        for errors in self.yardstick.values():
-            if errors["err_loss"] is not None:
-                errors["err_loss"] = max(errors["err_loss"], likely.item(), 2.0**-24)
-
-    def errors(self, got: Results) -> dict[str, dict[str, float | None]]:
-        """part -> the three errors."""
-        found: dict[str, dict[str, float | None]] = {}
-        for part in self.parts:
-            by_rows = (got[0], self._exact[0]), (got[1], self._exact[1])
-            loss, dh = (
-                None if part.rows is None else relative_rms(*(t[part.rows] if t.dim() else t for t in pair))
-                for pair in by_rows
-            )
-            dw = None
-            if part.columns is not None:
-                dw = relative_rms(got[2][part.columns], self._exact[2][part.columns])
-            found[part.name] = {"err_loss": loss, "err_dh": dh, "err_dw": dw}
-        return found
-
-
-# The yardstick.
-
-
-def _product(a: Tensor, b: Tensor, widen: bool | None = None) -> Tensor:
-    """a @ b in fp32. widen: fp32 operands; otherwise bf16 ones, as tensor cores multiply them."""
-    if widen or (widen is None and a.device.type != "cuda"):
-        return a.float() @ b.float()
-    return torch.mm(a, b, out_dtype=torch.float32)
-
-
-@torch.no_grad()
-def by_fp32_logits(problem: Problem, widen: bool) -> Results:
-    """Loss and gradients from fp32 logits, dlogits rounded once, gradients accumulated in fp32."""
-    logits = _product(problem.hidden, problem.weight.T, widen)
-    loss = F.cross_entropy(logits, problem.target, reduction=problem.reduction)
-    dlogits = logits.softmax(1)
-    dlogits[torch.arange(len(dlogits), device=dlogits.device), problem.target] -= 1
-    dlogits = (dlogits * problem.upstream.unsqueeze(1)).to(DTYPE)
-    dh, dw = _product(dlogits, problem.weight, widen), _product(dlogits.T, problem.hidden, widen)
-    return loss, dh.to(DTYPE), dw.to(DTYPE)
 
 
 # Who is compared.
@@ -199,17 +81,15 @@ class Candidate:
 
 def budget(shape: shapes.Shape, device: torch.device, share: float) -> tuple[float, int]:
     """(workspace_mb, columns) with which "keep" keeps as near to `share` of the vocabulary as can be."""
-    plan = ops.implementation(device, DTYPE).plan
+    choose = ops.implementation(device, DTYPE).choose
+    sizes = Sizes(shape.n, shape.d, shape.vocab)
     wanted = share * shape.vocab
     best: tuple[float, int] | None = None
     # From 64 KiB in steps of 2%, beyond all that anyone would keep.
     for step in range(900):
         workspace = int(65536 * 1.02**step)
         try:
-            kept = plan(
-                *(shape.n, shape.d, shape.vocab, DTYPE, device.type, "keep", "mean", True, True),
-                *(0, workspace),
-            )[1]
+            kept = choose(sizes, DTYPE, device.type, "keep", "mean", Limits(workspace=workspace))[1]
         except ValueError:
             continue  # Too little for anything.
         if best is None or abs(kept - wanted) < abs(best[1] - wanted):
@@ -372,7 +252,7 @@ def run_all(args: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]
     """(results, what ours missed)."""
     results: list[dict[str, Any]] = []
     missed: list[str] = []
-    print(f"{run.describe_device(args.device)}; {run.versions()}", flush=True)
+    print(f"{records.describe_device(args.device)}; {records.versions()}", flush=True)
     for shape, reduction in itertools.product(args.shapes, args.reduction):
         problems = [Problem(shape, regime, reduction, args.device) for regime in args.regimes]
         for candidate, call in calls(args, shape, reduction):
@@ -382,17 +262,17 @@ def run_all(args: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]
                 what = dataclasses.asdict(candidate) | {"reduction": reduction, "regime": problem.regime}
                 what |= {"n": shape.n, "d": shape.d, "vocab": shape.vocab, "dtype": "bf16"}
                 for measured in compare(call, problem):
-                    result = dict.fromkeys(KEYS) | what | measured | run.provenance(args.device, command)
+                    result = dict.fromkeys(KEYS) | what | measured | records.provenance(args.device, command)
                     if candidate.provider == "cute_lce":
                         label = f"{shape} {reduction} {candidate} {problem.regime}, {result['part']}"
                         missed += [f"{label}: {text}" for text in misses(result, problem.yardstick)]
                     failures += [result["failed"]] if result["failed"] else []
-                    results.append({key: run.finite_or_text(value) for key, value in result.items()})
+                    results.append({key: records.finite_or_text(value) for key, value in result.items()})
             gc.collect()
             seconds = time.perf_counter() - started
             print(f"{shape} {reduction} {candidate}: {seconds:.1f} s", *failures[:1], flush=True)
             if args.out is not None:
-                run.write(args.out, results)
+                records.write(args.out, results)
     return results, missed
 
 
@@ -426,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     show = table_of_parts if args.parts else table
     if args.show:
-        kept = [result for path in args.show for result in json.loads(path.read_text())]
+        kept = records.read(args.show)
         print(show([result for result in kept if "regime" in result]))
         return 0
     words = sys.argv[1:] if argv is None else argv

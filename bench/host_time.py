@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import shlex
 import statistics
 import sys
@@ -29,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import providers, run, shapes
+from bench import providers, records, shapes
+from bench.inputs import DTYPES, Inputs, make_inputs
 from bench.timing import Call, Timing, synchronize
 
 GROUP = 20
@@ -81,7 +81,7 @@ class Calls:
         return [self.forward if name == "fwd" else self.forward_with_grad] * calls
 
 
-def make_calls(case: Case, shape: shapes.Shape, inputs: run.Inputs, reduction: str) -> Calls:
+def make_calls(case: Case, shape: shapes.Shape, inputs: Inputs, reduction: str) -> Calls:
     request = providers.Request(
         reduction,
         case.schedule or "auto",
@@ -152,7 +152,7 @@ def cases(names: Sequence[str]) -> Iterator[Case]:
 
 def measure(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     (shape,) = args.shape
-    inputs = run.make_inputs(shape, run.DTYPES[args.dtype], "untrained", args.device)
+    inputs = make_inputs(shape, DTYPES[args.dtype], "untrained", args.device)
     found: list[tuple[Case, str, Timing, Callable[[int], list[Call]]]] = []
     for case in cases(args.providers):
         try:
@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     results = []
     # Behind all timings: what counts the launches slows those that follow.
     for case, name, timing, make in found:
-        result = dataclasses.asdict(case) | run.provenance(args.device, command)
+        result = dataclasses.asdict(case) | records.provenance(args.device, command)
         result |= {"reduction": args.reduction, "n": shape.n, "d": shape.d, "vocab": shape.vocab}
         result |= {"dtype": args.dtype, "pass": name, "launches": launches(make, args.device)}
         # The fields are of whatever unit was measured.
@@ -217,14 +217,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shape", default="128,256,1024", help="n,d,V (%(default)s)")
     add("--providers", nargs="+", default=list(PROVIDERS), choices=tuple(providers.PROVIDERS), metavar="NAME")
     add("--reduction", default="mean", choices=("mean", "none"))
-    add("--dtype", default="bf16", choices=tuple(run.DTYPES))
+    add("--dtype", default="bf16", choices=tuple(DTYPES))
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--groups", type=int, default=50, help=f"groups of {GROUP} calls in each of 3 runs (%(default)s)")
     add("--out", type=Path, help="JSON file for the results")
     add("--show", nargs="+", type=Path, metavar="JSON", help="print kept results and measure nothing")
     args = parser.parse_args(argv)
     if args.show:
-        kept = [result for path in args.show for result in json.loads(path.read_text())]
+        kept = records.read(args.show)
         print(table([result for result in kept if "us" in result]))
         return 0
     if args.device == "auto":
@@ -236,11 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"shape must be n,d,V, got {len(args.shape)} shapes")
     except ValueError as error:
         parser.error(f"--shape: {error}")
-    print(f"{run.describe_device(args.device)}; {run.versions()}", flush=True)
+    print(f"{records.describe_device(args.device)}; {records.versions()}", flush=True)
     words = sys.argv[1:] if argv is None else argv
     results = measure(args, f"python3 -m bench.host_time {shlex.join(words)}")
     if args.out is not None:
-        run.write(args.out, results)
+        records.write(args.out, results)
     print(table(results))
     return 0 if results else 1
 

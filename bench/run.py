@@ -15,16 +15,8 @@ bench/results/README.md says what each key means.
 from __future__ import annotations
 
 import argparse
-import datetime
-import functools
 import gc
-import hashlib
-import importlib.metadata
-import json
-import math
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,139 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import providers, shapes
+from bench import providers, records, shapes
+from bench.floor import Floor
+from bench.inputs import DTYPES, ROWS, Inputs, Reference, make_inputs
 from bench.timing import Call, Timing, peak_extra_bytes, relative_rms, time_interleaved, time_sustained
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KEYS = (
-    *(
-        "gpu",
-        "provider",
-        "schedule",
-        "reduction",
-        "n",
-        "d",
-        "vocab",
-        "dtype",
-        "pass",
-        "ms",
-        "ms_min",
-        "ms_max",
-    ),
+    *("gpu", "provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass"),
+    *("ms", "ms_min", "ms_max"),
     *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "sustained_s"),
     *("versions", "date", "command"),
 )
-PACKAGES = (
-    *("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "liger-kernel"),
-    "cut-cross-entropy",
-)
-SAMPLE = 128  # rows, and vocabulary entries of each of two kinds, on which gradients are compared
-FLOOR_TOKENS = 4096  # the floor's GEMMs take at most so many tokens at once
-
-
-# Inputs and their float64 reference.
-
-
-@dataclass(frozen=True)
-class Inputs:
-    hidden: Tensor  # (n, d)
-    weight: Tensor  # (V, d)
-    target: Tensor  # (n,) int64
-    upstream: Tensor  # (n,) float32, the gradient of per-token losses
-
-
-def make_inputs(shape: shapes.Shape, dtype: torch.dtype, rows: str, device: torch.device) -> Inputs:
-    """Random operands of unit-size logits. In confident rows the target's logit stands 20 above the rest."""
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(shape.n, shape.d, device=device, generator=generator)
-    weight = torch.empty(shape.vocab, shape.d, device=device, dtype=dtype)
-    for block in weight.split(65536):
-        block.copy_(torch.randn(block.shape, device=device, generator=generator) * shape.d**-0.5)
-    target = torch.randint(shape.vocab, (shape.n,), device=device, generator=generator)
-    confident = {"untrained": 0, "mixed": shape.n // 2, "confident": shape.n}[rows]
-    hidden[:confident] += 20 * weight[target[:confident]].float()
-    upstream = torch.rand(shape.n, device=device, generator=generator) / shape.n
-    return Inputs(hidden.to(dtype), weight, target, upstream)
-
-
-class Reference:
-    """Loss and gradients in float64: each token's loss, dH and dW on samples of rows and vocabulary entries.
-
-    Half of the sampled entries are targets, since the gradient of the others is small beside theirs.
-    """
-
-    @torch.no_grad()
-    def __init__(self, inputs: Inputs):
-        hidden, weight, target = inputs.hidden.double(), inputs.weight, inputs.target
-        n, vocab = hidden.shape[0], weight.shape[0]
-        generator = torch.Generator(hidden.device).manual_seed(1)
-        draw = functools.partial(torch.randint, size=(SAMPLE,), device=hidden.device, generator=generator)
-        self.rows = draw(n)
-        self.columns = torch.cat((target[draw(n)], draw(vocab)))
-        lse = torch.full((n,), -math.inf, dtype=torch.float64, device=hidden.device)
-        # A gigabyte of float64 at most, of the block and of its logits.
-        blocks = weight.split(max(1, 2**27 // max(n, hidden.shape[1])))
-        for block in blocks:
-            lse = torch.logaddexp(lse, torch.logsumexp(hidden @ block.double().T, dim=1))
-        target_logit = torch.cat(
-            [
-                (h * weight[y].double()).sum(1)
-                for h, y in zip(hidden.split(4096), target.split(4096), strict=True)
-            ]
-        )
-        self.losses = lse - target_logit
-
-        self._dh = -weight[target[self.rows]].double()
-        for block in blocks:
-            w = block.double()
-            self._dh += (hidden[self.rows] @ w.T - lse[self.rows, None]).exp() @ w
-        self._dlogits = (hidden @ weight[self.columns].double().T - lse[:, None]).exp()
-        self._dlogits -= (target[:, None] == self.columns).double()
-        self._hidden = inputs.hidden
-
-    def loss(self, reduction: str) -> Tensor:
-        return self.losses.mean() if reduction == "mean" else self.losses
-
-    def dh(self, grad_scale: Tensor) -> Tensor:
-        """(SAMPLE, d) for the per-token factors `grad_scale` (n,)."""
-        return grad_scale[self.rows, None].double() * self._dh
-
-    def dw(self, grad_scale: Tensor) -> Tensor:
-        """(2 SAMPLE, d) for the per-token factors `grad_scale` (n,)."""
-        return (grad_scale[:, None].double() * self._dlogits).T @ self._hidden.double()
-
-
-# The floor.
-
-
-class Floor:
-    """The GEMMs as cuBLAS does them, over slices of at most 4096 tokens, V rounded up to a multiple of 64."""
-
-    def __init__(self, inputs: Inputs, backward: bool, frozen: str):
-        self.backward = backward
-        hidden, weight = inputs.hidden, inputs.weight
-        vocab = 64 * math.ceil(weight.shape[0] / 64)
-        if vocab != weight.shape[0]:
-            weight = torch.cat((weight, weight.new_zeros(vocab - weight.shape[0], weight.shape[1])))
-        rows = min(len(hidden), FLOOR_TOKENS)
-        self._slices, self._weight = hidden.split(rows), weight
-        self._logits = hidden.new_empty(rows, vocab)
-        self._dh = hidden.new_empty(rows, hidden.shape[1]) if backward and frozen != "hidden" else None
-        self._dw = torch.empty_like(weight) if backward and frozen != "weight" else None
-        self._dlogits = torch.randn_like(self._logits) if backward else None
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        for h in self._slices:
-            torch.mm(h, self._weight.T, out=self._logits[: len(h)])
-        if self._dlogits is None:
-            return
-        if self._dh is not None:
-            for h in self._slices:
-                torch.mm(self._dlogits[: len(h)], self._weight, out=self._dh[: len(h)])
-        if self._dw is not None:
-            for h in self._slices:
-                torch.mm(self._dlogits[: len(h)].T, h, out=self._dw)
 
 
 # One measurement.
@@ -291,57 +161,6 @@ def measure(
 # Results.
 
 
-@functools.cache
-def versions() -> dict[str, str]:
-    """What was measured: packages, driver, and a digest of our sources."""
-    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__
-    if torch.cuda.is_available():
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            found["driver"] = subprocess.run(
-                query, capture_output=True, text=True, check=True
-            ).stdout.split()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            found["driver"] = "unknown"
-    root = Path(__file__).resolve().parent.parent / "cute_lce"
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    found["cute_lce"] = f"sources {digest.hexdigest()[:12]}"
-    return found
-
-
-def describe_device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
-def provenance(device: torch.device, command: str) -> dict[str, Any]:
-    """The keys that say of a result where it is from."""
-    return {
-        "gpu": describe_device(device),
-        "versions": versions(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-    }
-
-
-def finite_or_text(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are kept as text."""
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(result, allow_nan=False) for result in results)
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-
-
 def bar(result: dict[str, Any]) -> float | None:
     """What issue tables ask of this measurement, as a multiple of the floor."""
     if result["provider"] != "cute_lce":
@@ -405,11 +224,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     device = args.device
-    results: list[dict[str, Any]] = (
-        json.loads(args.out.read_text()) if args.append and args.out.exists() else []
-    )
+    results = records.read([args.out]) if args.append and args.out.exists() else []
     kept = len(results)
-    print(f"{describe_device(device)}; {versions()}", flush=True)
+    print(f"{records.describe_device(device)}; {records.versions()}", flush=True)
     for shape in args.shapes:
         started = time.perf_counter()
         inputs = make_inputs(shape, DTYPES[args.dtype], args.rows, device)
@@ -429,14 +246,14 @@ def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
                     "pass": name,
                     "workspace_mb": case.workspace_mb,
                     "sustained_s": args.sustained,
-                    **provenance(device, command),
-                    **{key: finite_or_text(value) for key, value in measured.items()},
+                    **records.provenance(device, command),
+                    **{key: records.finite_or_text(value) for key, value in measured.items()},
                 }
                 results.append({key: result[key] for key in KEYS})
                 times = result["ms"] / result["floor_ms"]
                 print(f"{shape} {name} {case}: {result['ms']:.3f} ms, x {times:.3f}", flush=True)
                 if args.out is not None:
-                    write(args.out, results)
+                    records.write(args.out, results)
             del floor
         del inputs, reference
         print(f"{shape}: {time.perf_counter() - started:.1f} s in all", flush=True)
@@ -462,8 +279,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--window", type=int, help="of cute_lce, in vocabulary entries")
     add("--dtype", default="bf16", choices=tuple(DTYPES))
-    rows = ("untrained", "mixed", "confident")
-    add("--rows", default="untrained", choices=rows, help="how sure the tokens are (%(default)s)")
+    add("--rows", default="untrained", choices=ROWS, help="how sure the tokens are (%(default)s)")
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--seconds", type=float, default=0.5, help="timed seconds of one measurement (%(default)s)")
     add(
@@ -501,7 +317,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.show:
-        kept = [result for path in args.show for result in json.loads(path.read_text())]
+        kept = records.read(args.show)
         # bench.errors and bench.host_time keep theirs in the same folder.
         print(table([result for result in kept if "floor_ms" in result]))
         return 0

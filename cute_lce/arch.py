@@ -51,14 +51,19 @@ class Tiling:
 class KernelConfig(Tiling):
     """What a GEMM kernel is compiled for: a tiling on an architecture.
 
-    Raises ValueError when it is built, for an unknown architecture and for more shared memory, tensor memory
-    or registers than a CTA there has.
+    Raises ValueError when it is built, for an unknown architecture, for a number of warpgroups that it has no
+    registers for, and for more shared memory, tensor memory or registers than a CTA there has.
     """
 
     arch: str
 
     def __post_init__(self) -> None:
         row = architecture(self.arch)
+        if not row.tmem_columns and self.warpgroups not in WARPGROUP_REGISTERS:
+            wanted = ", ".join(map(str, WARPGROUP_REGISTERS))
+            raise ValueError(
+                f"config: got {self.warpgroups} warpgroups, want one of {wanted} on {self.arch}: {self}"
+            )
         for what, used, most in (
             ("bytes of shared memory", self.shared_memory, row.shared_memory),
             ("columns of tensor memory", self.tmem_columns, row.tmem_columns),

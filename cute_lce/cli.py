@@ -223,7 +223,7 @@ def fill_cache(args: argparse.Namespace) -> int:
             except PermissionError as error:
                 print(f"cute-lce compile: {error}", file=sys.stderr)
                 return 1
-            print(f"{time.perf_counter() - started:6.2f} s  {' '.join(map(str, key))}", flush=True)
+            print(f"{time.perf_counter() - started:6.2f} s  {key}", flush=True)
     return 0
 
 

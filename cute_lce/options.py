@@ -11,6 +11,8 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
+import torch
+
 from .plan.problem import Limits
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -91,8 +93,7 @@ class ComputeOptions(_ComputeFields):
             if not 0 < workspace_mb < float("inf"):
                 raise ValueError(f"workspace_mb: got {workspace_mb}, want a positive number of MiB or None")
         if window is not None:
-            # A symbolic integer is no int, but has its arithmetic.
-            if isinstance(window, bool) or not hasattr(window, "__index__"):
+            if isinstance(window, bool) or not isinstance(window, int | torch.SymInt):
                 raise TypeError(f"window: got {type(window).__name__}, want an int or None")
             if window < 1:
                 raise ValueError(f"window: got {window}, want at least 1 column or None")

@@ -20,23 +20,23 @@ import json
 import math
 import os
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-# cuBLAS is deterministic only with a fixed workspace, and reads this when it starts.
+# Both are read when torch starts: cuBLAS is deterministic only with a fixed workspace, and the profiler that
+# counts a CPU's memory prints two lines a use unless it is told not to.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from tqdm import tqdm
 
-import cute_lce
 from bench.timing import peak_extra_bytes, synchronize
+from examples.corpus import Corpus, batches
+from examples.language_model import CanonicalHead, FusedHead, LanguageModel
 
 FIRST_LOSSES = 20
 FIRST_LOSSES_TOLERANCE = 1e-5
@@ -44,197 +44,6 @@ VALIDATION_TOLERANCE = 5e-3
 # Adam and clipping undo a gradient that is wrong by a factor, so its norm counts too. The rounding of the
 # output layer's operands and gradients leaves a mark on it, so the bound is wide.
 GRADIENT_TOLERANCE = 1e-2
-
-# Not part of every installation, not Python's own, or tables rather than text.
-SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
-)
-END_OF_FILE = "<|endoftext|>"
-
-
-# The text.
-
-
-def source_files(root: Path) -> list[Path]:
-    """The Python sources under `root`, in an order that is the same wherever the same files are."""
-    files = (path.relative_to(root) for path in root.rglob("*.py"))
-    return sorted((f for f in files if not SKIPPED_FOLDERS & set(f.parts)), key=lambda f: f.as_posix())
-
-
-def read_texts(root: Path, files: Sequence[Path]) -> list[str]:
-    return [(root / f).read_text(encoding="utf-8", errors="replace") for f in files]
-
-
-def build_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A byte-level byte-pair vocabulary of `vocab_size` entries, the first of them END_OF_FILE."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_FILE], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
-    """All texts as one int64 vector of token ids, END_OF_FILE (id 0) after each."""
-    ids: list[int] = []
-    for encoded in tokenizer.encode_batch(list(texts), add_special_tokens=False):
-        ids.extend(encoded.ids)
-        ids.append(0)
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-@dataclass(frozen=True)
-class Corpus:
-    train: torch.Tensor  # (tokens,) int64
-    valid: torch.Tensor  # (tokens,) int64
-    vocab_size: int
-
-    @classmethod
-    def of_standard_library(cls, vocab_size: int) -> Corpus:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = source_files(root)
-        if len(files) < 40:
-            raise SystemExit(
-                f"train_lm: only {len(files)} Python sources under {root}; at least 40 are needed"
-            )
-        valid_files = files[::20]
-        train_files = sorted(set(files) - set(valid_files), key=lambda f: f.as_posix())
-        train_texts = read_texts(root, train_files)
-        tokenizer = build_tokenizer(train_texts, vocab_size)
-        return cls(
-            train=encode(tokenizer, train_texts),
-            valid=encode(tokenizer, read_texts(root, valid_files)),
-            vocab_size=tokenizer.get_vocab_size(),
-        )
-
-
-def batches(
-    ids: torch.Tensor, batch: int, length: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of (tokens, next tokens), each (batch, length) int64, drawn at random places."""
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(length + 1)
-    while True:
-        starts = torch.randint(len(ids) - length, (batch,), generator=generator)
-        window = ids[starts[:, None] + offsets]
-        yield window[:, :-1], window[:, 1:]
-
-
-# The model.
-
-
-class Block(nn.Module):
-    """Causal attention with rotary positions, then a gated feed-forward layer, each behind an RMSNorm."""
-
-    def __init__(self, d: int, heads: int):
-        super().__init__()
-        hidden = 64 * math.ceil(8 * d / 3 / 64)
-        self.heads = heads
-        self.attention_norm = nn.RMSNorm(d)
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.attention_out = nn.Linear(d, d, bias=False)
-        self.feed_forward_norm = nn.RMSNorm(d)
-        self.gate_up = nn.Linear(d, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, d, bias=False)
-
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        batch, length, d = x.shape
-        # (3, batch, heads, length, d / heads)
-        qkv = (
-            self.qkv(self.attention_norm(x))
-            .view(batch, length, 3, self.heads, d // self.heads)
-            .permute(2, 0, 3, 1, 4)
-        )
-        q, k, v = rotate(qkv[0], rotation), rotate(qkv[1], rotation), qkv[2]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, d))
-        gate, up = self.gate_up(self.feed_forward_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-
-def rotations(length: int, head_dim: int) -> torch.Tensor:
-    """Cosines and sines of the rotary position embedding: (2, length, head_dim / 2) float32."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.arange(length)[:, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = rotation
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-class CanonicalHead(nn.Linear):
-    """The same parameter and call as cute_lce.LinearCrossEntropy, by way of the logits.
-
-    Operands are rounded to `operand_dtype`, as the fused loss sees them, and the logits are float32.
-    """
-
-    def __init__(self, d: int, vocab_size: int, operand_dtype: torch.dtype):
-        super().__init__(d, vocab_size, bias=False)
-        self.operand_dtype = operand_dtype
-
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        hidden, weight = input.to(self.operand_dtype).float(), self.weight.to(self.operand_dtype).float()
-        return F.cross_entropy(F.linear(hidden, weight), target)
-
-
-class FusedHead(cute_lce.LinearCrossEntropy):
-    """cute_lce.LinearCrossEntropy, under autocast where the operands are not to be float32."""
-
-    def __init__(self, d: int, vocab_size: int, operand_dtype: torch.dtype, schedule: str):
-        super().__init__(d, vocab_size, schedule=schedule)
-        self.operand_dtype = operand_dtype
-
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if self.operand_dtype == torch.float32:
-            return super().forward(input, target)
-        with torch.autocast(input.device.type, dtype=self.operand_dtype):
-            return super().forward(input, target)
-
-
-class LanguageModel(nn.Module):
-    """A decoder whose `forward` gives the mean loss of predicting `target` from the tokens up to each
-    place."""
-
-    rotation: torch.Tensor
-
-    def __init__(self, vocab_size: int, d: int, layers: int, heads: int, length: int, head: nn.Linear):
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, d)
-        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(d)
-        self.head = head
-        self.register_buffer("rotation", rotations(length, d // heads), persistent=False)
-
-    @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Draw every weight anew, on the CPU and in a fixed order, so that two models of one seed are
-        equal."""
-        generator = torch.Generator().manual_seed(seed)
-        residual = 0.02 / math.sqrt(2 * len(self.blocks))
-        for name, parameter in sorted(self.named_parameters()):
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                std = residual if name.endswith(("attention_out.weight", "down.weight")) else 0.02
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states before the output layer: (batch, length) tokens to (batch, length, d)."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, self.rotation)
-        return self.norm(x)
-
-    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        hidden = self.hidden(tokens)
-        return self.head(hidden.flatten(0, 1), target.flatten())
 
 
 # The training.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -20,6 +22,16 @@ def pytest_report_header() -> str:
     if torch.cuda.is_available():
         return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
     return f"torch {torch.__version__}, no CUDA device: tests marked gpu are deselected"
+
+
+@pytest.fixture
+def fresh_inductor() -> Iterator[None]:
+    """No graph of earlier runs: inductor's key of a graph holds the public op's name, not the inner ops'
+    schemas, so that a cached graph may call them as an earlier version had them."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
 
 
 @pytest.fixture

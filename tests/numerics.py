@@ -178,6 +178,18 @@ def random_case(n: int, d: int, V: int, dtype: torch.dtype, seed: int = 0, scale
     )
 
 
+def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) -> Case:
+    """Columns whose logits lie above all others by so much, for some rows; targets there and elsewhere."""
+    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
+    hidden[:, 0] = 0
+    hidden[rows, 0] = 1
+    weight[:, 0] = 0
+    for i, (column, height) in enumerate(heights.items()):
+        weight[column, 0] = height
+        target[i] = column
+    return replace(case, input=hidden, linear_weight=weight, target=target)
+
+
 def with_bad_rows(case: Case, sick: Sequence[int], impossible: Sequence[int]) -> Case:
     """sick: rows that hold a nan and, every other one, inf. impossible: rows whose target is one of two
     classes, near either end of the vocabulary, that have logits of -inf in every row.

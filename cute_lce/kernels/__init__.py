@@ -1,1 +1,1 @@
-"""The CuTe DSL kernels. Only `cute_lce.compiled` imports these modules: they import cutlass."""
+"""The CuTe DSL kernels. Only `compile.trace` imports these modules, when it is called: they import cutlass."""

@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
+from cute_lce import maths
 from cute_lce.kernels import row_stats
 
 ROWS = 32  # rows of a block: a warp's lanes, which read 256 consecutive bytes of a window's partials
@@ -93,7 +94,7 @@ class Combine:
                 if target != tensors.ignore_index:
                     valid = Float32(1.0)
                     if target >= 0 and target < tensors.vocab:
-                        loss = cute.math.log(row_sum) + (row_max - tensors.target_logit[row])
+                        loss = maths.row_loss(cute.math.log(row_sum), row_max, tensors.target_logit[row])
                     else:
                         row_sum = Float32.nan
                         loss = Float32.nan

@@ -59,9 +59,10 @@ class GemmSm100(gemm.Gemm):
     with other threads. An accumulator may be overwritten only when all its rows have been read, so each
     epilogue warp releases it after its last tcgen05.wait::ld. The values of a tcgen05.ld may be used only
     after that wait, which `_load_slab` emits with the load. Tensor memory may be deallocated only when both
-    CTAs of a pair have finished reading it: DONE_BARRIER, then the allocator's handshake of the pair. The
-    emulator finds the removal of each of these, except of tcgen05.fence, which its barriers do not need but
-    the PTX ISA requires (docs/kernels.md).
+    CTAs of a pair have finished reading it: DONE_BARRIER, then the allocator's handshake of the pair. A
+    barrier alone does not order tcgen05 operations of different threads: tcgen05.fence::after_thread_sync
+    follows each wait for an accumulator, and before_thread_sync precedes its release; tcgen05.commit implies
+    the latter. The emulator finds the removal of each of these (docs/kernels.md).
 
     The schedule is static, schedule.py's as on Hopper: runs are equally long, and their order serves L2.
     Cluster launch control would balance clusters of unequal speed, but hands out work in grid order and needs

@@ -211,9 +211,9 @@ class GemmSm90(gemm.Gemm):
 
 
 def _check(config: KernelConfig) -> None:
-    """Raise ValueError for a configuration that the kernel does not support."""
-    if config.warpgroups not in (1, 2, 3) or (config.pingpong and config.warpgroups != 2):
-        raise ValueError(f"config: got {config.warpgroups} warpgroups, want 1 to 3, and 2 with pingpong")
+    """Raise ValueError for a configuration that the kernel does not have."""
+    if config.pingpong and config.warpgroups != 2:
+        raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
     rows = 64 * config.warpgroups // config.turns
     if config.tile_m <= 0 or config.tile_m % rows or config.tile_n % 32 or not 0 < config.tile_n <= 256:
         raise ValueError(

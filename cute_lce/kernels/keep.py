@@ -25,9 +25,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_lce.kernels.row_stats import HEADROOM, LOG2_E, STEP
+from cute_lce import maths
+from cute_lce.kernels.row_stats import fma
+from cute_lce.maths import FAR, LOG2_E, STEP
 
-FAR = float(2**22)  # bound of references, which are then finite and integers in fp32
 WARPS = 4
 ROWS = 32
 
@@ -117,18 +118,16 @@ class Finish:
         cute.arch.sync_threads()
         row = first + thread
         if thread < ROWS and row < cute.size(target):
-            k = keep.reference[row] + Float32(STEP) * _steps(keep, row_max, row).to(Float32)
-            # 2^(lse log2 e - K): the sum of E over the whole vocabulary.
-            total = row_sum[row] * cute.math.exp2(
-                cute.math.fma(row_max[row], Float32(LOG2_E), -k), fastmath=True
-            )
-            keep.kept_scale[row] = (
-                cute.math.exp2(cute.math.fma(row_max[row], Float32(-LOG2_E), k)) / row_sum[row]
+            k = maths.raised(keep.reference[row], _steps(keep, row_max, row).to(Float32))
+            # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
+            total = row_sum[row] * cute.math.exp2(maths.kept_exponent(row_max[row], k, fma), fastmath=True)
+            keep.kept_scale[row] = maths.softmax_factor(
+                cute.math.exp2(maths.base_exponent(row_max[row], k, fma)), row_sum[row]
             )
             index = Int64(target[row])
             if index != ignore_index and index >= 0 and index < keep.columns:
-                own = cute.math.exp2(cute.math.fma(target_logit[row], Float32(LOG2_E), -k), fastmath=True)
-                keep.kept[row, Int32(index)] = (own - total).to(keep.kept.element_type)
+                own = cute.math.exp2(maths.kept_exponent(target_logit[row], k, fma), fastmath=True)
+                keep.kept[row, Int32(index)] = maths.dlogits(own, total).to(keep.kept.element_type)
 
     @cute.jit
     def _level(self, keep: KeepTensors, row_max: cute.Tensor, row: Int32, thread: Int32):
@@ -153,10 +152,8 @@ class Finish:
 def _steps(keep: KeepTensors, row_max: cute.Tensor, row: Int32):
     """j of a whole row: the largest of its units, or what its maximum, kept or not, requires."""
     most = keep.most_raised[row]
-    above = cute.math.fma(row_max[row], Float32(LOG2_E), -(keep.reference[row] + Float32(HEADROOM)))
-    steps = Int32(
-        cute.arch.fmin(cute.arch.fmax(cute.math.ceil(above * Float32(1 / STEP)), Float32(0.0)), Float32(FAR))
-    )
+    steps = maths.raise_steps(row_max[row], keep.reference[row], fma, cute.math.ceil)
+    steps = Int32(cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(FAR)))
     if steps > most:
         most = steps
     return most

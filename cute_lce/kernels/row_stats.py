@@ -13,12 +13,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-LOG2_E = 1.4426950408889634
+from cute_lce import maths
+
 # Independent chains of maxima and sums; this width lets Blackwell use packed two-wide instructions.
 LANES = 8
-HEADROOM = 64.0  # base-2 exponent above a row's K up to which update_relative stays relative to it
-STEP = 128.0  # a raise of K by one step
-MOST_STEPS = 65535.0  # what 16 bits hold
+
+
+def exp(exponent):
+    """e^exponent, from exp2.approx."""
+    return cute.math.exp2(exponent * Float32(maths.LOG2_E), fastmath=True)
+
+
+def fma(a, b: float, c):
+    """a b + c in one instruction."""
+    return cute.math.fma(a, Float32(b), c)
 
 
 @cute.jit
@@ -28,17 +36,11 @@ def reference(row_max: Float32) -> Float32:
 
 
 @cute.jit
-def rescale(row_max: Float32, ref: Float32) -> Float32:
-    """The factor from a sum relative to exp(row_max) to one relative to exp(ref), ref >= row_max."""
-    return cute.math.exp2((row_max - ref) * Float32(LOG2_E), fastmath=True)
-
-
-@cute.jit
 def merge(row_max: Float32, row_sum: Float32, other_max: Float32, other_sum: Float32):
     """(maximum, sum) of two sets of columns of a row."""
     both = cute.arch.fmax(row_max, other_max)
     ref = reference(both)
-    return both, row_sum * rescale(row_max, ref) + other_sum * rescale(other_max, ref)
+    return both, maths.rescaled(row_sum, row_max, ref, exp) + maths.rescaled(other_sum, other_max, ref, exp)
 
 
 @cute.jit
@@ -56,9 +58,10 @@ def update(row_max: cute.Tensor, row_sum: cute.Tensor, frag: cute.Tensor):
         for block in cutlass.range_constexpr(cols // LANES):
             for i in cutlass.range_constexpr(LANES):
                 lanes[i] = frag[r, block * LANES + i]
-            terms = cute.math.exp2((lanes.load() - ref) * Float32(LOG2_E), fastmath=True)
+            terms = maths.exponential(lanes.load(), ref, exp)
             total.store(terms if cutlass.const_expr(block == 0) else total.load() + terms)
-        row_sum[r] = row_sum[r] * rescale(row_max[r], ref) + _tree([total[i] for i in range(LANES)], _add)
+        before = maths.rescaled(row_sum[r], row_max[r], ref, exp)
+        row_sum[r] = before + _tree([total[i] for i in range(LANES)], _add)
         row_max[r] = both
 
 
@@ -73,8 +76,8 @@ def update_relative(
 ):
     """Merge row r of the fragment into the statistics, and replace it by 2^(z log2 e - K - STEP j), in place.
 
-    reference_exponent: K, an integer. Returns j, the least from 0 to MOST_STEPS with which no exponent
-    exceeds HEADROOM; it is the same in all threads that share the row.
+    reference_exponent: K, an integer. Returns j, the least from 0 to maths.MOST_STEPS with which no exponent
+    exceeds maths.HEADROOM; it is the same in all threads that share the row.
     """
     cols = cute.size(frag, mode=[1])
     chains = [frag[r, i] for i in range(LANES)]
@@ -85,31 +88,25 @@ def update_relative(
     while cutlass.const_expr(step < threads_per_row):
         highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=step))
         step *= 2
-    above = cute.math.fma(highest, Float32(LOG2_E), -(reference_exponent + Float32(HEADROOM)))
-    steps = cute.arch.fmin(
-        cute.arch.fmax(cute.math.ceil(above * Float32(1 / STEP)), Float32(0.0)), Float32(MOST_STEPS)
-    )
-    base = reference_exponent + Float32(STEP) * steps
+    steps = maths.raise_steps(highest, reference_exponent, fma, cute.math.ceil)
+    steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
+    base = maths.raised(reference_exponent, steps)
     both = cute.arch.fmax(row_max[r], highest)
     ref = reference(both)
-    scale = cute.make_rmem_tensor(LANES, Float32)
-    scale.fill(LOG2_E)
-    shift = cute.make_rmem_tensor(LANES, Float32)
-    shift.fill(-base)
     lanes = cute.make_rmem_tensor(LANES, Float32)
     total = cute.make_rmem_tensor(LANES, Float32)
     for block in cutlass.range_constexpr(cols // LANES):
         for i in cutlass.range_constexpr(LANES):
             lanes[i] = frag[r, block * LANES + i]
-        lanes.store(cute.math.exp2(cute.math.fma(lanes.load(), scale.load(), shift.load()), fastmath=True))
+        exponents = maths.kept_exponent(lanes.load(), base, _fma_lanes)
+        lanes.store(cute.math.exp2(exponents, fastmath=True))
         total.store(lanes.load() if cutlass.const_expr(block == 0) else total.load() + lanes.load())
         for i in cutlass.range_constexpr(LANES):
             frag[r, block * LANES + i] = lanes[i]
     # From 2^base to exp(ref). If nothing lies near K, the sum is 0 and the exponent may exceed fp32.
-    back = cute.arch.fmin(cute.math.fma(ref, Float32(-LOG2_E), base), Float32(126.0))
-    row_sum[r] = row_sum[r] * rescale(row_max[r], ref) + _tree(
-        [total[i] for i in range(LANES)], _add
-    ) * cute.math.exp2(back, fastmath=True)
+    back = cute.arch.fmin(maths.base_exponent(ref, base, fma), Float32(126.0))
+    before = maths.rescaled(row_sum[r], row_max[r], ref, exp)
+    row_sum[r] = before + _tree([total[i] for i in range(LANES)], _add) * cute.math.exp2(back, fastmath=True)
     row_max[r] = both
     return Int32(steps)
 
@@ -124,6 +121,14 @@ def merge_threads(row_max: cute.Tensor, row_sum: cute.Tensor, threads_per_row: c
             other_sum = cute.arch.shuffle_sync_bfly(row_sum[r], offset=step)
             row_max[r], row_sum[r] = merge(row_max[r], row_sum[r], other_max, other_sum)
             step *= 2
+
+
+def _fma_lanes(lanes, scale: float, shift: Float32):
+    """lanes scale + shift, LANES numbers at once."""
+    scales, shifts = cute.make_rmem_tensor(LANES, Float32), cute.make_rmem_tensor(LANES, Float32)
+    scales.fill(scale)
+    shifts.fill(shift)
+    return cute.math.fma(lanes, scales.load(), shifts.load())
 
 
 def _add(a, b):

@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_lce import maths
 from cute_lce.kernels.keep import eight
 
 WARPS = 4
@@ -51,8 +52,8 @@ class ScaleRows:
             if counts:
                 gradient = tensors.dloss[row]
                 if tensors.mean != 0:
-                    gradient = gradient / Float32(tensors.num_valid[0])
-                # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
+                    gradient = maths.mean_upstream(gradient, Float32(tensors.num_valid[0]))
+                # 0 times nan is nan: a target out of range shows whatever its gradient is.
                 factor = gradient * tensors.kept_scale[row]
             if lane == 0:
                 tensors.factor[row] = factor

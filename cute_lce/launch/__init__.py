@@ -6,19 +6,17 @@ exist yet, the streaming implementation takes over.
 
 from ..implementation import Implementation
 from ..streaming import STREAMING
-from .backward import backward
-from .choose import choose
+from . import backward, choose, forward
 from .device import DTYPES, serves
-from .forward import empty_kept, forward
 
 
 class Kernels:
-    choose = staticmethod(choose)
-    forward = staticmethod(forward)
-    empty_kept = staticmethod(empty_kept)
-    backward = staticmethod(backward)
-    grad_in_forward = STREAMING.grad_in_forward
-    scale_gradients = STREAMING.scale_gradients
+    choose = staticmethod(choose.choose)
+    empty_kept = staticmethod(forward.empty_kept)
+    forward = staticmethod(forward.forward)
+    backward = staticmethod(backward.backward)
+    grad_in_forward = staticmethod(STREAMING.grad_in_forward)
+    scale_gradients = staticmethod(STREAMING.scale_gradients)
 
 
 KERNELS: Implementation = Kernels()

@@ -4,19 +4,16 @@ It is what a CPU, a GPU without kernels, fp32 and float64 run. The contract is i
 """
 
 from ..implementation import Implementation
-from .backward import StreamingBackward
-from .forward import StreamingForward, empty_kept
-from .grad_in_forward import grad_in_forward, scale_gradients
-from .memory import choose
+from . import backward, forward, grad_in_forward, memory
 
 
 class Streaming:
-    choose = staticmethod(choose)
-    forward = staticmethod(StreamingForward)
-    empty_kept = staticmethod(empty_kept)
-    backward = staticmethod(StreamingBackward)
-    grad_in_forward = staticmethod(grad_in_forward)
-    scale_gradients = staticmethod(scale_gradients)
+    choose = staticmethod(memory.choose)
+    empty_kept = staticmethod(forward.empty_kept)
+    forward = staticmethod(forward.StreamingForward)
+    backward = staticmethod(backward.StreamingBackward)
+    scale_gradients = staticmethod(grad_in_forward.scale_gradients)
+    grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
 
 
 STREAMING: Implementation = Streaming()

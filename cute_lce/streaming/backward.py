@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from .. import maths
 from ..implementation import Request, Saved
 from ..options import LossOptions
 from .memory import windows
@@ -51,12 +54,11 @@ def _sweep(
     buffer = LogitsBuffer(n, ranges, hidden, acc)
 
     upstream = torch.where(valid, row_upstream(dloss, saved.num_valid, loss.reduction), 0)
-    inner = None
-    outer = torch.where(valid, upstream / saved.row_sum, 0)
-    if factors.rounded:
-        inner, outer = (
-            (outer, None) if dtype is torch.bfloat16 else (torch.where(valid, 1 / saved.row_sum, 0), upstream)
-        )
+    inner, outer = None, torch.where(valid, maths.softmax_factor(upstream, saved.row_sum), 0)
+    if factors.rounded and dtype is torch.bfloat16:
+        inner, outer = outer, None
+    elif factors.rounded:
+        inner, outer = torch.where(valid, maths.softmax_factor(1, saved.row_sum), 0), upstream
 
     dinput = dweight = scaled_hidden = weight_scale = None
     if request.need_dinput:
@@ -76,10 +78,12 @@ def _sweep(
         dlogits = buffer.window(high - low)
         weight = factors.weight(low, high)
         if kept is None or low >= kept_columns:
-            mm(factors.hidden, weight.mT, dlogits).sub_(saved.row_max.unsqueeze(1))
+            logits = mm(factors.hidden, weight.mT, dlogits)
         else:
-            torch.sub(kept[:, low:high], saved.row_max.unsqueeze(1), out=dlogits)
-        subtract_target(dlogits.exp_(), classes, saved.row_sum, low, high)
+            logits = kept[:, low:high]
+        subtract = functools.partial(torch.sub, out=dlogits)
+        maths.exponential(logits, saved.row_max.unsqueeze(1), torch.exp_, subtract)
+        subtract_target(dlogits, classes, saved.row_sum, low, high)
         dlogits.masked_fill_(ignored, 0)
         if inner is not None:
             dlogits.mul_(inner.unsqueeze(1))
@@ -96,7 +100,7 @@ def _sweep(
                 stripe.copy_(product if weight_scale is None else product.mul_(weight_scale))
                 del product
         # Freed before the next window's are allocated.
-        del dlogits, weight
+        del dlogits, logits, weight
     if dinput is not None:
         dinput = (dinput if outer is None else dinput.mul_(outer.unsqueeze(1))).to(dtype)
     return dinput, dweight

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from .. import maths
 from ..arguments import Operands
 from ..implementation import Request, Results
 from ..options import LossOptions
@@ -55,8 +58,9 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
         inside, column = in_window(classes, low, high)
         target_logit = torch.where(inside, logits.gather(1, column).squeeze(1), target_logit)
         new_max = torch.maximum(row_max, logits.amax(1))
-        torch.sub(logits, new_max.unsqueeze(1), out=exponentials)
-        row_sum = row_sum * (row_max - new_max).exp_() + exponentials.exp_().sum(1)
+        subtract = functools.partial(torch.sub, out=exponentials)
+        maths.exponential(logits, new_max.unsqueeze(1), torch.exp_, subtract)
+        row_sum = maths.rescaled(row_sum, row_max, new_max, torch.exp_) + exponentials.sum(1)
         row_max = new_max
     total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
     return Results(total, row_max, row_sum, num_valid, kept, kept_scale)

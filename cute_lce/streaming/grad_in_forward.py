@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import maths
 from ..arguments import Operands
 from ..implementation import Accumulated, Request
 from ..options import LossOptions
@@ -36,11 +37,11 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
         column = classes[start:stop].unsqueeze(1)
         target_logit[start:stop] = logits.gather(1, column).squeeze(1)
         maximum = logits.amax(1).clamp_(min=torch.finfo(acc).min)
-        total = logits.sub_(maximum.unsqueeze(1)).exp_().sum(1)
+        total = maths.exponential(logits, maximum.unsqueeze(1), torch.exp_, torch.Tensor.sub_).sum(1)
         row_max[start:stop], row_sum[start:stop] = maximum, total
         total = total.masked_fill(out_of_range[start:stop], torch.nan)
-        logits.scatter_(1, column, logits.gather(1, column) - total.unsqueeze(1))
-        factor = torch.where(valid[start:stop], 1 / total, 0).unsqueeze(1)
+        logits.scatter_(1, column, maths.dlogits(logits.gather(1, column), total.unsqueeze(1)))
+        factor = torch.where(valid[start:stop], maths.softmax_factor(1, total), 0).unsqueeze(1)
         ignored = ~valid[start:stop].unsqueeze(1)
         logits.masked_fill_(ignored, 0)
         if factors.rounded:

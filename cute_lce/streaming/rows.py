@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import maths
+
 
 def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
     """(valid, a class in [0, V) for each row, target out of range); on a CPU the last raises ValueError."""
@@ -33,15 +35,14 @@ def in_window(classes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
 def subtract_target(exponentials: Tensor, classes: Tensor, row_sum: Tensor, low: int, high: int) -> None:
     """exp(z - row_max) - row_sum * onehot, in place: row_sum times the softmax minus the onehot."""
     inside, column = in_window(classes, low, high)
-    entry = exponentials.gather(1, column)
-    entry -= torch.where(inside, row_sum, 0).unsqueeze(1)
-    exponentials.scatter_(1, column, entry)
+    onehot = torch.where(inside, row_sum, 0).unsqueeze(1)
+    exponentials.scatter_(1, column, maths.dlogits(exponentials.gather(1, column), onehot))
 
 
 def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
     """(loss, row_sum, num_valid); row_sum becomes nan where the target is out of range."""
     row_sum = row_sum.masked_fill(out_of_range, torch.nan)
-    loss = torch.where(valid, row_sum.log() + (row_max - target_logit), 0)
+    loss = torch.where(valid, maths.row_loss(row_sum.log(), row_max, target_logit), 0)
     num_valid = valid.sum()
     if reduction != "none":
         loss = loss.sum()
@@ -52,4 +53,4 @@ def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
 
 def row_upstream(dloss: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
     """The gradient of the result by one row's loss: () or, for "none", (n,)."""
-    return dloss / num_valid.clamp(min=1) if reduction == "mean" else dloss
+    return maths.mean_upstream(dloss, num_valid.clamp(min=1)) if reduction == "mean" else dloss

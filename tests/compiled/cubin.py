@@ -1,4 +1,4 @@
-"""What the compiler made of a key of cute_lce.compiled: each kernel's PTX, registers, memory and SASS.
+"""What the compiler made of a key of plan.kernels: each kernel's PTX, registers, memory and SASS.
 
 No GPU and no driver: the DSL brings ptxas, nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm read the cubin.
 """
@@ -13,7 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cute_lce import compiled
+from cute_lce.compile.trace import trace
+from cute_lce.plan.kernels import Key
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class Kernel:
 
 
 @functools.cache
-def kernels(key: tuple) -> dict[str, Kernel]:
-    """Compile a key of cute_lce.compiled; its kernels by name."""
+def kernels(key: Key) -> dict[str, Kernel]:
+    """Compile a key; its kernels by name."""
     with tempfile.TemporaryDirectory() as folder:
-        module = compiled.trace(key, f"--keep-ptx --keep-cubin --dump-dir {folder}")
+        module = trace(key, f"--keep-ptx --keep-cubin --dump-dir {folder}")
         cubin = Path(folder, "module.cubin")
         cubin.write_bytes(module.__cubin__)
         usage, sass = (_cuobjdump(flag, str(cubin)) for flag in ("-res-usage", "-sass"))
@@ -64,7 +65,7 @@ def kernels(key: tuple) -> dict[str, Kernel]:
     }
 
 
-def kernel(key: tuple, of: str) -> Kernel:
+def kernel(key: Key, of: str) -> Kernel:
     """The only kernel whose name has `of` in it."""
     found = [kernel for name, kernel in kernels(key).items() if of in name]
     assert len(found) == 1, (of, list(kernels(key)))

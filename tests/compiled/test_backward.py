@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from cute_lce import plan as plans
+from cute_lce.arch import architecture
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -24,11 +25,12 @@ every_backward = pytest.mark.parametrize(
 
 
 @functools.cache
-def key(arch: str, dtype: str, which: str, target_dtype: str = "int64") -> tuple:
-    """The key of what launch asks for."""
+def key(arch: str, dtype: str, which: str, target_dtype: str = "int64") -> Key:
+    """The key of what launch/ asks for."""
+    row = architecture(arch)
     if which == "keep":
-        return plans.forward_key(plans.keep_config(arch), dtype, target_dtype, keeps=True)
-    return plans.backward_key(*plans.backward_configs(arch), dtype, target_dtype)
+        return ForwardKey(row.keep_config, dtype, target_dtype, keeps=True)
+    return BackwardKey(row.keep_config, row.gradient_config, row.gradient_config, dtype, target_dtype)
 
 
 def gemms(arch: str, dtype: str, which: str = "backward") -> list[cubin.Kernel]:
@@ -101,7 +103,9 @@ def test_registers(arch: str, dtype: str, which: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wgmma(dtype: str):
-    for kernel, config in zip(gemms("sm_90a", dtype), plans.backward_configs("sm_90a"), strict=True):
+    row = architecture("sm_90a")
+    configs = row.keep_config, row.gradient_config, row.gradient_config
+    for kernel, config in zip(gemms("sm_90a", dtype), configs, strict=True):
         shape = f"m64n{config.tile_n}k16.f32.{DTYPES[dtype]}.{DTYPES[dtype]}"
         rows_of_64 = config.tile_m * config.turns // (64 * config.warpgroups)
         assert kernel.ptx_of(r"wgmma\.mma_async\.sync\.aligned\.(\S+)") == [shape] * (4 * rows_of_64)
@@ -142,7 +146,7 @@ def test_tcgen05(dtype: str):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_what_is_kept_costs_one_exponential_an_element(arch: str):
     """The exponential that is stored serves the statistics; columns beyond take the other branch."""
-    config = plans.configs(arch)[0]
+    config = architecture(arch).keep_config
     (kernel,) = gemms(arch, "bfloat16", "keep")
     elements = config.tile_m * config.tile_n // 128 if arch == "sm_90a" else 64
     exponentials = len(kernel.ptx_of(r"ex2\.\S+"))

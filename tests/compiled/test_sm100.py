@@ -1,6 +1,6 @@
 """What the compiler made of the Blackwell forward: PTX, registers, memory. No GPU, no driver.
 
-python -m tests.test_compiled_sm100     prints registers and what a slab of the epilogue issues
+python -m tests.compiled.test_sm100     prints registers and what a slab of the epilogue issues
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from dataclasses import replace
 
 import pytest
 
-from cute_lce import plan
+from cute_lce.arch import ARCHITECTURES, architecture
+from cute_lce.plan.kernels import ForwardKey
 from tests.compiled import cubin
 
 EVICT_FIRST = 0x12F0000000000000  # CUTLASS's CacheHintSm100::EVICT_FIRST
 SHARED_MEMORY = 227 * 1024  # what a block can have on compute capability 10.0 and 10.3
-PAIR, SINGLE = plan.configs("sm_100a")
+PAIR, SINGLE = architecture("sm_100a").configs
 CONFIGS = {"pair": PAIR, "single": SINGLE, "two pairs": replace(PAIR, cluster_m=4)}
 TARGETS = ("sm_100a", "sm_103a", "sm_100f")
 
 
 def gemm(name: str, arch: str = "sm_100a", dtype: str = "bfloat16") -> cubin.Kernel:
-    return cubin.kernel(plan.forward_key(replace(CONFIGS[name], arch=arch), dtype), "GemmSm100")
+    return cubin.kernel(ForwardKey(replace(CONFIGS[name], arch=arch), dtype), "GemmSm100")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -36,7 +37,9 @@ def test_no_spill_and_no_local_memory(name: str, dtype: str):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_every_target_compiles(arch: str):
+def test_every_target_compiles(arch: str, monkeypatch):
+    if arch not in ARCHITECTURES:
+        monkeypatch.setitem(ARCHITECTURES, arch, replace(architecture("sm_100a"), name=arch))
     kernel = gemm("pair", arch)
     assert kernel.target == arch
     assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0
@@ -92,7 +95,7 @@ def test_only_the_load_warp_keeps_pace(name: str):
     """A step and the steps that a cluster does not make, and no more atomics."""
     counted = r"\s(red\.\S+)"
     assert gemm(name).ptx_of(counted) == ["red.relaxed.gpu.global.add.s32"] * 2
-    unpaced = plan.forward_key(replace(CONFIGS[name], pace=0))
+    unpaced = ForwardKey(replace(CONFIGS[name], pace=0))
     assert not cubin.kernel(unpaced, "GemmSm100").ptx_of(counted)
 
 
@@ -106,10 +109,14 @@ def test_stages_fill_shared_memory():
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"tile_m": 192}, "192 x 256"), ({"tile_n": 96}, "256 x 96"), ({"cluster_m": 1}, "cluster_m 1")],
+    [
+        ({"tile_m": 192, "stages": 2}, "192 x 256"),
+        ({"tile_n": 96}, "256 x 96"),
+        ({"cluster_m": 1}, "cluster_m 1"),
+    ],
 )
 def test_configs_that_no_kernel_has_are_refused(change: dict, named: str):
-    from cute_lce.kernels.epilogues import ForwardEpilogue
+    from cute_lce.kernels.epilogues.statistics import ForwardEpilogue
     from cute_lce.kernels.gemm_sm100 import GemmSm100
 
     with pytest.raises(ValueError, match=named):

@@ -1,99 +1,51 @@
-"""Forward and backward on the emulator: launch.py as on a GPU, the kernels executed here, against float64.
+"""Forward and backward on the emulator: launch/ as on a GPU, the kernels executed here, against float64.
 
 Only two things of the package are replaced: which device there is, and where compiled functions come from.
 """
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from dataclasses import dataclass, field, replace
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from cute_lce import compiled, launch
-from cute_lce import plan as plans
-from tests import emulator
-from tests.gpu.sanitize import forget_device
+from cute_lce import arch as architectures
+from cute_lce.arch import Gpu
+from cute_lce.launch import KERNELS
+from cute_lce.plan import backward as backward_plans
+from cute_lce.plan import schedule
+from tests import emulator, passes
+from tests.device import forget_plans, planned_for
+from tests.emulated.forward import Emulator
 from tests.numerics import Case, assert_close
 
 
-@functools.cache
-def emulated(key: tuple) -> emulator.Emulated:
-    """The kernels of a key of `compiled`, bound to the emulator."""
-    with tempfile.TemporaryDirectory() as folder:
-        return emulator.build(compiled.trace(key, f"--keep-ptx --dump-dir {folder}"))
-
-
-@dataclass
-class Emulator:
-    """What stands for the compiled functions, and what they counted."""
-
-    seed: int = 0
-    results: list[emulator.Result] = field(default_factory=list)
-    keys: list[tuple] = field(default_factory=list)
-
-    def get(self, key: tuple):
-        self.keys.append(key)
-        bound = emulated(key)
-
-        def function(*args):
-            self.results.append(emulator.run(bound, *args, seed=self.seed))
-
-        return function
-
-    @property
-    def launched(self) -> list[str]:
-        return [each.kernel for result in self.results for each in result.launches]
-
-
-class device:
-    """While active, launch's functions on CPU tensors run an emulated device of `sms` SMs."""
-
-    def __init__(self, arch: str, sms: int, seed: int = 0):
-        self.arch, self.sms, self.emulator = arch, sms, Emulator(seed)
-
-    def __enter__(self) -> Emulator:
-        self._patch = pytest.MonkeyPatch()
-        self._memory = emulator.known_allocations()
-        self._memory.__enter__()
-        forget_device()
-        self._patch.setattr(launch, "_architecture", lambda _: (self.arch, self.sms))
-        self._patch.setattr(compiled, "_functions", self.emulator)
-        return self.emulator
-
-    def __exit__(self, *error):
-        self._patch.undo()
-        forget_device()
-        return self._memory.__exit__(*error)
+@contextlib.contextmanager
+def device(arch: str, sms: int, seed: int = 0) -> Iterator[Emulator]:
+    """While active, launch/ runs CPU tensors on an emulated device of `sms` SMs."""
+    counts = Emulator(seed)
+    with emulator.known_allocations(), planned_for(Gpu(arch, sms), counts):
+        yield counts
 
 
 def narrow_plans(patch: pytest.MonkeyPatch) -> None:
     """Narrow tiles, and few stages so that rings wrap: an emulated tile costs by its columns."""
-    configs, gradients = plans.configs, plans.gradient_config
     forget_plans()
-
-    def narrow(config: plans.KernelConfig) -> plans.KernelConfig:
-        if plans.is_blackwell(config.arch):
-            return replace(config, tile_n=128, stages=3)
-        # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
-        return replace(config, tile_n=128, stages=3) if config.tile_n == 256 else replace(config, stages=2)
-
-    def narrow_logits(config: plans.KernelConfig) -> plans.KernelConfig:
-        if plans.is_blackwell(config.arch):
-            return narrow(config)
-        return replace(config, tile_n=64, stages=3)
-
-    patch.setattr(plans, "configs", lambda arch: tuple(map(narrow_logits, configs(arch))))
-    patch.setattr(plans, "gradient_config", lambda arch: narrow(gradients(arch)))
-    patch.setattr(plans, "STRIPE_MULTIPLE", 128)
-
-
-def forget_plans() -> None:
-    plans.forward.cache_clear()
-    plans.backward.cache_clear()
+    for name, row in architectures.ARCHITECTURES.items():
+        columns = 128 if row.tmem_columns else 64
+        narrow = replace(
+            row,
+            forward=tuple(replace(tiling, tile_n=columns, stages=3) for tiling in row.forward),
+            # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
+            gradients=replace(row.gradients, tile_n=128, stages=3),
+        )
+        patch.setitem(architectures.ARCHITECTURES, name, narrow)
+    for module in (schedule, backward_plans):
+        patch.setattr(module, "STRIPE_MULTIPLE", 128)
 
 
 @dataclass
@@ -121,32 +73,27 @@ def train(
     sms: int = 4,
     seed: int = 0,
 ) -> Run:
-    """launch.forward (or forward_keep) and launch.backward.
+    """Both passes of launch/.
 
     dloss: the upstream gradient in any dtype and with any strides; None: the case's. kept_columns: whole
     tiles, or V.
     """
     upstream = case.upstream(reduction) if dloss is None else dloss
+    options = {"reduction": reduction, "window": window, "workspace": workspace}
     with device(arch, sms, seed) as counts:
-        operands = (case.input, case.linear_weight, case.target)
-        options = (case.ignore_index, reduction, window, workspace)
-        if kept_columns:
-            loss, *statistics = launch.forward_keep(*operands, *options, kept_columns)
-        else:
-            loss, *statistics = launch.forward(*operands, *options)
-            statistics += [None, None]
+        results = passes.forward(KERNELS, case, kept_columns=kept_columns, **options)
         # A strided or expanded float32 vector goes in as it is; others are converted as autograd would.
         upstream = upstream if upstream.dtype is torch.float32 else upstream.float()
-        saved = [None if tensor is None else tensor.clone() for tensor in statistics]
+        saved = [None if tensor is None else tensor.clone() for tensor in results]
         # Known to the emulator: what was made before it was active.
         upstream = _known(upstream)
-        arguments = [upstream, *operands, *statistics, *options, need_dinput, need_dweight]
-        dinput, dweight = launch.backward(*arguments)
-        for before, after in zip(saved, statistics, strict=True):
-            if before is not None:
+        needed = {"need_dinput": need_dinput, "need_dweight": need_dweight}
+        dinput, dweight = passes.backward(KERNELS, case, upstream, results, **needed, **options)
+        for before, after in zip(saved, results, strict=True):
+            if before is not None and after is not None:
                 same = (before == after) | (before.isnan() & after.isnan())
                 assert bool(same.all()), "the backward wrote to what the forward saved"
-    return Run(loss, dinput, dweight, kept_columns, counts)
+    return Run(results.loss, dinput, dweight, kept_columns, counts)
 
 
 def _known(tensor: Tensor) -> Tensor:

@@ -1,28 +1,59 @@
-"""The forward on the emulator: launch.forward as on a GPU, its kernels executed here, against float64."""
+"""The forward on the emulator: launch/ as on a GPU, its kernels executed here, against float64."""
 
 from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-import pytest
 import torch
 
-from cute_lce import compiled, launch
-from cute_lce import plan as plans
-from cute_lce.plan import KernelConfig
-from tests import emulator
+from cute_lce.arch import Gpu, KernelConfig
+from cute_lce.compile.trace import trace
+from cute_lce.launch import KERNELS
+from cute_lce.plan import forward as plans
+from cute_lce.plan.kernels import Key
+from cute_lce.plan.problem import Limits, round_up
+from tests import emulator, passes
+from tests.device import planned_for
 from tests.numerics import Case, assert_close, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @functools.cache
-def emulated(config: KernelConfig, dtype: str = "bfloat16", target_dtype: str = "int64") -> emulator.Emulated:
+def emulated(key: Key) -> emulator.Emulated:
+    """The kernels of a key, bound to the emulator."""
     with tempfile.TemporaryDirectory() as folder:
-        key = plans.forward_key(config, dtype, target_dtype)
-        return emulator.build(compiled.trace(key, f"--keep-ptx --dump-dir {folder}"))
+        return emulator.build(trace(key, f"--keep-ptx --dump-dir {folder}"))
+
+
+@dataclass
+class Emulator:
+    """What stands for the compiled functions, and what they counted.
+
+    resident: CTAs at once. program: what every key gets; None: the key's kernels.
+    """
+
+    seed: int = 0
+    resident: int = 16
+    program: emulator.Emulated | None = None
+    results: list[emulator.Result] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
+
+    def get(self, key: Key) -> Callable[..., None]:
+        self.keys.append(key)
+        bound = self.program or emulated(key)
+
+        def function(*args) -> None:
+            self.results.append(emulator.run(bound, *args, seed=self.seed, resident=self.resident))
+
+        return function
+
+    @property
+    def launched(self) -> list[str]:
+        return [each.kernel for result in self.results for each in result.launches]
 
 
 @dataclass
@@ -33,7 +64,7 @@ class Run:
     row_max: torch.Tensor
     row_sum: torch.Tensor
     num_valid: torch.Tensor
-    plan: plans.Plan
+    plan: plans.ForwardPlan
     counts: emulator.Result
 
 
@@ -50,33 +81,25 @@ def forward(
     resident: int = 16,
     program: emulator.Emulated | None = None,
 ) -> Run:
-    """launch.forward with the emulator in place of the GPU; memory that nobody writes holds nan.
+    """A forward with the emulator in place of the GPU; memory that nobody writes holds nan.
 
     sms: of the device that the plan is for. paced, group_m: instead of the plan's. resident: CTAs at once.
     program: of the same config, with other PTX.
     """
-    n, V = case.input.shape[0], case.linear_weight.shape[0]
-    names = (str(t.dtype).removeprefix("torch.") for t in (case.input, case.target))
-    bound = program or emulated(config, *names)
-    d = -(-case.input.shape[1] // 8) * 8
-    chosen = plans.forward(config.arch, n, d, V, sms, window, config=config)
-    chosen = replace(
-        chosen,
-        paced=chosen.paced if paced is None else paced,
-        group_m=chosen.group_m if group_m is None else group_m,
+    n, d = case.input.shape
+    gpu, V = Gpu(config.arch, sms), case.linear_weight.shape[0]
+    chosen = plans.plan(gpu, n, round_up(d, 8), V, Limits(window), config)
+    gemm = chosen.sweep.gemm
+    gemm = gemm._replace(
+        paced=gemm.paced if paced is None else int(paced),
+        group_m=gemm.group_m if group_m is None else group_m,
     )
-    counts = []
-
-    def function(*args):
-        counts.append(emulator.run(bound, *args, seed=seed, resident=resident))
-
-    with pytest.MonkeyPatch.context() as patch, emulator.known_allocations():
-        patch.setattr(launch, "_prepare", lambda *_: (chosen, function))
-        loss, *statistics = launch.forward(
-            case.input, case.linear_weight, case.target, case.ignore_index, reduction, window, 0
-        )
-    row_max, row_sum, num_valid = statistics
-    return Run(loss, row_max, row_sum, num_valid, chosen, counts[0])
+    chosen = replace(chosen, sweep=chosen.sweep._replace(gemm=gemm))
+    counts = Emulator(seed, resident, program)
+    with planned_for(gpu, counts, chosen), emulator.known_allocations():
+        results = passes.forward(KERNELS, case, reduction=reduction, window=window)
+    saved = passes.saved_of(case, results)
+    return Run(results.loss, saved.row_max, saved.row_sum, saved.num_valid, chosen, *counts.results)
 
 
 def reference(case: Case, dtype: torch.dtype):

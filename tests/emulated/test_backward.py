@@ -1,6 +1,6 @@
-"""The backward, executed: launch.py's own host side, both architectures' PTX emulated, against float64.
+"""The backward, executed: launch/'s own host side, both architectures' PTX emulated, against float64.
 
-python -m tests.test_emulated_backward      prints the instruction counts that docs/kernels.md quotes
+python -m tests.emulated.test_backward      prints the instruction counts that docs/kernels.md quotes
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce import launch, linear_cross_entropy, ops
-from tests import sanitize
-from tests.emulated.backward import Run, check, device, forget_plans, narrow_plans, train
+from cute_lce import linear_cross_entropy
+from cute_lce.launch import KERNELS, Kernels
+from cute_lce.launch.backward import KernelBackward
+from cute_lce.ops import plain, select
+from cute_lce.plan.problem import NO_LIMITS, Limits, Problem
+from tests import passes
+from tests.device import forget_device, forget_plans
+from tests.emulated.backward import Run, check, device, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, scaled
 from tests.emulator import known_allocations
-from tests.gpu.test_backward import jumping
+from tests.gpu import sanitize
 from tests.numerics import (
     Case,
     assert_close,
     check_bad_rows,
+    jumping,
     make,
     random_case,
     with_bad_ignored_rows,
@@ -227,7 +233,7 @@ def _ways() -> Iterator:
 
 
 @both
-@pytest.mark.parametrize(("corner", "how"), _ways())
+@pytest.mark.parametrize(("corner", "how"), list(_ways()))
 def test_corner(corner: str, how: str, arch: str):
     # As in tests/gpu/test_backward.py: rows of like weight, no rounding of which is a happy one.
     n = CORNERS[corner](BF16).target.numel()
@@ -375,23 +381,30 @@ def test_retained_backwards(arch: str, how: str):
     case = ignoring(random_case(37, 64, 200, dtype))
     columns = 200 if kept is None else kept
     with device(arch, 2) as emulator:
-        operands = (case.input, case.linear_weight, case.target)
-        options = (case.ignore_index, "none", window, 0)
-        if columns:
-            loss, *saved = launch.forward_keep(*operands, *options, columns)
-        else:
-            loss, *statistics = launch.forward(*operands, *options)
-            saved = [*statistics, None, None]
+        results = passes.forward(KERNELS, case, kept_columns=columns, window=window)
         found = []
         for factor in (1.0, -3.0, 1.0):
             dloss = factor * case.upstream("none").float()
-            arguments = [dloss, *operands, *saved, *options, True, True]
-            dinput, dweight = launch.backward(*arguments)
-            run = Run(loss, dinput, dweight, columns, emulator)
+            dinput, dweight = passes.backward(KERNELS, case, dloss, results, window=window)
+            run = Run(results.loss, dinput, dweight, columns, emulator)
             check(case, run, dloss=dloss)
             found.append(run)
     assert torch.equal(found[0].dinput, found[2].dinput)
     assert torch.equal(found[0].dweight, found[2].dweight)
+
+
+class KnownBackward(KernelBackward):
+    """Autograd leaves the mode by which the emulator learns of memory; what launch/ keeps was made in it."""
+
+    def dinput(self):
+        forget_device()
+        with known_allocations():
+            self._dloss = self._dloss.clone()
+            return super().dinput()
+
+
+class KnownKernels(Kernels):
+    backward = staticmethod(KnownBackward)
 
 
 @both
@@ -400,20 +413,10 @@ def test_the_public_call(arch: str, schedule: str, monkeypatch):
     """From linear_cross_entropy to the gradients, by the eager path that a GPU's tensors take."""
     case = ignoring(random_case(37, 64, 200, BF16))
     hidden, weight = case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()
-    monkeypatch.setattr(ops, "implementation", lambda device, dtype: launch)
+    monkeypatch.setitem(select._picked, (hidden.device, BF16), KnownKernels())
     # The emulator's own mode, which learns of memory, is one that the dispatcher would have to be told of.
-    monkeypatch.setattr(ops, "is_in_torch_dispatch_mode", lambda: False)
-    backward = launch.backward
-
-    def known_backward(dloss, *arguments):
-        # Autograd leaves that mode; what launch keeps for a device was made in another.
-        sanitize.forget_device()
-        with known_allocations():
-            return backward(dloss.clone(), *arguments)
-
-    monkeypatch.setattr(launch, "backward", known_backward)
+    monkeypatch.setattr(plain, "is_in_torch_dispatch_mode", lambda: False)
     monkeypatch.setattr(Case, "multiplies_narrow", property(lambda case: True))
-    monkeypatch.setattr(ops, "_calls", {})
     with device(arch, 2) as emulator:
         loss = linear_cross_entropy(hidden, weight, case.target, reduction="sum", schedule=schedule)
         for dloss in (torch.tensor(1.5), torch.tensor(-0.3)):
@@ -428,10 +431,11 @@ def test_the_public_call(arch: str, schedule: str, monkeypatch):
 def test_without_gradients_there_is_one_gemm_and_nothing_kept(arch: str):
     case = random_case(37, 64, 200, BF16)
     for schedule in ("auto", "keep", "recompute", "grad_in_forward"):
-        plan = (37, 64, 200, BF16, "cuda", schedule, "mean", False, False, 0, 0)
-        assert launch.plan(*plan) == ("recompute", 0)
+        problem = Problem(37, 64, 200, need_dinput=False, need_dweight=False)
+        chosen = KERNELS.choose(problem, BF16, "cuda", schedule, "mean", NO_LIMITS)
+        assert chosen == ("recompute", 0)
     with device(arch, 2) as emulator:
-        loss = launch.loss(case.input, case.linear_weight, case.target, case.ignore_index, "mean", 0, 0)
+        loss = passes.forward(KERNELS, case, reduction="mean", statistics=False).loss
     assert_close("loss", loss, case.expected()[0], case.baseline()[0])
     assert sum("Gemm" in name for name in emulator.launched) == 1
     assert not any(name in kernel for name in ("References", "Finish") for kernel in emulator.launched)
@@ -449,8 +453,9 @@ def test_without_gradients_there_is_one_gemm_and_nothing_kept(arch: str):
 def test_what_cannot_be_served_is_refused_by_name(change: dict, message: str):
     options = {"dtype": BF16, "schedule": "auto", "reduction": "mean", "workspace": 0, **change}
     dtype, schedule, reduction, workspace = options.values()
+    problem = Problem(4096, 512, 32768, half=dtype is FP16)
     with pytest.raises(ValueError, match=message):
-        launch.plan(4096, 512, 32768, dtype, "cuda", schedule, reduction, True, True, 0, workspace)
+        KERNELS.choose(problem, dtype, "cuda", schedule, reduction, Limits(workspace=workspace))
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from cute_lce import plan as plans
+from cute_lce.arch import architecture
 from tests.emulated.forward import BF16, check, forward
 from tests.numerics import random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-PINGPONG, _ = plans.configs("sm_90a")
-SHARED = plans.KernelConfig("sm_90a", tile_m=256, pingpong=False, stages=4)
-PAIR, SINGLE = plans.configs("sm_100a")
+PINGPONG, _ = architecture("sm_90a").configs
+SHARED = replace(PINGPONG, tile_m=256, pingpong=False, stages=4)
+PAIR, SINGLE = architecture("sm_100a").configs
 # With narrow tiles, two stages and a step each k tile.
 CONFIGS = {
     "sm_90a, pingpong": replace(PINGPONG, tile_n=64, stages=2, pace=1),
@@ -32,7 +32,7 @@ def test_pace(paced: bool, name: str):
     case = random_case(300, 200, 5 * 64, BF16)
     config = CONFIGS[name]
     run = forward(case, config, sms=4 * config.cluster_m, window=64, paced=paced, seed=3)
-    assert run.plan.clusters == 4
+    assert run.plan.sweep.gemm.clusters == 4
     check(case, run)
     counted = sum(count for opcode, count in run.counts.instructions.items() if opcode.startswith("red."))
     assert bool(counted) == paced
@@ -45,5 +45,5 @@ def test_clusters_that_are_not_resident_do_not_stop_the_others(name: str):
     config = CONFIGS[name]
     sms = 4 * config.cluster_m
     run = forward(case, config, sms=sms, window=64, paced=True, resident=config.cluster_m)
-    assert run.plan.clusters == 4
+    assert run.plan.sweep.gemm.clusters == 4
     check(case, run)

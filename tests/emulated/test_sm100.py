@@ -1,6 +1,6 @@
 """The Blackwell forward, executed: its PTX on the emulator, launched by the host code, against float64.
 
-python -m tests.test_emulated_sm100        prints the instruction counts that docs/kernels.md quotes
+python -m tests.emulated.test_sm100        prints the instruction counts that docs/kernels.md quotes
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce import plan as plans
-from cute_lce.plan import KernelConfig
+from cute_lce.arch import KernelConfig, architecture
+from cute_lce.plan.kernels import ForwardKey
 from tests import emulator
 from tests.emulated.forward import (
     BF16,
@@ -31,7 +31,7 @@ from tests.emulated.forward import (
 from tests.emulator import forward_kernels, mutate
 from tests.numerics import assert_close, random_case
 
-PAIR, SINGLE = plans.configs("sm_100a")
+PAIR, SINGLE = architecture("sm_100a").configs
 CONFIGS = {
     "pair": PAIR,
     "single": SINGLE,
@@ -40,7 +40,7 @@ CONFIGS = {
     "singles share A and B": replace(SINGLE, cluster_m=2, cluster_n=2, stages=2),
     "two accumulators of 192 columns": replace(PAIR, tile_n=192, stages=3),
 }
-HOPPER = plans.configs("sm_90a")[0]
+HOPPER = architecture("sm_90a").configs[0]
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_launch(name: str):
     launched = forward(random_case(1, 64, 300, BF16), config).counts.launches[0]
     assert launched.block == (192, 1, 1)
     assert launched.cluster == (config.cluster_m, config.cluster_n, 1)
-    assert launched.shared <= config.shared_memory <= plans.DEVICES[config.arch].shared_memory
+    assert launched.shared <= config.shared_memory <= config.row.shared_memory
 
 
 SEEDED = {
@@ -187,7 +187,7 @@ NARROW = forward_kernels.configs()
 def test_mutations():
     """Those of a tile's path from TMA to the epilogue, each found by the first schedule."""
     subject = next(s for s in forward_kernels.subjects() if s.name.endswith("single"))
-    bound = emulated(NARROW["single"])
+    bound = emulated(ForwardKey(NARROW["single"]))
     assert subject.check(bound, 0), "the kernel itself fails"
     mine = subject.mutates(bound.ptx)
     lines = bound.ptx.split("\n")
@@ -207,7 +207,7 @@ def test_mutations():
 def test_barriers_are_published_before_the_other_cta_uses_them():
     """One of the two fences behind the barriers' initialisation may go, but not both."""
     config = NARROW["pair"]
-    bound = emulated(config)
+    bound = emulated(ForwardKey(config))
     original = bound.ptx
     fence = "fence.mbarrier_init.release.cluster;"
     assert original.count(fence) == 2

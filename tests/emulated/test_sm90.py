@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce import plan as plans
-from cute_lce.plan import KernelConfig
+from cute_lce.arch import architecture
 from tests.emulated.forward import (
     BF16,
     CORNERS,
@@ -29,9 +28,9 @@ from tests.numerics import assert_close, random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-PINGPONG, SINGLE = plans.configs("sm_90a")
+PINGPONG, SINGLE = architecture("sm_90a").configs
 # The form of the gradients' GEMMs.
-SHARED = KernelConfig("sm_90a", tile_m=256, pingpong=False, stages=4)
+SHARED = replace(PINGPONG, tile_m=256, pingpong=False, stages=4)
 CHOSEN = {"pingpong": PINGPONG, "shared": SHARED, "single": SINGLE}
 # The same with narrow tiles and two stages: an emulated tile costs by its columns, and rings wrap soon.
 NARROW = {
@@ -43,9 +42,7 @@ NARROW = {
 MORE = {
     "A multicast": replace(NARROW["shared"], cluster_m=1, cluster_n=2),
     "A and B multicast": replace(NARROW["pingpong"], cluster_m=2, cluster_n=2),
-    "one warpgroup": KernelConfig(
-        "sm_90a", tile_m=64, tile_n=64, warpgroups=1, pingpong=False, cluster_m=1, stages=2
-    ),
+    "one warpgroup": replace(SHARED, tile_m=64, tile_n=64, warpgroups=1, cluster_m=1, stages=2),
     "three warpgroups": replace(NARROW["shared"], tile_m=192, warpgroups=3),
     "no pace": replace(NARROW["shared"], pace=0),
 }
@@ -64,7 +61,7 @@ def test_chosen_config(name: str, dtype: torch.dtype):
     config = CHOSEN[name]
     case = ignoring(random_case(150, 136, 400, dtype))
     run = forward(case, config, sms=config.cluster_m, seed=2)
-    assert run.plan.clusters == 1
+    assert run.plan.sweep.gemm.clusters == 1
     check(case, run)
 
 
@@ -90,7 +87,7 @@ def test_other_configs(name: str):
 def test_windows(config: str, window: int):
     case = random_case(140, 64, 500, BF16)
     run = forward(case, NARROW[config], window=window, seed=window % 7)
-    assert run.plan.windows == -(-8 // run.plan.tiles_per_window)
+    assert run.plan.sweep.gemm.windows == -(-8 // run.plan.sweep.tiles_per_window)
     check(case, run)
 
 
@@ -99,8 +96,8 @@ def test_turns(tiles: int):
     """Odd and even numbers of tiles a run, several runs a cluster: turns go on across runs."""
     case = ignoring(random_case(300, 72, 5 * 64 - 9, BF16))
     run = forward(case, NARROW["single"], sms=2, window=64 * tiles, seed=tiles)
-    assert run.plan.tiles_per_window == tiles
-    assert run.plan.clusters == 2
+    assert run.plan.sweep.tiles_per_window == tiles
+    assert run.plan.sweep.gemm.clusters == 2
     check(case, run)
 
 
@@ -110,7 +107,8 @@ def test_fewer_clusters_than_runs(sms: int, group_m: int):
     config = replace(NARROW["shared"], tile_m=64, warpgroups=1)
     case = random_case(5 * 128 - 30, 24, 3 * 64 - 1, BF16)
     run = forward(case, config, sms=sms, window=64, group_m=group_m, seed=sms)
-    assert (run.plan.clusters, run.plan.windows) == (sms // 2, 3)
+    gemm = run.plan.sweep.gemm
+    assert (gemm.clusters, gemm.windows) == (sms // 2, 3)
     check(case, run)
 
 

@@ -59,7 +59,7 @@ class MBarrier:
     def complete_tx(self, size: int, issued_in: int, issuer: np.ndarray) -> None:
         """`size` bytes of a copy arrived, issued while the barrier was in phase `issued_in` by a warp with
         clock `issuer`."""
-        np.maximum(self.arriving[CONTROL], issuer[CONTROL], out=self.arriving[CONTROL])
+        np.maximum(self.arriving[CONTROL:], issuer[CONTROL:], out=self.arriving[CONTROL:])
         if self.phase != issued_in:
             raise Fault(
                 "mbarrier-tx",

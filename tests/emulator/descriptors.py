@@ -162,8 +162,29 @@ def read_tile(shared, granules: np.ndarray, k_major: bool) -> np.ndarray:
     return raw if k_major else raw.T
 
 
+def _fp8_values(exponent_bits: int, bias: int, special: dict[int, float]) -> np.ndarray:
+    """The 256 values of an 8-bit float, as float32."""
+    code = np.arange(256)
+    mantissa_bits = 7 - exponent_bits
+    exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
+    fraction = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    values = np.where(exponent > 0, 1 + fraction, 2 * fraction) * 2.0 ** (exponent - bias)
+    for magnitude, value in special.items():
+        values[[magnitude, magnitude | 128]] = value
+    return np.where(code & 128, -values, values).astype(np.float32)
+
+
+FP8 = {
+    "e4m3": _fp8_values(4, 7, {0x7F: np.nan}),
+    "e5m2": _fp8_values(5, 15, {0x7C: np.inf, 0x7D: np.nan, 0x7E: np.nan, 0x7F: np.nan}),
+}
+
+
 def to_float32(raw: np.ndarray, element: str) -> np.ndarray:
+    """Of 16-bit words; each holds two elements along the last axis if these have 8 bits."""
     raw = np.ascontiguousarray(raw)
+    if element in FP8:
+        return FP8[element][raw.view(np.uint8)]
     if element == "f16":
         return raw.view(np.float16).astype(np.float32)
     return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -171,7 +192,7 @@ def to_float32(raw: np.ndarray, element: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class InstructionDescriptor:
-    """tcgen05.mma kind::f16 (PTX ISA 9.7.16, table of the instruction descriptor)."""
+    """tcgen05.mma kind::f16 and kind::f8f6f4 (PTX ISA 9.7.16, table of the instruction descriptor)."""
 
     m: int
     n: int
@@ -185,19 +206,21 @@ class InstructionDescriptor:
 
 
 @lru_cache(maxsize=256)
-def decode_instruction_descriptor(value: int) -> InstructionDescriptor:
+def decode_instruction_descriptor(value: int, kind: str = "f16") -> InstructionDescriptor:
     if value & 0b1111 or value >> 29:
         raise Fault(
             "descriptor",
             f"instruction descriptor {value:#x}: sparsity, saturation or shift bits are not modelled",
         )
-    formats = {0: "f16", 1: "bf16"}
+    formats = {0: "f16", 1: "bf16"} if kind == "f16" else {0: "e4m3", 1: "e5m2"}
     a, b, acc = (value >> 7) & 7, (value >> 10) & 7, (value >> 4) & 3
     if a not in formats or b not in formats or acc not in (0, 1):
         raise Fault(
             "descriptor",
-            f"instruction descriptor {value:#x}: formats {a}, {b}, {acc} are not those of kind::f16",
+            f"instruction descriptor {value:#x}: formats {a}, {b}, {acc} of kind::{kind} are not modelled",
         )
+    if kind != "f16" and value >> 15 & 3:
+        raise Fault("descriptor", f"instruction descriptor {value:#x}: MN-major kind::{kind} is not modelled")
     return InstructionDescriptor(
         ((value >> 24) & 31) * 16, ((value >> 17) & 63) * 8, "f32" if acc else "f16", formats[a], formats[b],
         bool(value >> 13 & 1), bool(value >> 14 & 1), not value >> 15 & 1, not value >> 16 & 1,

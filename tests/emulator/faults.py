@@ -18,6 +18,8 @@ FAULTS = {
     " fence.proxy.async",
     "register-in-flight": "a register was touched while wgmma or tcgen05.ld still owns it",
     "tcgen05-wait-ld": "the result of tcgen05.ld was used before tcgen05.wait::ld",
+    "tcgen05-fence": "a tcgen05 operation relies on one of another thread or of the tensor pipe without"
+    " tcgen05.fence::before_thread_sync there or tcgen05.fence::after_thread_sync here",
     "wgmma-fence": "wgmma without wgmma.fence after other accesses to its registers",
     "mbarrier-init": "an mbarrier was used before mbarrier.init, or remotely before its initialisation was"
     " published",
@@ -28,7 +30,7 @@ FAULTS = {
     "barrier": "a named or cluster barrier used with differing or invalid counts",
     "divergence": "an instruction that needs the whole warp was reached by part of it",
     "mismatch": "operands that must agree across lanes, warps or CTAs do not",
-    "tmem-alloc": "TMEM allocation misused: bad size, after relinquish, not freed, freed twice",
+    "tmem-alloc": "TMEM allocation misused: bad size, after relinquish_alloc_permit, not freed, freed twice",
     "pending-at-exit": "a thread or CTA ended with asynchronous copies pending",
     "deadlock": "no warp can advance and nothing asynchronous is pending",
     "descriptor": "a malformed tensor map, matrix descriptor or instruction descriptor",

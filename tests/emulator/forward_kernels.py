@@ -6,26 +6,26 @@ from dataclasses import replace
 
 import torch
 
-from .backward_kernels import TCGEN05_FENCE
 from .host import Emulated
 from .mutation_kernels import RELINQUISH, TAIL, TWO_FENCES, Subject
 
 
 def configs() -> dict:
     """Narrow tiles and two stages: both rings wrap and fill."""
-    from cute_lce import plan
+    from cute_lce.arch import architecture
 
-    pair, single = (replace(config, tile_n=64, stages=2) for config in plan.configs("sm_100a"))
+    pair, single = (replace(config, tile_n=64, stages=2) for config in architecture("sm_100a").configs)
     return {"pair": pair, "single": single, "two pairs": replace(pair, cluster_m=4)}
 
 
 # Waits of producers' tails: two for the ring's two slots, one for the accumulators. Between two pairs, which
-# release each other's slots, the ring's last one is needed, and is found. The others: three tcgen05.fence,
-# the permit to allocate, and, in a cluster, either of two fences.
-MISSED = {"pair": 3 + 3 + 1 + 2, "single": 3 + 3 + 1, "two pairs": 2 + 3 + 1 + 2}
+# release each other's slots, the ring's last one is needed, and is found. The others: the permit to
+# allocate and, in a cluster, either of two fences.
+MISSED = {"pair": 3 + 1 + 2, "single": 3 + 1, "two pairs": 2 + 1 + 2}
 
 
 def _subject(name: str, config) -> Subject:
+    from cute_lce.plan.kernels import ForwardKey
     from tests.emulated.forward import BF16, emulated, forward, ignoring, reference
     from tests.numerics import random_case
 
@@ -39,12 +39,12 @@ def _subject(name: str, config) -> Subject:
 
     return Subject(
         f"the Blackwell forward, {name}",
-        lambda folder: emulated(config),
+        lambda folder: emulated(ForwardKey(config)),
         check,
         range(6),
         least_mutations=31,
         missed=MISSED[name],
-        reasons=[TAIL, RELINQUISH, TWO_FENCES, TCGEN05_FENCE],
+        reasons=[TAIL, RELINQUISH, TWO_FENCES],
         entries=lambda entry: "Gemm" in entry,
     )
 

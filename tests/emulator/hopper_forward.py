@@ -1,4 +1,4 @@
-"""The project's Hopper forward as a subject: compiled without a cache, called through launch.forward.
+"""The project's Hopper forward as a subject: compiled without a cache, called through launch/.
 
 One small problem serves the mutations and the record on hardware: ragged in n and V, several k tiles, two
 windows of the vocabulary, ignored rows.
@@ -7,7 +7,7 @@ windows of the vocabulary, ignored rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
+from dataclasses import replace
 
 import torch
 
@@ -15,17 +15,17 @@ N, D, VOCAB, WINDOW = 140, 136, 200, 128
 
 
 def config(pingpong: bool = False):
-    from cute_lce.plan import KernelConfig
+    from cute_lce.arch import architecture
 
-    return KernelConfig("sm_90a", tile_n=64, stages=2, pingpong=pingpong)
+    return replace(architecture("sm_90a").keep_config, tile_n=64, stages=2, pingpong=pingpong)
 
 
 def trace(pingpong: bool, folder: str | None):
     """The compiled function; with a folder it carries its PTX."""
-    from cute_lce import compiled, plan
+    from cute_lce.compile.trace import trace
+    from cute_lce.plan.kernels import ForwardKey
 
-    key = plan.forward_key(config(pingpong))
-    return compiled.trace(key, f"--keep-ptx --dump-dir {folder}" if folder else "")
+    return trace(ForwardKey(config(pingpong)), f"--keep-ptx --dump-dir {folder}" if folder else "")
 
 
 def inputs() -> list[torch.Tensor]:
@@ -39,13 +39,24 @@ def inputs() -> list[torch.Tensor]:
 
 
 def call(function: Callable, pingpong: bool, hidden, weight, target) -> torch.Tensor:
-    """launch.forward with `function` as what `compiled` gives: (3, N) loss, row_max and row_sum."""
-    from cute_lce import launch, plan
+    """A forward of launch/ with `function` as what is compiled: (3, N) loss, row_max and row_sum."""
+    from cute_lce.arch import Gpu
+    from cute_lce.launch import KERNELS
+    from cute_lce.plan import forward as plans
+    from cute_lce.plan.kernels import ForwardKey, Key
+    from cute_lce.plan.problem import Limits
+    from tests import passes
+    from tests.device import planned_for
+    from tests.numerics import Case
 
-    chosen = plan.forward("sm_90a", N, D, VOCAB, 4, WINDOW, config=config(pingpong))
-    with mock.patch.object(launch, "_prepare", return_value=(chosen, function)):
-        loss, *statistics = launch.forward(hidden, weight, target, -100, "none", WINDOW, None)
-    return torch.stack([loss, *statistics[:2]])
+    gpu, chosen = Gpu("sm_90a", 4), config(pingpong)
+    plan = plans.plan(gpu, N, D, VOCAB, Limits(WINDOW), chosen)
+    functions: dict[Key, Callable] = {ForwardKey(chosen): function}
+    case = Case(hidden, weight, target)
+    with planned_for(gpu, functions, plan):
+        results = passes.forward(KERNELS, case, window=WINDOW)
+    statistics = passes.saved_of(case, results)
+    return torch.stack([results.loss, statistics.row_max, statistics.row_sum])
 
 
 def reference(hidden, weight, target) -> torch.Tensor:

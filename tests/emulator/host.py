@@ -98,27 +98,28 @@ class Emulated:
 
         self.ptx = ptx
         self.programs: dict[str, Program] = decode(ptx)
-        self._folder = tempfile.TemporaryDirectory(prefix="emulator-")
-        library = Path(self._folder.name) / "host.so"
         source = Path(__file__).with_name("fake_runtime.c")
-        command = [
-            "gcc",
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-w",
-            "-Wl,-Bsymbolic",
-            "-o",
-            str(library),
-            str(source),
-            str(object_file),
-        ]
-        built = subprocess.run(command, capture_output=True, text=True)
-        if built.returncode:
-            raise EmulatorError(f"linking the host code failed:\n{built.stderr}")
-        self._module = tvm_ffi.load_module(str(library))
-        self._function = self._module[function_name]
-        self._library = ctypes.CDLL(str(library))
+        # What is loaded stays mapped when its file is gone.
+        with tempfile.TemporaryDirectory(prefix="emulator-") as folder:
+            library = Path(folder) / "host.so"
+            command = [
+                "gcc",
+                "-shared",
+                "-fPIC",
+                "-O1",
+                "-w",
+                "-Wl,-Bsymbolic",
+                "-o",
+                str(library),
+                str(source),
+                str(object_file),
+            ]
+            built = subprocess.run(command, capture_output=True, text=True)
+            if built.returncode:
+                raise EmulatorError(f"linking the host code failed:\n{built.stderr}")
+            self._module = tvm_ffi.load_module(str(library))
+            self._function = self._module[function_name]
+            self._library = ctypes.CDLL(str(library))
 
     def replace_ptx(self, ptx: str) -> None:
         """Run other device code under the same host code: for mutations."""
@@ -130,14 +131,16 @@ class Emulated:
         self._call(args, launches.append)
         return launches
 
-    def run(self, *args, seed: int = 0, ignore=(), resident: int = 16, extra_tensors=()) -> Result:
+    def run(
+        self, *args, seed: int = 0, ignore=(), resident: int = 16, per_sm: int = 1, extra_tensors=()
+    ) -> Result:
         """Call the function on CPU tensors; every launch runs on the emulated device before the call
         returns."""
         memory = GlobalMemory()
         for name, tensor in _tensors((*args, *extra_tensors)):
             memory.add(name, bytes_of(tensor))
         _add_known(memory)
-        device = Device(memory, seed, ignore, resident)
+        device = Device(memory, seed, ignore, resident, per_sm)
         launches: list[Launch] = []
         by_launch: list[dict[int, Counter]] = []
 
@@ -206,7 +209,9 @@ def build(compiled) -> Emulated:
         return Emulated(path, ptx, "emulated")
 
 
-def run(compiled, *args, seed: int = 0, ignore=(), resident: int = 16, extra_tensors=()) -> Result:
+def run(
+    compiled, *args, seed: int = 0, ignore=(), resident: int = 16, per_sm: int = 1, extra_tensors=()
+) -> Result:
     """Run a compiled function, or an `Emulated` from `build`, on CPU tensors.
 
     args: what the function takes; torch CPU tensors (any nesting in tuples) are written in place.
@@ -214,11 +219,14 @@ def run(compiled, *args, seed: int = 0, ignore=(), resident: int = 16, extra_ten
       work.
     ignore: fault codes (faults.FAULTS) to count as warnings where the rule allows going on.
     resident: at most this many CTAs are on the device at once.
+    per_sm: of these, so many to an SM, whose tensor memory they share.
     extra_tensors: memory that kernels reach through pointers, not passed as tensors. Raises Fault (with .code
       and .where) when a kernel breaks a rule.
     """
     bound = compiled if isinstance(compiled, Emulated) else build(compiled)
-    return bound.run(*args, seed=seed, ignore=ignore, resident=resident, extra_tensors=extra_tensors)
+    return bound.run(
+        *args, seed=seed, ignore=ignore, resident=resident, per_sm=per_sm, extra_tensors=extra_tensors
+    )
 
 
 def run_ptx(
@@ -231,6 +239,7 @@ def run_ptx(
     seed: int = 0,
     ignore=(),
     resident: int = 16,
+    per_sm: int = 1,
 ) -> Result:
     """Run the only kernel of a PTX module. args: a value for each parameter; CPU tensors stand for their
     address."""
@@ -247,7 +256,7 @@ def run_ptx(
         kind = {"f32": np.float32, "f64": np.float64}.get(p.type)
         raw = kind(value).tobytes() if kind else int(value).to_bytes(p.size, "little", signed=int(value) < 0)
         params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-    device = Device(memory, seed, ignore, resident)
+    device = Device(memory, seed, ignore, resident, per_sm)
     launch = Launch(program.name, grid, block, cluster, shared, params)
     device.launch(program, launch)
     return _result(device, [launch], [_by_warp(device.instructions)])
@@ -380,5 +389,6 @@ def _claim_cuda(value, keep: list):
         keep.append(claimed)
         return claimed
     if isinstance(value, (tuple, list)):
-        return tuple(_claim_cuda(v, keep) for v in value)
+        claimed = [_claim_cuda(v, keep) for v in value]
+        return type(value)(*claimed) if hasattr(value, "_fields") else tuple(claimed)
     return value

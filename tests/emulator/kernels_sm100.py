@@ -39,16 +39,15 @@ class Gemm:
         dtype = a.element_type
         group = tcgen05.CtaGroup.TWO if self.pair else tcgen05.CtaGroup.ONE
         major = lambda k_major: OperandMajorMode.K if k_major else OperandMajorMode.MN  # noqa: E731
-        op = tcgen05.MmaF16BF16Op(
+        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
             dtype,
-            Float32,
-            (self.tile[0], self.tile[1], 16),
-            group,
-            tcgen05.OperandSource.SMEM,
+            dtype,
             major(LayoutEnum.from_tensor(a).is_k_major_a()),
             major(LayoutEnum.from_tensor(b).is_k_major_b()),
+            Float32,
+            group,
+            self.tile[:2],
         )
-        tiled_mma = cute.make_tiled_mma(op)
         a_smem = blackwell_helpers.make_smem_layout_a(tiled_mma, self.tile, dtype, STAGES)
         b_smem = blackwell_helpers.make_smem_layout_b(tiled_mma, self.tile, dtype, STAGES)
         cta_layout = cute.tiled_divide(cute.make_layout((*self.cluster, 1)), (tiled_mma.thr_id.shape,))
@@ -165,6 +164,7 @@ class Gemm:
                 acc_slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACC_STAGES)
                 for _ in cutlass.range(first_tile, n_tiles, self.cluster[1], unroll=1):
                     accumulators.producer_acquire(acc_slot)
+                    _fence("after_thread_sync")
                     acc = tCtAcc[None, None, None, acc_slot.index]
                     for k in cutlass.range(k_tiles, unroll=1):
                         ring.consumer_wait(slot)
@@ -191,6 +191,7 @@ class Gemm:
             acc_slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACC_STAGES)
             for n in cutlass.range(first_tile, n_tiles, self.cluster[1], unroll=1):
                 accumulators.consumer_wait(acc_slot)
+                _fence("after_thread_sync")
                 tAcc_slabs = cute.zipped_divide(tEtAcc[None, 0, 0, acc_slot.index], slab)
                 gC_slabs = cute.zipped_divide(gC[None, 0, 0, n], slab)
                 load = tcgen05.make_tmem_copy(atom, tAcc_slabs[None, 0]).get_slice(thread)
@@ -200,6 +201,7 @@ class Gemm:
                     cute.copy(load, source[None, None, i], fragment)
                     cute.arch.fence_view_async_tmem_load()
                     cute.autovec_copy(fragment, target[None, None, i])
+                _fence("before_thread_sync")
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     accumulators.consumer_release(acc_slot)
@@ -207,6 +209,10 @@ class Gemm:
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=1, number_of_threads=EPILOGUE_THREADS)
             tmem.free(pointer)
+
+
+def _fence(kind: str):
+    cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
 
 
 def compile_gemm(

@@ -19,9 +19,10 @@ from .faults import FAULTS, Deadlock, EmulatorError, Fault
 from .memory import SHARED_LIMIT, GlobalMemory, SharedMemory
 from .ordering import CONTROL, Ordering
 from .program import PARAM_WINDOW, Program
-from .tmem import TensorMemory
+from .tmem import TensorColumns, TensorMemory
 from .warp import LANES, Warp
 
+STRETCHES = (1, 4, 30, 200, 100_000)  # instructions that a warp may run before another one has its turn
 REGISTER_FILE = 64 * 1024  # 32-bit registers of an SM
 STALL_LIMIT = (
     300_000  # instructions executed with no progress anywhere before polling loops count as a deadlock
@@ -39,8 +40,9 @@ class AsyncOp:
 
 
 class CTA:
-    def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int]):
+    def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int], columns: TensorColumns):
         launch = cluster.launch
+        self.columns = columns  # tensor memory of the SM that it is on
         self.cluster, self.rank, self.ctaid = cluster, rank, ctaid
         self.program: Program = cluster.program
         self.block = launch.block
@@ -146,9 +148,19 @@ class CTA:
         return b
 
 
+class Site:
+    """The SMs that a cluster runs on, one for each of its CTAs, and how many clusters are there."""
+
+    def __init__(self, ctas: int):
+        self.columns = [TensorColumns() for _ in range(ctas)]
+        self.clusters = 0
+
+
 class Cluster:
-    def __init__(self, device: Device, program: Program, launch, number: int, origin: tuple[int, int, int]):
+    def __init__(self, device: Device, program: Program, launch, number: int, origin, site: Site):
         self.device, self.program, self.launch, self.number = device, program, launch, number
+        self.site = site
+        site.clusters += 1
         shape = launch.cluster
         count = int(np.prod(shape))
         threads = int(np.prod(launch.block))
@@ -157,7 +169,7 @@ class Cluster:
         for rank in range(count):
             place = (rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1]))
             ctaid = tuple(o * s + p for o, s, p in zip(origin, shape, place, strict=False))
-            self.ctas.append(CTA(self, rank, ctaid))
+            self.ctas.append(CTA(self, rank, ctaid, site.columns[rank]))
         self.barrier = ClusterBarrier(self)
         # What ptxas gave each thread is not in the PTX: as much as the register file or .maxnreg allows.
         most = program.entry.directives.get("maxnreg", (256,))[0]
@@ -182,6 +194,7 @@ class Cluster:
 
     def _retire_cta(self, cta: CTA) -> None:
         cta.ended = True
+        cta.columns.release(cta)
         if cta.tmem is not None:
             cta.tmem.check_freed()
         for b in cta.mbarriers.values():
@@ -195,11 +208,11 @@ class Device:
     """Runs launches. `seed` draws the schedule; `ignore` names fault codes to note as warnings instead of
     raising."""
 
-    def __init__(self, memory: GlobalMemory, seed: int = 0, ignore=(), resident: int = 16):
+    def __init__(self, memory: GlobalMemory, seed: int = 0, ignore=(), resident: int = 16, per_sm: int = 1):
         unknown = set(ignore) - set(FAULTS)
         if unknown:
             raise EmulatorError(f"ignore={sorted(unknown)}: not among the fault codes {sorted(FAULTS)}")
-        self.memory, self.ignore, self.resident = memory, set(ignore), resident
+        self.memory, self.ignore, self.resident, self.per_sm = memory, set(ignore), resident, per_sm
         self.random = random.Random(seed)
         self.seed = seed
         self.pending: list[AsyncOp] = []
@@ -213,7 +226,10 @@ class Device:
         self.eagerness = (0.0, 0.02, 0.3)[seed % 3]
         self.elected = 0 if seed % 2 == 0 else self.random.randrange(32)
 
-    def warn(self, fault: Fault) -> None:
+    def report(self, fault: Fault) -> None:
+        """Raise a fault, or note it as a warning when the caller of `run` chose to ignore its code."""
+        if fault.code not in self.ignore:
+            raise fault
         self.warnings[f"[{fault.code}] {fault.message}"] += 1
 
     def later(self, what: str, finish: Callable[[], None], queue=None) -> None:
@@ -236,11 +252,16 @@ class Device:
         self.random.shuffle(self.unlaunched)
         room = max(1, self.resident // int(np.prod(shape)))
         live: list[Cluster] = []
+        sites: list[Site] = []
         with np.errstate(all="ignore"):  # overflow, NaN and division by zero are the kernel's business
             while self.unlaunched or live:
                 while self.unlaunched and len(live) < room:
                     number, origin = self.unlaunched.pop()
-                    live.append(Cluster(self, program, launch, number, origin))
+                    site = next((s for s in sites if s.clusters < self.per_sm), None)
+                    if site is None:
+                        site = Site(int(np.prod(shape)))
+                        sites.append(site)
+                    live.append(Cluster(self, program, launch, number, origin, site))
                 live = self._run(live)
             while self.pending:  # stores whose sources were read may still write after the last CTA has ended
                 self._complete_one()
@@ -302,7 +323,7 @@ class Device:
             i = rng.randrange(len(runnable))
             warp = runnable[i]
             warp.blocked = None
-            budget = rng.choice((1, 4, 30, 200, 100_000))
+            budget = rng.choice(STRETCHES)
             done = warp.run(budget)
             since_progress += done + 1
             if warp.done:
@@ -335,6 +356,7 @@ class Device:
         if cluster.running:
             return False
         live.remove(cluster)
+        cluster.site.clusters -= 1
         return True
 
     def _complete_one(self) -> None:

@@ -149,8 +149,10 @@ class SharedMemory:
         self.word_reads[warp.id][words] = epoch
         return self.data[index]
 
-    def store(self, warp, offsets: np.ndarray, values: np.ndarray) -> None:
-        """Write bytes `values` (lanes, size) at `offsets`."""
+    def store(
+        self, warp, offsets: np.ndarray, values: np.ndarray, writer: tuple[int, int] | None = None
+    ) -> None:
+        """Write bytes `values` (lanes, size) at `offsets`. writer: (agent, epoch) other than the warp's."""
         size = values.shape[1]
         self.check_all(offsets, size, size)
         granules = offsets >> 4
@@ -160,15 +162,15 @@ class SharedMemory:
         self._check_not_read(warp.clock[0], granules, "a generic store", every_agent=False)
         if size >= 4:
             words = (offsets[:, None] + np.arange(0, size, 4)).reshape(-1) >> 2
-            writer = self.word_writer[words]
-            late = self.word_epoch[words] > warp.clock[0][writer]
+            before = self.word_writer[words]
+            late = self.word_epoch[words] > warp.clock[0][before]
             if late.any():
                 k = int(late.nonzero()[0][0])
                 raise Fault(
                     "stale-read",
                     f"shared word {int(words[k]) * 4:#x} of CTA rank {self.rank} is overwritten, and nothing"
                     f" orders the store after"
-                    f" the write by {self.ordering.name(int(writer[k]))}",
+                    f" the write by {self.ordering.name(int(before[k]))}",
                 )
             for reader, epochs in self.word_reads.items():
                 if (epochs[words] > warp.clock[0, reader]).any():
@@ -185,9 +187,10 @@ class SharedMemory:
         index = offsets[:, None] + np.arange(size)
         self.data[index] = values
         self.valid[index] = True
-        self.word_writer[words] = warp.id
+        agent, epoch = writer or (warp.id, epoch)
+        self.word_writer[words] = agent
         self.word_epoch[words] = epoch
-        self.writer[granules] = warp.id
+        self.writer[granules] = agent
         self.epoch[granules] = epoch
 
     # ---- async proxy: TMA, wgmma, tcgen05

@@ -1,9 +1,10 @@
-"""Mutations of a kernel's synchronisation, and whether the emulator finds each.
+r"""Mutations of a kernel's synchronisation, and whether the emulator finds each.
 
 A mutation removes or alters one synchronisation instruction in the PTX. The host code stays the same. A
 mutation counts as found when some seed gives a fault or a wrong result.
 
     python3 -m tests.emulator.mutate        writes docs/emulator-mutations.md
+    ... --kernels Blackwell --statements 'tcgen05\.fence'       surveys those again and keeps the other rows
 """
 
 from __future__ import annotations
@@ -170,58 +171,93 @@ def survey(
     return verdicts
 
 
-def table(subject_name: str, verdicts: list[Verdict], reason: Callable[[Mutation], str | None]) -> str:
+def _row(verdict: Verdict, reason: Callable[[Mutation], str | None]) -> str:
+    m = verdict.mutation
+    statement = m.before if len(m.before) < 90 else m.before[:87] + "..."
+    what = f"[{verdict.found}]" if verdict.found and verdict.found != "wrong result" else verdict.found
+    found = what or "not found: " + (reason(m) or "?")
+    return f"| `{statement}` | {m.what} | {found} | {verdict.seed if verdict.found else ''} |"
+
+
+def table(subject_name: str, rows: list[str]) -> str:
     """A Markdown section: every mutation of one kernel and what found it."""
-    found = sum(1 for v in verdicts if v.found)
-    lines = [
-        f"## {subject_name}: {found} of {len(verdicts)} found",
-        "",
-        "| statement | mutation | found as | seed |",
-        "|---|---|---|---|",
-    ]
-    for v in verdicts:
-        m = v.mutation
-        statement = m.before if len(m.before) < 90 else m.before[:87] + "..."
-        what = f"[{v.found}]" if v.found and v.found != "wrong result" else v.found
-        lines.append(
-            f"| `{statement}` | {m.what} | {what or 'not found: ' + (reason(m) or '?')} |"
-            f" {v.seed if v.found else ''} |"
+    missed = sum(1 for row in rows if "| not found: " in row)
+    head = ["| statement | mutation | found as | seed |", "|---|---|---|---|"]
+    return (
+        "\n".join([f"## {subject_name}: {len(rows) - missed} of {len(rows)} found", "", *head, *rows]) + "\n"
+    )
+
+
+def _sections(document: str) -> dict[str, list[str]]:
+    """The rows of every kernel's table, by the kernel's name."""
+    found = {}
+    for section in document.split("\n## ")[1:]:
+        name = section[: section.index("\n")].rsplit(": ", 1)[0]
+        found[name] = [line for line in section.split("\n") if line.startswith("| `")]
+    return found
+
+
+def _merged(old: list[str], new: list[str], statements: str) -> list[str]:
+    """The old rows with those of `statements` exchanged for the new ones, which are as many."""
+    fresh = iter(new)
+    concerned = [re.search(statements, row.split("`")[1]) is not None for row in old]
+    if sum(concerned) != len(new):
+        raise ValueError(
+            f"{sum(concerned)} rows match {statements!r}, {len(new)} mutations: survey the whole kernel"
         )
-    return "\n".join(lines) + "\n"
+    return [next(fresh) if hit else row for hit, row in zip(concerned, old, strict=True)]
 
 
 def main() -> None:
+    import argparse
     import tempfile
     from pathlib import Path
 
     from . import backward_kernels, forward_kernels
     from .mutation_kernels import KERNELS
 
-    sections = []
-    counts = []
+    parser = argparse.ArgumentParser(description="write docs/emulator-mutations.md")
+    parser.add_argument(
+        "--kernels", default="", help="only of kernels whose name has this regular expression"
+    )
+    parser.add_argument("--statements", default="", help="only statements that have this regular expression")
+    options = parser.parse_args()
+    path = Path(__file__).parents[2] / "docs" / "emulator-mutations.md"
+    old = _sections(path.read_text()) if path.exists() else {}
+    sections, counts = [], []
     for subject in [*KERNELS, *forward_kernels.subjects(), *backward_kernels.subjects()]:
-        with tempfile.TemporaryDirectory() as folder:
-            emulated = subject.build(folder)
-            mine = subject.mutates(emulated.ptx)
-            verdicts = survey(emulated, subject.check, subject.seeds, mine, subject.rules)
-        sections.append(table(subject.name, verdicts, subject.reason))
-        counts.append((subject.name, len(verdicts), sum(1 for v in verdicts if v.found)))
-        print(*counts[-1], flush=True)
-    summary = "\n".join(f"| {name} | {n} | {found} |" for name, n, found in counts)
+        rows = old.get(subject.name, [])
+        if re.search(options.kernels, subject.name):
+            with tempfile.TemporaryDirectory() as folder:
+                emulated = subject.build(folder)
+                mine = subject.mutates(emulated.ptx)
+                verdicts = survey(
+                    emulated,
+                    subject.check,
+                    subject.seeds,
+                    lambda m, mine=mine: mine(m) and re.search(options.statements, m.before) is not None,
+                    subject.rules,
+                )
+            new = [_row(v, subject.reason) for v in verdicts]
+            rows = _merged(rows, new, options.statements) if options.statements else new
+            print(subject.name, *(v.found or "not found" for v in verdicts), flush=True)
+        sections.append(table(subject.name, rows))
+        missed = sum(1 for row in rows if "| not found: " in row)
+        counts.append(f"| {subject.name} | {len(rows)} | {len(rows) - missed} |")
+    summary = "\n".join(counts)
     text = f"""# Mutations of synchronisation that the emulator finds
 
 Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
 finds a fault or a wrong result; of the small kernels of what is kept also the arithmetic, where a wrong
 result is one that the tests' comparison with float64 sees. The codes are those of tests/emulator/faults.py.
-Made by `python3 -m tests.emulator.mutate`; tests/emulator/test_mutations.py runs the same and fails when a
-mutation is missed that has no reason here.
+Made by `python3 -m tests.emulator.mutate`, which `--kernels` and `--statements` restrict to some rows;
+tests/emulator/test_mutations.py runs the same and fails when a mutation is missed that has no reason here.
 
 | kernel | mutations | found |
 |---|---|---|
 {summary}
 
 """
-    path = Path(__file__).parents[2] / "docs" / "emulator-mutations.md"
     path.write_text(text + "\n".join(sections))
     print(f"wrote {path}")
 

@@ -49,7 +49,8 @@ TAIL = (
 RELINQUISH = (
     r"tcgen05\.relinquish",
     "relinquish",
-    "Only lets another CTA of the same SM allocate; the emulator gives each CTA a TMEM of its own.",
+    "Equivalent: another CTA of the SM that allocates then waits until this one has ended, and no CTA here"
+    " waits for another of its SM (test_without_relinquish_two_ctas_of_an_sm_take_turns).",
 )
 GLOBAL_FENCE = (
     r"fence\.acq_rel\.gpu",

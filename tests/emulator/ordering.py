@@ -1,19 +1,24 @@
 """Happens-before: which accesses each warp may rely on, kept as vector clocks.
 
 Agents are the warps of a cluster and everything asynchronous that acts for them: per warp its wgmma, its bulk
-copies' reads of shared memory, its tcgen05.ld and tcgen05.st; per CTA the tensor pipe that tcgen05.mma runs
-on; and each mbarrier, on whose behalf TMA loads write. Each agent counts epochs. Memory remembers the (agent,
-epoch) of the last write of each word and of the last reads; an access is ordered after them when the
-accessing warp's clock has reached that epoch. Clocks travel with release and acquire: mbarrier arrivals and
-waits, named and cluster barriers. A missing wait is then found whenever the two accesses happen, in whatever
-order the schedule ran them.
+copies' reads of shared memory, its tcgen05.ld and tcgen05.st, its cp.async; per CTA the tensor pipe that
+tcgen05.mma runs on; and each mbarrier, on whose behalf TMA loads write. Each agent counts epochs. Memory
+remembers the (agent, epoch) of the last write of each word and of the last reads; an access is ordered after
+them when the accessing warp's clock has reached that epoch. Clocks travel with release and acquire: mbarrier
+arrivals and waits, named and cluster barriers. A missing wait is then found whenever the two accesses happen,
+in whatever order the schedule ran them.
 
-A clock has three rows (PTX ISA 8 "Memory Consistency Model", 9.7.13 "membar/fence" for the proxy fences):
+A clock has four rows (PTX ISA 8 "Memory Consistency Model", 9.7.13 "membar/fence" for the proxy fences,
+9.7.16 "tcgen05 Memory Consistency Model" for the last):
 - ORDER: what happened before, as release and acquire carry it;
 - PROXY: which of the warps' generic writes have also passed a fence.proxy.async on the way, which is what a
   read through the async proxy needs;
 - CONTROL: what must have been executed before in time, carried by relaxed arrivals and by asynchronous
-  completions too. It decides whether an mbarrier was initialised before its use, and nothing else.
+  completions too. It decides whether an mbarrier was initialised before its use, and nothing else;
+- TENSOR: which tcgen05 operations have passed a tcgen05.fence::before_thread_sync, or the one that
+  tcgen05.commit implies, on the way. Every operation that orders execution carries it, relaxed ones too. The
+  warp's next asynchronous tcgen05 operations may rely on it once tcgen05.fence::after_thread_sync has copied
+  it to the warp's `tensor_view`.
 """
 
 from __future__ import annotations
@@ -21,12 +26,12 @@ from __future__ import annotations
 import numpy as np
 
 NEVER = np.int32(2**31 - 1)  # the epoch of memory that nobody wrote: no clock reaches it
-ORDER, PROXY, CONTROL = range(3)
-ROWS = 3
+ORDER, PROXY, CONTROL, TENSOR = range(4)
+ROWS = 4
 MBARRIERS = 96  # agents set aside per CTA for mbarriers
 
 # Asynchronous agents of one warp, in this order after the warps themselves.
-WARP_AGENTS = ("wgmma", "bulk copy", "tcgen05.ld", "tcgen05.st")
+WARP_AGENTS = ("wgmma", "bulk copy", "tcgen05.ld", "tcgen05.st", "cp.async")
 
 
 class Ordering:
@@ -90,15 +95,26 @@ def release(clock: np.ndarray, warp: int, into: np.ndarray) -> None:
 
 
 def relaxed_release(clock: np.ndarray, fenced: np.ndarray | None, into: np.ndarray) -> None:
-    """A relaxed arrival carries time, and what came before the last fence (`fenced`, a clock) if there was
-    one."""
-    np.maximum(into[CONTROL], clock[CONTROL], out=into[CONTROL])
+    """A relaxed arrival carries time, fenced tcgen05 operations, and what came before the last fence
+    (`fenced`, a clock) if there was one."""
+    np.maximum(into[CONTROL:], clock[CONTROL:], out=into[CONTROL:])
     if fenced is not None:
         np.maximum(into, fenced, out=into)
 
 
 def acquire(clock: np.ndarray, source: np.ndarray) -> None:
     np.maximum(clock, source, out=clock)
+
+
+def before_thread_sync(clock: np.ndarray, tensor_view: np.ndarray) -> None:
+    """tcgen05.fence::before_thread_sync: what this warp publishes next covers its tcgen05 operations."""
+    np.maximum(clock[TENSOR], tensor_view, out=clock[TENSOR])
+
+
+def after_thread_sync(clock: np.ndarray, tensor_view: np.ndarray) -> None:
+    """tcgen05.fence::after_thread_sync: tcgen05 operations from now on come after what this warp has
+    acquired."""
+    np.maximum(tensor_view, clock[TENSOR], out=tensor_view)
 
 
 def proxy_fence(clock: np.ndarray, warp: int) -> None:

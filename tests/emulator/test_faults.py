@@ -228,6 +228,30 @@ def test_mbarrier_phase_overrun():
     assert codes <= {"mbarrier-phase", "deadlock"}
 
 
+CP_ASYNC = (
+    INIT.format(count=64)
+    + """shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, 1024; add.s32 %r3, %r3, %r2; and.b32 %r4, %r0, 4;
+    cp.async.ca.shared.global [%r3], [%d0], 4, %r4; {arrive} {wait}
+    xor.b32 %r5, %r2, 128; add.s32 %r5, %r5, %r1; ld.shared.b32 %r6, [%r5+1024];
+    st.global.b32 [%d0+256], %r6;"""
+)
+ARRIVE = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r1];"
+
+
+def test_cp_async_completes_at_an_mbarrier():
+    """Each thread copies a number, or zeros where its source is 0 bytes long, for one of the other warp."""
+    source = torch.arange(1, 257, dtype=torch.int32)
+    out, ran = run(CP_ASYNC.replace("{arrive}", ARRIVE).replace("{wait}", WAIT), out=source.clone())
+    thread = torch.arange(64) ^ 32
+    assert torch.equal(out[64:128], torch.where(thread & 4 != 0, source[thread], 0))
+    assert ran.counters["bytes copied by cp.async"] == 32 * 4
+
+
+def test_cp_async_read_too_early():
+    fault(CP_ASYNC.replace("{arrive}", ARRIVE).replace("{wait}", "bar.sync 0;"), "stale-read")
+    fault(CP_ASYNC.replace("{arrive}", "").replace("{wait}", WAIT), "deadlock")
+
+
 # ---- asynchronous copies without tensor maps
 
 
@@ -397,6 +421,104 @@ def test_tmem_round_trip():
 )
 def test_tmem_faults(body, code):
     fault(tmem(body), code, target="sm_100a", block=(128, 1, 1))
+
+
+# Warps 0 to 3 write TMEM, then warps 4 to 7, of the same lanes, read it. In some bodies they write it again.
+WRITE = "@%p2 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3+5], {%r0}; tcgen05.wait::st.sync.aligned;"
+READ = "@!%p2 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3+5]; tcgen05.wait::ld.sync.aligned;"
+BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
+BARRIER = "bar.sync 0;"
+TWO_GROUPS = ALLOC + "and.b32 %r3, %r3, 0x600000; add.s32 %r3, %r3, %r2; setp.lt.u32 %p2, %r0, 128;"
+RELAXED_INIT = "@%p1 mbarrier.init.shared.b64 [%r1+64], 256; fence.mbarrier_init.release.cluster; bar.sync 0;"
+RELAXED = """{before} mbarrier.arrive.relaxed.cta.shared.b64 _, [%r1+64];
+{{ .reg .pred P; again: mbarrier.try_wait.parity.relaxed.cta.shared.b64 P, [%r1+64], 0;
+@P bra done; bra again; done: }} {after}"""
+
+
+def between_groups(*parts: str) -> str:
+    return TWO_GROUPS + "".join(parts) + FREE
+
+
+GROUPS: dict[str, Any] = dict(target="sm_100a", block=(256, 1, 1))
+
+
+def test_tcgen05_operations_of_two_threads_ordered_by_fences_and_a_barrier():
+    result = "@!%p2 st.global.b32 [%d0], %r4;"
+    out, ran = run(between_groups(WRITE, BEFORE, BARRIER, AFTER, READ, result), **GROUPS)
+    assert torch.equal(out[128:], torch.arange(128, dtype=torch.int32))
+    assert not ran.warnings
+    run(between_groups(WRITE, BEFORE, BARRIER, AFTER, READ, BEFORE, BARRIER, AFTER, WRITE), **GROUPS)
+    run(between_groups(RELAXED_INIT, WRITE, RELAXED.format(before=BEFORE, after=AFTER), READ), **GROUPS)
+
+
+def test_a_fence_reaches_across_barriers_of_others():
+    run(between_groups(WRITE, BEFORE, BARRIER, BARRIER, AFTER, READ), **GROUPS)
+    run(between_groups(WRITE, BEFORE, BARRIER, AFTER, "bar.sync 1, 256;", READ), **GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("parts", "missing"),
+    [
+        ((WRITE, BARRIER, AFTER, READ), "before_thread_sync"),
+        ((WRITE, BEFORE, BARRIER, READ), "after_thread_sync"),
+        ((WRITE, BARRIER, BEFORE, AFTER, READ), "before_thread_sync"),
+        ((WRITE, BEFORE, AFTER, BARRIER, READ), "after_thread_sync"),
+        ((WRITE, BEFORE, BARRIER, AFTER, READ, BARRIER, AFTER, WRITE), "before_thread_sync"),
+        ((WRITE, BEFORE, BARRIER, AFTER, READ, BEFORE, BARRIER, WRITE), "after_thread_sync"),
+    ],
+    ids=["before", "after", "before too late", "after too early", "before a write", "after a read"],
+)
+def test_missing_tcgen05_fence(parts, missing):
+    body = between_groups(*parts)
+    for seed in range(6):
+        error = _outcome(body, seed, GROUPS)
+        assert error is not None
+        assert (error.code, missing in error.message) == ("tcgen05-fence", True), error
+    _, ran = run(body, ignore={"tcgen05-fence"}, **GROUPS)
+    assert any("tcgen05-fence" in w for w in ran.warnings)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", AFTER), (BEFORE, "")])
+def test_relaxed_arrivals_order_tcgen05_by_fences_only(before, after):
+    body = between_groups(RELAXED_INIT, WRITE, RELAXED.format(before=before, after=after), READ)
+    fault(body, "async-overlap", **GROUPS)
+
+
+# Each CTA allocates, counts itself in out[0], and waits until out[0] says 2.
+MEET = """again: ld.relaxed.gpu.global.b32 %r5, [%d1]; setp.lt.u32 %p3, %r5, 2; @%p3 bra again;"""
+TWO_CTAS = """mov.b32 %r1, buffer; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], {columns};
+{relinquish} ld.shared.b32 %r2, [%r1]; setp.eq.u32 %p1, %r0, 0;
+@%p1 red.relaxed.gpu.global.add.u32 [%d1], 1; {meet}
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, {columns};"""
+RELINQUISH = "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;"
+
+
+@pytest.mark.parametrize(
+    ("columns", "relinquish", "meet", "per_sm", "why"),
+    [
+        (256, RELINQUISH, MEET, 2, ""),
+        (256, "", MEET, 2, "has the permit"),
+        (256, "", "", 2, ""),
+        (256, "", MEET, 1, ""),
+        (512, RELINQUISH, MEET, 2, "0 are free"),
+        (512, RELINQUISH, "", 2, ""),
+    ],
+    ids=["both", "permit kept", "take turns", "an SM each", "no room", "room in turns"],
+)
+def test_ctas_of_an_sm_share_its_tensor_memory(columns, relinquish, meet, per_sm, why, monkeypatch):
+    from tests.emulator import machine
+
+    monkeypatch.setattr(machine, "STALL_LIMIT", 2000)
+    monkeypatch.setattr(machine, "STRETCHES", (1, 4, 30, 200))  # a polling warp would use up the longest
+    body = TWO_CTAS.format(columns=columns, relinquish=relinquish, meet=meet)
+    shape: dict[str, Any] = dict(target="sm_100a", grid=(2, 1, 1), block=(32, 1, 1), per_sm=per_sm)
+    for seed in range(6):
+        if why:
+            with pytest.raises(emulator.Fault, match=why) as error:
+                run(body, seeds=(seed,), **shape)
+            assert error.value.code == "deadlock"
+        else:
+            assert run(body, seeds=(seed,), **shape)[0][0] == 2
 
 
 # ---- what is not known is refused

@@ -70,6 +70,7 @@ def c_divide(a, b):
         ("rem.s32 %o0, %a, %b;", lambda: np.fmod(INTEGERS[0], INTEGERS[1])),
         ("div.u32 %o0, %a, %b;", lambda: U[0] // U[1]),
         ("min.s32 %o0, %a, %b;", lambda: np.minimum(INTEGERS[0], INTEGERS[1])),
+        ("min.relu.s32 %o0, %a, %b;", lambda: np.maximum(np.minimum(INTEGERS[0], INTEGERS[1]), 0)),
         ("max.u32 %o0, %a, %b;", lambda: np.maximum(U[0], U[1])),
         ("shl.b32 %o0, %a, %b;", lambda: shift_left(U[0], U[1])),
         ("shl.b32 %o0, %a, 7;", lambda: U[0] << np.uint32(7)),

@@ -11,13 +11,20 @@ import pytest
 import torch
 
 from tests import emulator
-from tests.emulator import kernels_sm100
+from tests.emulator import kernels_sm100, mutate
 from tests.emulator.hardware import kernels_sm90
 from tests.emulator.mutation_kernels import KERNELS
 
 SEEDS = range(4)
 BF16, F16 = cutlass.BFloat16, cutlass.Float16
-TORCH = {BF16: torch.bfloat16, F16: torch.float16, cutlass.Float32: torch.float32}
+E4M3, E5M2 = cutlass.Float8E4M3FN, cutlass.Float8E5M2
+TORCH = {
+    BF16: torch.bfloat16,
+    F16: torch.float16,
+    E4M3: torch.float8_e4m3fn,
+    E5M2: torch.float8_e5m2,
+    cutlass.Float32: torch.float32,
+}
 
 
 def operand(rows: int, k: int, dtype, major: str) -> torch.Tensor:
@@ -86,6 +93,29 @@ def test_tcgen05_gemm(config, majors, shape, tmp_path):
         BF16, a_major=majors[0], b_major=majors[1], folder=str(tmp_path), **config
     )
     check_gemm(compiled, shape, BF16, majors)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("pair", [False, True])
+def test_tcgen05_gemm_of_8_bits(dtype, pair, tmp_path):
+    compiled = kernels_sm100.compile_gemm(dtype, tile_k=128, pair=pair, folder=str(tmp_path))
+    check_gemm(compiled, (256, 128, 272), dtype, seeds=range(3))
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_without_relinquish_two_ctas_of_an_sm_take_turns(pair, tmp_path):
+    """A permit that is kept until the CTA ends costs the overlap of an SM's CTAs and nothing else."""
+    bound = emulator.build(kernels_sm100.compile_gemm(BF16, pair=pair, folder=str(tmp_path)))
+    a, b = operand(512, 72, BF16, "k"), operand(128, 72, BF16, "k")
+    reference = a.double() @ b.double().T
+    (removed,) = [m for m in mutate.mutations(bound.ptx) if "relinquish" in m.before]
+    original = bound.ptx
+    for ptx in (original, mutate.apply(original, removed)):
+        bound.replace_ptx(ptx)
+        for seed in SEEDS:
+            c = torch.full((512, 128), float("nan"))
+            emulator.run(bound, a, b, c, seed=seed, per_sm=2)
+            assert (c.double() - reference).norm() < 4e-7 * reference.norm()
 
 
 @pytest.mark.parametrize("repeat", [1, 2, 4, 8, 16, 32, 64, 128])

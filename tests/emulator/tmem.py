@@ -6,9 +6,29 @@ from __future__ import annotations
 import numpy as np
 
 from .faults import Fault
-from .ordering import NEVER, Ordering
+from .ordering import NEVER, TENSOR, Ordering
+from .warp import Warp
 
 LANES, COLUMNS = 128, 512
+
+
+class TensorColumns:
+    """The columns of an SM's tensor memory, which its CTAs share, and the permit to allocate some.
+
+    The first CTA to allocate takes the permit and keeps it until tcgen05.relinquish_alloc_permit or its end;
+    meanwhile tcgen05.alloc of the SM's other CTAs waits (9.7.16, and cute::TMEM::Allocator calls it a lock).
+    """
+
+    def __init__(self):
+        self.taken = np.zeros(COLUMNS, bool)
+        self.holder = None  # the CTA that has the permit
+
+    def permits(self, cta) -> bool:
+        return self.holder is None or self.holder is cta
+
+    def release(self, cta) -> None:
+        if self.holder is cta:
+            self.holder = None
 
 
 class TensorMemory:
@@ -17,8 +37,8 @@ class TensorMemory:
     Addresses hold the lane in bits 16..31 and the column in bits 0..15.
     """
 
-    def __init__(self, rank: int, ordering: Ordering):
-        self.rank, self.ordering = rank, ordering
+    def __init__(self, rank: int, ordering: Ordering, pool: TensorColumns):
+        self.rank, self.ordering, self.pool = rank, ordering, pool
         self.cells = np.full((LANES, COLUMNS), 0xDEADBEEF, np.uint32)
         self.valid = np.zeros((LANES, COLUMNS), bool)
         self.writer = np.zeros((4, COLUMNS), np.int16)
@@ -35,14 +55,8 @@ class TensorMemory:
         if columns < 32 or columns > COLUMNS or columns & (columns - 1):
             raise Fault("tmem-alloc", f"{columns} columns: must be a power of two from 32 to 512")
 
-    def find_room(self, columns: int) -> int | None:
-        """First column of a free, aligned run, or None."""
-        for first in range(0, COLUMNS, columns):
-            if (self.owner[first : first + columns] < 0).all():
-                return first
-        return None
-
     def allocate(self, first: int, columns: int) -> None:
+        self.pool.taken[first : first + columns] = True
         self.owner[first : first + columns] = first
         self.allocations[first] = columns
         self.valid[:, first : first + columns] = False
@@ -57,7 +71,13 @@ class TensorMemory:
                 f" {self.allocations}",
             )
         del self.allocations[first]
+        self.pool.taken[first : first + columns] = False
         self.owner[first : first + columns] = -1
+
+    def forget(self, columns: slice) -> None:
+        """Of columns that are free again: whoever gets them next owes nothing to earlier accesses."""
+        for epochs in self.reads.values():
+            epochs[:, columns] = 0
 
     def check_freed(self) -> None:
         if self.allocations:
@@ -77,51 +97,74 @@ class TensorMemory:
             )
 
     def note_read(
-        self, clock: np.ndarray, agent: int, epoch: int, quarters: slice, columns: slice, what: str
+        self, warp: Warp, agent: int, epoch: int, quarters: slice, columns: slice, what: str
     ) -> None:
-        """`agent` reads until its `epoch`; the read must come after the last write as far as `clock`
-        knows."""
+        """`agent` reads until its `epoch`; the read must come after the last write as far as the issuing
+        warp's tcgen05 operations know."""
         writer, written = self.writer[quarters, columns], self.epoch[quarters, columns]
-        late = written > clock[0][writer]
+        late = written > warp.tensor_view[writer]
         if late.any():
-            q, c = (int(x[0]) for x in late.nonzero())
+            never = written == NEVER
+            q, c = (int(x[0]) for x in (never if never.any() else late).nonzero())
             lane = 32 * (quarters.start + q)
             where = f"TMEM column {columns.start + c}, lanes {lane}.. of CTA rank {self.rank}"
-            if written[q, c] == NEVER:
+            if never.any():
                 raise Fault("uninit-tmem", f"{what} reads {where}, which nobody wrote")
-            raise Fault(
-                "async-overlap",
-                f"{what} reads {where} before waiting for the write by"
-                f" {self.ordering.name(int(writer[q, c]))}",
-            )
+            self._unordered(warp, what, f"reads {where}", "write", writer[late], written[late])
         if agent not in self.reads:
             self.reads[agent] = np.zeros((4, COLUMNS), np.int32)
         self.reads[agent][quarters, columns] = epoch
 
     def note_write(
-        self, clock: np.ndarray, agent: int, epoch: int, quarters: slice, columns: slice, what: str
+        self, warp: Warp, agent: int, epoch: int, quarters: slice, columns: slice, what: str
     ) -> None:
-        """`agent` writes until its `epoch`; earlier reads and writes must be over as far as `clock` knows."""
-        for reader, epochs in self.reads.items():
-            if reader != agent and (epochs[quarters, columns] > clock[0, reader]).any():
-                raise Fault(
-                    "async-overlap",
-                    f"{what} writes TMEM columns {columns.start}.. of CTA rank {self.rank}, and nothing"
-                    f" orders it after the read by"
-                    f" {self.ordering.name(reader)}",
-                )
-        writer, written = self.writer[quarters, columns], self.epoch[quarters, columns]
-        late = (written > clock[0][writer]) & (written != NEVER) & (writer != agent)
-        if late.any():
-            q, c = (int(x[0]) for x in late.nonzero())
-            raise Fault(
-                "async-overlap",
-                f"{what} writes TMEM column {columns.start + c} of CTA rank {self.rank}, and nothing orders"
-                f" it after the write by"
-                f" {self.ordering.name(int(writer[q, c]))}",
-            )
+        """`agent` writes until its `epoch`; earlier reads and writes must be over as far as the issuing
+        warp's tcgen05 operations know."""
+        self._check_unused(warp, warp.tensor_view, agent, quarters, columns, what, "writes")
         self.writer[quarters, columns] = agent
         self.epoch[quarters, columns] = epoch
+
+    def note_dealloc(self, warp: Warp, columns: slice) -> None:
+        """All reads and writes must be over. tcgen05.dealloc is synchronous, and so is the waiting for them:
+        a barrier between orders the two, without fences."""
+        known = np.maximum(warp.tensor_view, warp.clock[0])
+        self._check_unused(warp, known, -1, slice(0, 4), columns, "tcgen05.dealloc", "frees")
+
+    def _check_unused(
+        self, warp: Warp, known: np.ndarray, agent: int, quarters: slice, columns: slice, what: str, does: str
+    ) -> None:
+        does = f"{does} TMEM columns {columns.start}.. of CTA rank {self.rank}"
+        for reader, epochs in self.reads.items():
+            seen = epochs[quarters, columns]
+            if reader != agent and (seen > known[reader]).any():
+                self._unordered(warp, what, does, "read", np.array([reader]), np.array([seen.max()]))
+        writer, written = self.writer[quarters, columns], self.epoch[quarters, columns]
+        late = (written > known[writer]) & (written != NEVER) & (writer != agent)
+        if late.any():
+            self._unordered(warp, what, does, "write", writer[late], written[late])
+
+    def _unordered(
+        self, warp: Warp, what: str, does: str, earlier: str, agents: np.ndarray, epochs: np.ndarray
+    ) -> None:
+        """Accesses by `agents` until `epochs` conflict with one of `warp`: a barrier between them leaves
+        only tcgen05.fence missing, which the caller of `run` may ignore."""
+        barrier = warp.clock[0][agents] >= epochs
+        if not barrier.all():
+            name = self.ordering.name(int(agents[(~barrier).nonzero()[0][0]]))
+            raise Fault(
+                "async-overlap", f"{what} {does}, and nothing orders it after the {earlier} by {name}"
+            )
+        agent = int(agents[0])
+        missing = (
+            "tcgen05.fence::after_thread_sync behind the wait for it"
+            if warp.clock[TENSOR, agent] >= epochs[0]
+            else "tcgen05.fence::before_thread_sync between that and its barrier"
+        )
+        fault = Fault(
+            "tcgen05-fence",
+            f"{what} {does} after the {earlier} by {self.ordering.name(agent)}, with no {missing}",
+        )
+        warp.cta.cluster.device.report(fault)
 
     def read(self, lanes: slice, columns: slice) -> np.ndarray:
         """The cells (lanes, columns), which must all have been written."""

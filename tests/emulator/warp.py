@@ -77,6 +77,7 @@ class Warp:
         self.counts = [0] * len(program.ops)
         self.owned: dict[int, tuple] = {}  # registers that an asynchronous instruction owns: (code, what)
         self.clock = cta.cluster.ordering.new_clock(self.id)
+        self.tensor_view = np.zeros(self.clock.shape[1], np.int32)  # what its tcgen05 operations may rely on
         self.blocked: Blocked | None = None
         self.gave_up = False  # the next try_wait returns False instead of blocking
         self.done = False
@@ -272,10 +273,7 @@ def lanes_array(bits: int) -> np.ndarray:
 
 
 def raise_or_ignore(warp: Warp, code: str, message: str) -> None:
-    """Raise a fault, or note it as a warning when the caller of `run` chose to ignore its code."""
-    device = warp.cta.cluster.device
+    """Device.report with the place of the warp."""
     fault = Fault(code, message)
     fault.where = warp.place()
-    if code not in device.ignore:
-        raise fault
-    device.warn(fault)
+    warp.cta.cluster.device.report(fault)

@@ -1,14 +1,15 @@
 """What compute-sanitizer runs: the kernels on small shapes, every configuration, both dtypes.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck  --error-exitcode 9 --kernel-regex kns=cutlass python3 -m tests.gpu.sanitize
-    compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-regex kns=cutlass python3 -m tests.gpu.sanitize
-    compute-sanitizer --tool racecheck --kernel-regex kns=sm90 python3 -m tests.gpu.sanitize --baseline
+    run="python3 -m tests.gpu.sanitize"
+    compute-sanitizer --tool memcheck  --error-exitcode 9 --kernel-regex kns=cutlass $run
+    compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-regex kns=cutlass $run
+    compute-sanitizer --tool racecheck --kernel-regex kns=sm90 $run --baseline
 
-The variable gives each tensor an allocation of its own, so that memcheck sees where it ends. --baseline
-runs torch.mm on the same shapes, whose Hopper kernels are CUTLASS's: a finding that it has too is the
-tool's. --only forward or --only backward runs half of it. What is computed is compared with float64: a run
-that fails has computed something else.
+PYTORCH_NO_CUDA_MEMORY_CACHING gives each tensor an allocation of its own, so that memcheck sees where it
+ends. --baseline runs torch.mm on the same shapes, whose Hopper kernels are CUTLASS's: a finding that it has
+too is the tool's. --only forward or --only backward runs half of it. What is computed is compared with
+float64: a run that fails has computed something else.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from unittest import mock
 
 import torch
 
-from cute_lce import compiled, launch
-from cute_lce import plan as plans
-from tests.gpu.test_backward import Trained, jumping, some_ignored
-from tests.numerics import Case, random_case
+from cute_lce import launch, ops
+from cute_lce.arch import Gpu, KernelConfig
+from cute_lce.launch import KERNELS
+from cute_lce.plan import forward as plans
+from tests import passes
+from tests.gpu.test_backward import Trained, some_ignored
+from tests.numerics import Case, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FEW = 4  # SMs that a plan is told of, so that each cluster has several runs
@@ -34,14 +38,13 @@ FEW = 4  # SMs that a plan is told of, so that each cluster has several runs
 SHAPES = [(300, 72, 1000, 192), (1, 8, 1, 0), (256, 128, 384, 0), (700, 200, 2000, 400)]
 
 
-def forward(case: Case, config: plans.KernelConfig, window: int, sms: int) -> None:
-    """One forward of a configuration, paced, checked to a digit or two: the tests check the numbers."""
-    n, V = case.input.shape[0], case.linear_weight.shape[0]
-    chosen = plans.forward(config.arch, n, case.input.shape[1], V, sms, window, config=config)
-    dtype, target_dtype = (str(t.dtype).removeprefix("torch.") for t in (case.input, case.target))
-    function = compiled.get(plans.forward_key(config, dtype, target_dtype))
-    with mock.patch.object(launch, "_prepare", return_value=(chosen, function)):
-        loss = launch.forward(case.input, case.linear_weight, case.target, case.ignore_index, "mean", 0, 0)[0]
+def forward(case: Case, config: KernelConfig, window: int, sms: int) -> None:
+    """One forward of a configuration, checked to a digit or two: the tests check the numbers."""
+    with (
+        planned_for(Gpu(config.arch, sms)),
+        mock.patch.object(plans, "_choose_config", return_value=config),
+    ):
+        loss = passes.forward(KERNELS, case, reduction="mean", window=window).loss
     expected = torch.nn.functional.cross_entropy(
         case.input.float() @ case.linear_weight.float().T, case.target
     )
@@ -92,41 +95,47 @@ STEPS = [
 
 
 @contextlib.contextmanager
-def planned_for(arch: str, sms: int) -> Iterator[None]:
+def planned_for(gpu: Gpu) -> Iterator[None]:
     """Plans are for so many SMs of the device's."""
     forget_device()
     try:
-        with mock.patch.object(launch, "_architecture", return_value=(arch, sms)):
+        with (
+            mock.patch.object(launch.forward, "gpu_of", return_value=gpu),
+            mock.patch.object(launch.backward, "gpu_of", return_value=gpu),
+        ):
             yield
     finally:
         forget_device()
 
 
 def forget_device() -> None:
-    """Empty launch's caches, which do not expect the device to change."""
-    for function in vars(launch).values():
-        if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):
-            function.cache_clear()
+    """Empty the caches that do not expect the device, or what a plan chooses, to change."""
+    launch.device.gpu_of.cache_clear()
+    launch.device.template.cache_clear()
+    launch.backward._prepare.cache_clear()
+    plans.plan.cache_clear()
+    ops.call._prepared.clear()
+    ops.select._picked.clear()
 
 
-def forwards(arch: str, sms: int) -> None:
+def forwards(gpu: Gpu) -> None:
     """Every configuration, with as many clusters as runs, and with so few that each has several."""
     for n, d, V, window in SHAPES:
         for dtype in (BF16, FP16):
             case = random_case(n, d, V, dtype).to("cuda")
             case.target[1::3] = case.ignore_index
-            for config in plans.configs(arch):
-                for few in (sms, FEW):
+            for config in gpu.row.configs:
+                for few in (gpu.sms, FEW):
                     forward(case, config, window, few)
             torch.cuda.synchronize()
             _done(f"n {n}, d {d}, V {V}, window {window}, {dtype}")
 
 
-def backwards(arch: str, sms: int) -> None:
+def backwards(gpu: Gpu) -> None:
     for step in STEPS:
         case = step.case().to("cuda")
-        for few in (sms, FEW):
-            with planned_for(arch, few):
+        for few in (gpu.sms, FEW):
+            with planned_for(gpu._replace(sms=few)):
                 step.run(case)
         torch.cuda.synchronize()
         _done(str(step))
@@ -154,14 +163,14 @@ def main() -> None:
     parser.add_argument("--baseline", action="store_true", help="torch.mm instead of the kernels")
     parser.add_argument("--only", choices=["forward", "backward"], help="one of the two passes")
     args = parser.parse_args()
-    arch, sms = launch._architecture(torch.device("cuda", 0))
+    gpu = launch.device.gpu_of(torch.device("cuda", 0))
     if args.baseline:
         baseline()
         return
     if args.only != "backward":
-        forwards(arch, sms)
+        forwards(gpu)
     if args.only != "forward":
-        backwards(arch, sms)
+        backwards(gpu)
 
 
 if __name__ == "__main__":

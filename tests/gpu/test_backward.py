@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from cute_lce import launch, linear_cross_entropy
-from cute_lce import plan as plans
+from cute_lce.launch import KERNELS
+from cute_lce.plan.schedule import STRIPE_MULTIPLE
+from tests import passes
 from tests.gpu.test_forward import (
     device_case,
     host_microseconds,
@@ -28,6 +30,7 @@ from tests.numerics import (
     Case,
     assert_close,
     check_bad_rows,
+    jumping,
     make,
     random_case,
     with_bad_ignored_rows,
@@ -63,7 +66,7 @@ def dtype_of(kept: float | None) -> torch.dtype:
 def columns_of(kept: float | None, V: int) -> int:
     if kept in (None, 0):
         return 0
-    return V if kept == 1 else int(V * kept) // plans.STRIPE_MULTIPLE * plans.STRIPE_MULTIPLE
+    return V if kept == 1 else int(V * kept) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
 
 
 class Trained:
@@ -72,20 +75,15 @@ class Trained:
     def __init__(self, case: Case, kept: float | None, reduction: str = "none", window: int = 0):
         self.case, self.reduction, self.window = case, reduction, window
         columns = columns_of(kept, case.linear_weight.shape[0])
-        operands = (case.input, case.linear_weight, case.target, case.ignore_index, reduction, window, 0)
-        if columns:
-            self.loss, *self.saved = launch.forward_keep(*operands, columns)
-        else:
-            self.loss, *statistics = launch.forward(*operands)
-            self.saved = [*statistics, None, None]
+        self.results = passes.forward(KERNELS, case, reduction=reduction, kept_columns=columns, window=window)
+        assert (self.results.kept is None) == (columns == 0)
+        self.loss = self.results.loss
 
     def backward(self, dloss: Tensor) -> tuple[Tensor, Tensor]:
-        case = self.case
         upstream = dloss.float() if dloss.dtype is torch.float64 else dloss
-        operands = (case.input, case.linear_weight, case.target)
-        options = (case.ignore_index, self.reduction, self.window, 0, True, True)
-        arguments = [upstream, *operands, *self.saved, *options]
-        dinput, dweight = launch.backward(*arguments)
+        dinput, dweight = passes.backward(
+            KERNELS, self.case, upstream, self.results, reduction=self.reduction, window=self.window
+        )
         assert dinput is not None
         assert dweight is not None
         return dinput, dweight
@@ -104,18 +102,6 @@ class Trained:
 def some_ignored(case: Case) -> Case:
     case.target[1::3] = case.ignore_index
     return case
-
-
-def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) -> Case:
-    """Columns whose logits lie above all others by so much, for some rows; targets there and elsewhere."""
-    hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
-    hidden[:, 0] = 0
-    hidden[rows, 0] = 1
-    weight[:, 0] = 0
-    for i, (column, height) in enumerate(heights.items()):
-        weight[column, 0] = height
-        target[i] = column
-    return replace(case, input=hidden, linear_weight=weight, target=target)
 
 
 def held_by_bf16(case: Case) -> Tensor:
@@ -229,8 +215,8 @@ def test_inputs(kept, name):
     """
     case = make(name, dtype_of(kept), "cuda")
     V = case.linear_weight.shape[0]
-    if kept == 0.5 and V < 2 * plans.STRIPE_MULTIPLE:
-        columns = -(-2 * plans.STRIPE_MULTIPLE // V) * V
+    if kept == 0.5 and V < 2 * STRIPE_MULTIPLE:
+        columns = -(-2 * STRIPE_MULTIPLE // V) * V
         # More of the same columns: half of them fit whole tiles.
         case = replace(case, linear_weight=case.linear_weight.repeat(columns // V, 1))
     dloss = torch.linspace(1, 2, case.target.numel(), device="cuda").double().view(case.target.shape)
@@ -242,15 +228,16 @@ def test_retained_backwards(kept):
     """Any number of backwards with different gradients, and the first again: nothing saved is written to."""
     case = some_ignored(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"))
     trained = Trained(case, kept)
-    saved = [None if t is None else t.clone() for t in trained.saved]
+    saved = [None if t is None else t.clone() for t in trained.results]
     first = trained.backward(case.upstream("none"))
     trained.check()
     trained.check(-3 * case.upstream("none"))
     trained.check(torch.linspace(-1, 2, 300, device="cuda").double())
     again = trained.backward(case.upstream("none"))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    for before, after in zip(saved, trained.saved, strict=True):
-        assert before is None or torch.equal(before, after)
+    for before, after in zip(saved, trained.results, strict=True):
+        assert (before is None) == (after is None)
+        assert before is None or after is None or torch.equal(before, after)
 
 
 # ----------------------------------------------------------------------------------------------------------

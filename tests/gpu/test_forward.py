@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_lce import launch, linear_cross_entropy, ops, streaming
-from cute_lce import plan as plans
+from cute_lce import launch, linear_cross_entropy, ops
+from cute_lce.launch import KERNELS
+from cute_lce.plan import forward as plans
+from cute_lce.streaming import STREAMING
+from tests import passes
 from tests.numerics import Case, assert_close, random_case
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -42,9 +45,8 @@ def _memory():
 
 def call(case: Case, reduction: str = "none", window: int | None = None):
     """(loss, row_max, row_sum, num_valid) of the kernels."""
-    return launch.forward(
-        case.input, case.linear_weight, case.target, case.ignore_index, reduction, window or 0, 0
-    )
+    results = passes.forward(KERNELS, case, reduction=reduction, window=window or 0)
+    return results.loss, *passes.statistics_of(results)
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -182,17 +184,15 @@ def test_windows(window):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_config(config, dtype, monkeypatch):
     """Whichever a plan chooses at other sizes, paced and with few clusters too."""
-    chosen = plans.configs(launch._architecture(torch.device("cuda", 0))[0])
+    chosen = launch.device.gpu_of(torch.device("cuda", 0)).row.configs
     monkeypatch.setattr(plans, "_choose_config", lambda *_: chosen[config])
     try:
         for n, d, V in ((700, 4096, 40_000), (300, 64, 500), (1, 8, 1000)):
-            plans.forward.cache_clear()
-            launch._prepare.cache_clear()
+            plans.plan.cache_clear()
             case = device_case(n, d, V, dtype)
             check_rows(case, call(case), [*range(min(n, 200)), n - 1])
     finally:
-        plans.forward.cache_clear()
-        launch._prepare.cache_clear()
+        plans.plan.cache_clear()
 
 
 @poisoned
@@ -248,7 +248,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 @poisoned
 @pytest.mark.parametrize("how", [misaligned, odd_pitch, transposed])
 def test_operands_that_tma_cannot_read_are_copied_and_said_once(how, caplog):
-    launch._log_copy.cache_clear()
+    launch.device._log_copy.cache_clear()
     case = random_case(70, 64, 500, BF16).to("cuda")
     strange = moved(case, how)
     with caplog.at_level(logging.WARNING, "cute_lce"):
@@ -265,7 +265,7 @@ def test_operands_that_tma_cannot_read_are_copied_and_said_once(how, caplog):
 @pytest.mark.parametrize("d", [1, 7, 100, 4097])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_features_that_are_no_multiple_of_8(d, dtype, caplog):
-    launch._log_copy.cache_clear()
+    launch.device._log_copy.cache_clear()
     case = random_case(40, d, 700, dtype).to("cuda")
     with caplog.at_level(logging.WARNING, "cute_lce"):
         check_rows(case, call(case), list(range(40)))
@@ -276,7 +276,7 @@ def test_features_that_are_no_multiple_of_8(d, dtype, caplog):
 
 @poisoned
 def test_rows_of_a_larger_matrix_are_read_where_they_are(caplog):
-    launch._log_copy.cache_clear()
+    launch.device._log_copy.cache_clear()
     case = random_case(70, 64, 500, BF16).to("cuda")
     wide = torch.full((70, 80), torch.nan, dtype=BF16, device="cuda")
     wide[:, 8:72] = case.input
@@ -289,8 +289,8 @@ def test_rows_of_a_larger_matrix_are_read_where_they_are(caplog):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wide_dtypes_take_the_streaming_path(dtype):
     device = torch.device("cuda", torch.cuda.current_device())
-    assert ops.implementation(device, dtype) is streaming
-    assert all(ops.implementation(device, narrow) is launch for narrow in NARROW)
+    assert ops.implementation(device, dtype) is STREAMING
+    assert all(ops.implementation(device, narrow) is KERNELS for narrow in NARROW)
     random_case(40, 64, 700, dtype).to("cuda").check(linear_cross_entropy)
 
 

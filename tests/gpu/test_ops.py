@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from cute_lce import LinearCrossEntropy, linear_cross_entropy, ops
+from cute_lce.plan.problem import NO_LIMITS, Problem
 from tests import numerics
 from tests.numerics import (
     CASES,
@@ -34,10 +35,11 @@ SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
 
 def serves(schedule: str, case: Case, reduction: str = "mean", need_dweight: bool = True) -> bool:
     """Whether the device's implementation takes an explicit request, or refuses it by name."""
-    V, d = case.linear_weight.shape
-    arguments = (d, V, case.input.dtype, "cuda", schedule, reduction, True, need_dweight, 0, 0)
+    (V, d), dtype = case.linear_weight.shape, case.input.dtype
+    problem = Problem(case.target.numel(), d, V, dtype is torch.float16, need_dweight=need_dweight)
+    implementation = ops.implementation(case.input.device, dtype)
     try:
-        ops.implementation(case.input.device, case.input.dtype).plan(case.target.numel(), *arguments)
+        implementation.choose(problem, dtype, "cuda", schedule, reduction, NO_LIMITS)
     except ValueError as refusal:
         if not str(refusal).startswith("schedule:"):
             raise
@@ -380,7 +382,7 @@ def test_cuda_graph(schedule, dtype):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_compile_fullgraph(schedule, backend):
+def test_compile_fullgraph(schedule, backend, fresh_inductor):
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend, dynamic=True)
     for n in (37, 64, 129):
@@ -389,7 +391,7 @@ def test_compile_fullgraph(schedule, backend):
 
 @pytest.mark.parametrize("schedule", ["recompute", "keep"])
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_compile_with_cuda_graphs_in_a_fresh_process(mode, schedule):
+def test_compile_with_cuda_graphs_in_a_fresh_process(mode, schedule, tmp_path):
     """The first call of all runs in a graph's memory pool, where nothing that it caches may stay."""
     code = f"""
 import torch
@@ -407,8 +409,11 @@ for seed in range(6):
 assert not counters["inductor"]["cudagraph_skips"], counters["inductor"]
 print("all steps done")
 """
-    root = Path(__file__).parents[1]
-    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True
+    )
     assert process.returncode == 0, process.stderr
     assert process.stdout.endswith("all steps done\n"), process.stdout
 
@@ -476,7 +481,7 @@ def test_trace(dtype):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", NARROW)
-def test_autocast(dtype, compiled):
+def test_autocast(dtype, compiled, fresh_inductor):
     case = random_case(200, 64, 1001, torch.float32).to("cuda")
     hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     torch._dynamo.reset()

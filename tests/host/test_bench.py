@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import errors, host_time, providers, run, shapes, timing, train_lm
+from bench import errors, host_time, providers, run, shapes, timing, yardstick
+from bench.floor import Floor
+from bench.inputs import Reference, make_inputs
+from examples import corpus, train_lm
 
 CPU = torch.device("cpu")
 
@@ -91,8 +94,8 @@ def test_shapes_are_read_by_table_and_by_number():
 @pytest.mark.parametrize("rows", ["untrained", "mixed", "confident"])
 def test_reference_equals_autograd_in_float64(rows):
     shape = shapes.Shape(37, 64, 151)
-    inputs = run.make_inputs(shape, torch.float32, rows, CPU)
-    reference = run.Reference(inputs)
+    inputs = make_inputs(shape, torch.float32, rows, CPU)
+    reference = Reference(inputs)
     hidden, weight = inputs.hidden.double().requires_grad_(), inputs.weight.double().requires_grad_()
     losses = F.cross_entropy(hidden @ weight.T, inputs.target, reduction="none")
     losses.backward(inputs.upstream.double())
@@ -111,7 +114,7 @@ def test_reference_equals_autograd_in_float64(rows):
 
 def test_floor_multiplies_every_token_with_the_padded_vocabulary(monkeypatch):
     shape = shapes.Shape(4096 + 8, 8, 70)
-    inputs = run.make_inputs(shape, torch.float32, "untrained", CPU)
+    inputs = make_inputs(shape, torch.float32, "untrained", CPU)
     products = []
     mm = torch.mm
 
@@ -120,17 +123,17 @@ def test_floor_multiplies_every_token_with_the_padded_vocabulary(monkeypatch):
         return mm(a, b, out=out)
 
     monkeypatch.setattr(torch, "mm", counted)
-    run.Floor(inputs, backward=True, frozen="")()
+    Floor(inputs, backward=True, frozen="")()
     assert products == [
         *((4096, 8, 128), (8, 8, 128)),
         *((4096, 128, 8), (8, 128, 8)),
         *((128, 4096, 8), (128, 8, 8)),
     ]
     products.clear()
-    run.Floor(inputs, backward=True, frozen="weight")()
+    Floor(inputs, backward=True, frozen="weight")()
     assert len(products) == 4
     products.clear()
-    run.Floor(inputs, backward=False, frozen="")()
+    Floor(inputs, backward=False, frozen="")()
     assert products == [(4096, 8, 128), (8, 8, 128)]
 
 
@@ -320,7 +323,7 @@ def test_errors_end_with_status_1_if_ours_are_wrong(fault, monkeypatch, capsys):
 
 
 def test_the_yardstick_is_fp32_logits_with_dlogits_rounded_once():
-    problem = errors.Problem(shapes.Shape(40, 64, 131), "mixed", "none", CPU)
+    problem = yardstick.Problem(shapes.Shape(40, 64, 131), "mixed", "none", CPU)
     hidden, weight = (t.double().requires_grad_() for t in (problem.hidden, problem.weight))
     losses = F.cross_entropy(hidden @ weight.T, problem.target, reduction="none")
     losses.backward(problem.upstream.double())
@@ -355,23 +358,23 @@ def tiny_library(tmp_path, monkeypatch):
     skipped = root / "site-packages" / "other.py"
     skipped.parent.mkdir()
     skipped.write_text("raise SystemExit\n", encoding="utf-8")
-    monkeypatch.setattr(train_lm.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(root))
     return root
 
 
 def test_files_are_sorted_and_others_packages_are_left_out(tiny_library):
-    files = [f.as_posix() for f in train_lm.source_files(tiny_library)]
+    files = [f.as_posix() for f in corpus.source_files(tiny_library)]
     assert files == sorted(files)
     assert len(files) == 60
     assert not any("site-packages" in f for f in files)
 
 
 def test_the_vocabulary_gives_the_text_back(tiny_library):
-    texts = train_lm.read_texts(tiny_library, train_lm.source_files(tiny_library))
-    tokenizer = train_lm.build_tokenizer(texts, 400)
+    texts = corpus.read_texts(tiny_library, corpus.source_files(tiny_library))
+    tokenizer = corpus.build_tokenizer(texts, 400)
     text = "def f(x):\n    return 'ü€' + x\n"
-    assert tokenizer.decode(train_lm.encode(tokenizer, [text]).tolist()[:-1]) == text
-    again = train_lm.build_tokenizer(texts, 400)
+    assert tokenizer.decode(corpus.encode(tokenizer, [text]).tolist()[:-1]) == text
+    again = corpus.build_tokenizer(texts, 400)
     assert tokenizer.get_vocab() == again.get_vocab()
 
 

@@ -15,25 +15,37 @@ from typing import Any
 
 import pytest
 
-from cute_lce import compiled
-from cute_lce import plan as plans
-from cute_lce.plan import KernelConfig
+import cute_lce
+from cute_lce.arch import KernelConfig, architecture
+from cute_lce.compile import cache
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from tests.host.modules import closure
 
-CONFIG = KernelConfig("sm_90a", tile_m=64, tile_n=64, warpgroups=1, pingpong=False, cluster_m=1, stages=2)
-KEY = plans.forward_key(CONFIG)
+PACKAGE = Path(cute_lce.__file__).parent
+CONFIG = dataclasses.replace(
+    architecture("sm_90a").configs[0],
+    tile_m=64,
+    tile_n=64,
+    warpgroups=1,
+    pingpong=False,
+    cluster_m=1,
+    stages=2,
+)
+KEY = ForwardKey(CONFIG)
 
 # Runs in a process of its own: loads or compiles KEY, prints what was needed for it.
 LOAD = f"""
 import sys, time
 import torch
-from cute_lce import compiled
-from cute_lce.plan import KernelConfig
+from cute_lce.arch import KernelConfig
+from cute_lce.compile import cache
+from cute_lce.plan.kernels import ForwardKey
 key = {KEY!r}
 start = time.perf_counter()
-function = compiled.get(key)
+function = cache.get(key)
 seconds = time.perf_counter() - start
 assert callable(function)
-assert function is compiled.get(key)
+assert function is cache.get(key)
 print("cutlass" in sys.modules, seconds)
 """
 
@@ -53,7 +65,7 @@ def folder(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     copy = tmp_path / "cache"
     shutil.copytree(filled, copy)
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(copy))
-    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(cache, "_functions", {})
     return copy
 
 
@@ -92,71 +104,89 @@ def only_file(folder: Path) -> Path:
 
 
 def variants():
-    """(what differs, key) for every field of the key."""
-    yield "target dtype", plans.forward_key(CONFIG, target_dtype="int32")
-    yield "dtype", plans.forward_key(CONFIG, "float16")
-    yield "kind", ("backward", *KEY[1:])
+    """(what differs, key) for every field of both kinds of key."""
+    other = dataclasses.replace(CONFIG, pace=0)
+    backward = BackwardKey(CONFIG, CONFIG, CONFIG)
+    yield "kind", backward
+    for key in (KEY, backward):
+        for name, value in key._asdict().items():
+            if name != "config":
+                another = {"dtype": "float16", "target_dtype": "int32", "keeps": True}.get(name, other)
+                assert another != value
+                yield f"{name} of {type(key).__name__}", key._replace(**{name: another})
     for field in dataclasses.fields(KernelConfig):
         value = getattr(CONFIG, field.name)
         other = "sm_100a" if field.name == "arch" else (not value if type(value) is bool else value + 1)
-        yield field.name, plans.forward_key(dataclasses.replace(CONFIG, **{field.name: other}))
+        yield field.name, ForwardKey(dataclasses.replace(CONFIG, **{field.name: other}))
 
 
 def test_every_field_is_in_the_key():
-    digests = {what: compiled._digest(key) for what, key in variants()}
-    assert len(digests) == 3 + len(dataclasses.fields(KernelConfig))
-    assert len({*digests.values(), compiled._digest(KEY)}) == len(digests) + 1
+    digests = {what: cache._digest(key) for what, key in variants()}
+    keys = (len(ForwardKey._fields) - 1) + len(BackwardKey._fields)
+    assert len(digests) == 1 + keys + len(dataclasses.fields(KernelConfig))
+    assert len({*digests.values(), cache._digest(KEY)}) == len(digests) + 1
 
 
 def test_equal_keys_have_equal_names():
-    again = plans.forward_key(dataclasses.replace(CONFIG))
-    assert compiled._digest(KEY) == compiled._digest(again)
+    again = ForwardKey(dataclasses.replace(CONFIG))
+    assert cache._digest(KEY) == cache._digest(again)
 
 
 def test_versions_sources_and_host_are_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    fresh = compiled._environment.__wrapped__
+    fresh = cache._environment.__wrapped__
     before = fresh()
     with monkeypatch.context() as patch:
         for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-            version = compiled.importlib.metadata.version
+            version = cache.importlib.metadata.version
             patch.setattr(
-                compiled.importlib.metadata,
+                cache.importlib.metadata,
                 "version",
                 lambda n, name=name, v=version: v(n) + "x" * (n == name),
             )
             assert fresh() != before
             patch.undo()
         for name in ("machine", "system"):
-            patch.setattr(compiled.platform, name, lambda: "another")
+            patch.setattr(cache.platform, name, lambda: "another")
             assert fresh() != before
             patch.undo()
     assert fresh() == before
 
-    package = Path(compiled.__file__).parent
     copy = tmp_path / "cute_lce"
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(compiled, "__file__", str(copy / "compiled.py"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "__file__", str(copy / "compile" / "cache.py"))
     assert fresh() == before, "where the package lies does not matter"
-    sources = [*copy.glob("kernels/*.py"), copy / "plan.py", copy / "compiled.py"]
-    assert len(sources) > 6
+    sources = [*traced(copy), *copy.glob("compile/*.py")]
+    assert len(sources) > 20
     for source in sources:
         original = source.read_bytes()
         source.write_bytes(original + b"\n")
-        assert fresh() != before, source.name
+        assert fresh() != before, source
         source.write_bytes(original)
+    assert fresh() == before
     (copy / "kernels" / "another.py").write_text("")
     assert fresh() != before
+
+
+def traced(package: Path) -> set[Path]:
+    """The files that compiling a key imports."""
+    return closure(package, [package / "compile" / "trace.py", *package.glob("kernels/**/*.py")])
+
+
+def test_every_file_that_a_compile_imports_is_in_the_key():
+    needed = {path.relative_to(PACKAGE).as_posix() for path in traced(PACKAGE)}
+    assert {"arch.py", "arguments.py", "plan/kernels.py", "kernels/entry/types.py"} <= needed
+    assert needed <= {path.relative_to(PACKAGE).as_posix() for path in cache.source_files(PACKAGE)}
 
 
 def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path / "explicit"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert compiled.cache_dir() == tmp_path / "explicit"
+    assert cache.cache_dir() == tmp_path / "explicit"
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", "")
-    assert compiled.cache_dir() == tmp_path / "xdg" / "cute_lce"
+    assert cache.cache_dir() == tmp_path / "xdg" / "cute_lce"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiled.cache_dir() == tmp_path / ".cache" / "cute_lce"
+    assert cache.cache_dir() == tmp_path / ".cache" / "cute_lce"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -173,10 +203,10 @@ def test_a_hit_imports_no_cutlass_and_takes_well_under_a_second(filled: Path):
 
 
 def test_a_hit_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiled, "_build", None)
-    function = compiled.get(KEY)
+    monkeypatch.setattr(cache, "_build", None)
+    function = cache.get(KEY)
     shutil.rmtree(folder)
-    assert compiled.get(KEY) is function, "the second look finds it in memory"
+    assert cache.get(KEY) is function, "the second look finds it in memory"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -216,15 +246,15 @@ def test_a_spoiled_file_is_a_miss_and_is_replaced(
     assert path.read_bytes() != good
     builds = []
 
-    def build(key: tuple, where: Path) -> None:
+    def build(key: Key, where: Path) -> None:
         builds.append(key)
         assert where == path
         where.with_suffix(".new").write_bytes(good)
         os.replace(where.with_suffix(".new"), where)
 
-    monkeypatch.setattr(compiled, "_build", build)
+    monkeypatch.setattr(cache, "_build", build)
     with caplog.at_level(logging.WARNING, "cute_lce"):
-        assert callable(compiled.get(KEY))
+        assert callable(cache.get(KEY))
     assert builds == [KEY]
     assert str(path) in caplog.text
     assert only_file(folder).read_bytes() == good
@@ -232,13 +262,13 @@ def test_a_spoiled_file_is_a_miss_and_is_replaced(
 
 def test_another_keys_file_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A library that loads well, under the name of another key: it would run the wrong kernel."""
-    other = plans.forward_key(CONFIG, "float16")
+    other = ForwardKey(CONFIG, "float16")
     path = only_file(folder)
-    path.rename(folder / f"{compiled._digest(other)}.so")
+    path.rename(folder / f"{cache._digest(other)}.so")
     called = []
-    monkeypatch.setattr(compiled, "_build", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(cache, "_build", lambda *arguments: called.append(arguments))
     with pytest.raises(RuntimeError, match="just compiled and cannot be loaded"):
-        compiled.get(other)
+        cache.get(other)
     assert len(called) == 1
 
 
@@ -256,10 +286,10 @@ def test_a_spoiled_file_is_compiled_again(folder: Path):
 
 @pytest.fixture
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch):
-    def build(key: tuple, path: Path) -> None:
+    def build(key: Key, path: Path) -> None:
         raise AssertionError(f"{path}: compiled")
 
-    monkeypatch.setattr(compiled, "_build", build)
+    monkeypatch.setattr(cache, "_build", build)
 
 
 def refusal(path: Path, mode: str, mend: str, owner: int | None = None) -> str:
@@ -277,9 +307,9 @@ def test_a_folder_that_others_may_write_is_refused(
 ):
     folder.chmod(mode)
     with pytest.raises(PermissionError, match=refusal(folder, shown, f"chmod go-w {folder}, or name a ")):
-        compiled.get(KEY)
+        cache.get(KEY)
     folder.chmod(0o755)
-    assert callable(compiled.get(KEY)), "others may read"
+    assert callable(cache.get(KEY)), "others may read"
 
 
 @pytest.mark.parametrize(("mode", "shown"), [(0o620, "-rw--w----"), (0o606, "-rw----rw-")])
@@ -289,9 +319,9 @@ def test_a_file_that_others_may_write_is_refused(
     path = only_file(folder)
     path.chmod(mode)
     with pytest.raises(PermissionError, match=refusal(path, shown, "remove it, or name a folder")):
-        compiled.get(KEY)
+        cache.get(KEY)
     path.chmod(0o644)
-    assert callable(compiled.get(KEY)), "others may read"
+    assert callable(cache.get(KEY)), "others may read"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file away")
@@ -299,11 +329,11 @@ def test_what_another_user_owns_is_refused_to_root_too(folder: Path, nothing_is_
     path = only_file(folder)
     os.chown(path, 1234, -1)
     with pytest.raises(PermissionError, match=refusal(path, "-rw-------", "remove it", 1234)):
-        compiled.get(KEY)
+        cache.get(KEY)
     os.chown(folder, 1234, -1)
     mend = "run; name a folder of your own in CUTE_LCE_CACHE_DIR"
     with pytest.raises(PermissionError, match=refusal(folder, "drwx------", mend, 1234)):
-        compiled.get(KEY)
+        cache.get(KEY)
 
 
 def test_what_another_user_owns_is_refused(
@@ -312,7 +342,7 @@ def test_what_another_user_owns_is_refused(
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(PermissionError, match=refusal(folder, "drwx------", "; name a", owner)):
-        compiled.get(KEY)
+        cache.get(KEY)
 
 
 def test_links(folder: Path, nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -322,15 +352,15 @@ def test_links(folder: Path, nothing_is_compiled: None, monkeypatch: pytest.Monk
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(link))
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match=refusal(link, "drwxrwxrwx", "chmod go-w")):
-        compiled.get(KEY)
+        cache.get(KEY)
     folder.chmod(0o700)
     path = only_file(folder)
     path.rename(tmp_path / "moved.so")
     path.symlink_to(tmp_path / "moved.so")
     with pytest.raises(PermissionError, match=refusal(link / path.name, "lrwxrwxrwx", "remove it")):
-        compiled.get(KEY)
+        cache.get(KEY)
     (tmp_path / "moved.so").replace(path)
-    assert callable(compiled.get(KEY))
+    assert callable(cache.get(KEY))
 
 
 def test_what_is_no_file_is_refused(folder: Path, nothing_is_compiled: None):
@@ -338,13 +368,13 @@ def test_what_is_no_file_is_refused(folder: Path, nothing_is_compiled: None):
     path.unlink()
     os.mkfifo(path, 0o600)
     with pytest.raises(PermissionError, match=refusal(path, "prw-------", "remove it")):
-        compiled.get(KEY)
+        cache.get(KEY)
 
 
 @pytest.mark.parametrize("which", ["file", "folder"])
 def test_what_was_checked_is_what_is_loaded(which: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Another file, or folder, under the path by the time of the load: nobody looks there again."""
-    path, seal = only_file(folder), compiled._seal
+    path, seal = only_file(folder), cache._seal
 
     def exchange(name: str, library: bytes) -> bytes:
         if which == "folder":
@@ -355,9 +385,9 @@ def test_what_was_checked_is_what_is_loaded(which: str, folder: Path, monkeypatc
         path.write_bytes(b"not a library")
         return seal(name, library)
 
-    monkeypatch.setattr(compiled, "_build", None)
-    monkeypatch.setattr(compiled, "_seal", exchange)
-    assert callable(compiled.get(KEY))
+    monkeypatch.setattr(cache, "_build", None)
+    monkeypatch.setattr(cache, "_seal", exchange)
+    assert callable(cache.get(KEY))
 
 
 def test_libraries_loaded_in_turn_are_different_ones(tmp_path: Path):
@@ -367,7 +397,7 @@ def test_libraries_loaded_in_turn_are_different_ones(tmp_path: Path):
         source, library = tmp_path / "kernel.c", tmp_path / "kernel.so"
         source.write_text(LIBRARY % number)
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-        found.append(compiled._load_bytes("kernel", library.read_bytes())())
+        found.append(cache._load_bytes("kernel", library.read_bytes())())
     assert found == [1, 2]
 
 
@@ -388,7 +418,7 @@ def test_what_is_made_is_its_owners_alone(mask: int, tmp_path: Path, monkeypatch
     """Whatever the umask; and what this makes, it takes."""
     folder = tmp_path / "parent" / "cache"
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(folder))
-    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(cache, "_functions", {})
 
     class Object:
         def export_to_c(self, path: str, **options):
@@ -397,10 +427,10 @@ def test_what_is_made_is_its_owners_alone(mask: int, tmp_path: Path, monkeypatch
             subprocess.run(["cc", "-fPIC", "-c", "-o", path, source], check=True)
             assert Path(path).parent.stat().st_mode & 0o777 == 0o700
 
-    monkeypatch.setattr(compiled, "trace", lambda key: Object())
+    monkeypatch.setattr(cache, "trace", lambda key: Object())
     before = os.umask(mask)
     try:
-        function: Any = compiled.get(KEY)
+        function: Any = cache.get(KEY)
     finally:
         os.umask(before)
     assert function() == 7
@@ -416,32 +446,34 @@ def test_eight_processes_at_once(tmp_path: Path):
     """All of them miss; each gets its function, and one good file and nothing else is left."""
     folder = tmp_path / "does" / "not" / "exist yet"
     processes = [start(folder) for _ in range(8)]
-    assert any(finish(process)[0] for process in processes)
+    # All of them are waited for, whoever was first.
+    imported = [finish(process)[0] for process in processes]
+    assert any(imported)
     only_file(folder)
     assert not load(folder)[0]
 
 
 def test_nothing_is_left_when_a_compile_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(cache, "_functions", {})
 
     class Object:
         def export_to_c(self, path, **options):
             Path(path).write_bytes(b"not an object")
 
-    monkeypatch.setattr(compiled, "trace", lambda key: Object())
+    monkeypatch.setattr(cache, "trace", lambda key: Object())
     with pytest.raises(RuntimeError, match="could not link"):
-        compiled.get(KEY)
+        cache.get(KEY)
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no-such-compiler: not found.*set CC"):
-        compiled.get(KEY)
+        cache.get(KEY)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_process_left_is_swept_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiled, "_functions", {})
-    monkeypatch.setattr(compiled, "trace", lambda key: 1 / 0)
+    monkeypatch.setattr(cache, "_functions", {})
+    monkeypatch.setattr(cache, "trace", lambda key: 1 / 0)
     old, fresh, other = (
         tmp_path / name for name in (".compiling-old", ".compiling-fresh", "somebody's folder")
     )
@@ -451,7 +483,7 @@ def test_what_a_killed_process_left_is_swept_after_an_hour(tmp_path: Path, monke
         then = time.time() - 3600 * age
         os.utime(path, (then, then))
     with pytest.raises(ZeroDivisionError):
-        compiled.get(KEY)
+        cache.get(KEY)
     assert {path.name for path in tmp_path.iterdir()} == {fresh.name, other.name}
 
     # Another process may remove it first.
@@ -465,13 +497,17 @@ def test_what_a_killed_process_left_is_swept_after_an_hour(tmp_path: Path, monke
         return stat(self, **options)
 
     monkeypatch.setattr(Path, "stat", gone)
-    compiled._sweep(tmp_path)
+    cache._sweep(tmp_path)
     assert not os.path.exists(old)
 
 
 def test_the_configs_of_plans_are_compiled_from_one_place():
-    """Nothing but `compiled` calls the DSL's compiler."""
-    package = Path(compiled.__file__).parent
-    callers = [path.name for path in package.rglob("*.py") if "cute.compile(" in path.read_text()]
-    assert set(callers) <= {"forward.py", "backward.py"}
-    assert plans.configs("sm_90a")
+    """Nothing but the entries, which nothing but `compile.trace` imports, calls the DSL's compiler."""
+
+    def users(text: str) -> set[str]:
+        files = PACKAGE.rglob("*.py")
+        return {path.relative_to(PACKAGE).as_posix() for path in files if text in path.read_text()}
+
+    assert users("cute.compile(") == {"kernels/entry/forward.py", "kernels/entry/backward.py"}
+    assert users("compile_forward") == {"kernels/entry/forward.py", "compile/trace.py"}
+    assert users("compile_backward") == {"kernels/entry/backward.py", "compile/trace.py"}

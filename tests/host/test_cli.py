@@ -5,12 +5,21 @@ import os
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import cute_lce
-from cute_lce import cli, compiled, launch, ops, plan
+from cute_lce import cli
+from cute_lce.arch import ARCHITECTURES, Gpu, architecture
+from cute_lce.compile import cache
+from cute_lce.launch import KERNELS
+from cute_lce.ops.select import DTYPES, implementation
+from cute_lce.plan import backward, forward
+from cute_lce.plan.kernels import kernels
+from cute_lce.plan.problem import Limits, Problem
+from cute_lce.streaming import STREAMING
 
 
 def test_info_names_versions_and_the_cpu_path(capsys):
@@ -34,9 +43,9 @@ def test_info_says_why_there_is_no_cuda(capsys):
 def test_info_agrees_with_the_dispatch(capsys):
     cli.main(["info"])
     lines = capsys.readouterr().out.splitlines()
-    for dtype in ops.DTYPES:
+    for dtype in DTYPES:
         line = next(line for line in lines if line.startswith(f"cuda:0 {str(dtype).removeprefix('torch.')} "))
-        streaming = ops.implementation(torch.device("cuda", 0), dtype).__name__ == "cute_lce.streaming"
+        streaming = implementation(torch.device("cuda", 0), dtype) is STREAMING
         assert ("streaming path" in line) == streaming
 
 
@@ -91,7 +100,7 @@ def printed_tables(capsys) -> tuple[dict[str, str], dict[str, str]]:
     return table(forward), table(backward)
 
 
-@pytest.mark.parametrize("arch", plan.DEVICES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("options", [[], ["--window", "1000"], ["--sms", "66"]], ids=" ".join)
 def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     n, d, vocab = 1000, 512, 50257
@@ -99,23 +108,25 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     assert cli.main([*argv, *options]) == 0
     table, _ = printed_tables(capsys)
     given = dict(zip(options[::2], map(int, options[1::2]), strict=True))
-    sms = given.get("--sms", plan.DEVICES[arch].sms)
-    wanted = plan.forward(arch, n, d, vocab, sms, given.get("--window", 0))
-    for part in (wanted, wanted.config):
-        for field in dataclasses.fields(part):
-            if field.name != "config":
-                assert table[field.name] == str(getattr(part, field.name))
+    row = architecture(arch)
+    sms = given.get("--sms", row.sms)
+    wanted = forward.plan(Gpu(arch, sms), n, d, vocab, Limits(given.get("--window", 0)))
+    groups = {"config": wanted.config, "sweep": wanted.sweep, "gemm": wanted.sweep.gemm}
+    named = {**vars(wanted), **vars(wanted.config), **wanted.sweep._asdict(), **wanted.sweep.gemm._asdict()}
+    assert groups.keys() < named.keys()
+    for name, value in named.items():
+        if name not in groups:
+            assert table[name] == str(value)
     assert int(table["windows"]) * int(table["window"].split()[0]) >= vocab
     assert table["arch"] == arch
-    device = plan.DEVICES[arch]
     config = wanted.config
-    assert table["shared memory"] == f"{config.shared_memory:,} of {device.shared_memory:,} bytes"
-    assert table.get("tensor memory") == ("512 of 512 columns" if plan.is_blackwell(arch) else None)
-    assert table["SMs"] == f"{wanted.clusters * config.cluster_m * config.cluster_n} of {sms}"
+    assert table["shared memory"] == f"{config.shared_memory:,} of {row.shared_memory:,} bytes"
+    assert table.get("tensor memory") == ("512 of 512 columns" if row.tmem_columns else None)
+    assert table["SMs"] == f"{wanted.sweep.gemm.clusters * config.cluster_m * config.cluster_n} of {sms}"
     flops = 2 * n * d * vocab
     assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
-    _, peak, _, full = cli.DATA_SHEETS[arch]
-    assert float(table["compute"].split()[0]) == pytest.approx(flops / (peak * sms / full) * 1e3, abs=1e-3)
+    peak = row.data_sheet.flops * sms / row.data_sheet.sms
+    assert float(table["compute"].split()[0]) == pytest.approx(flops / peak * 1e3, abs=1e-3)
     assert float(table["floor"].split()[0]) >= float(table["memory"].split()[0])
 
 
@@ -135,11 +146,11 @@ def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule,
     _, table = printed_tables(capsys)
     given = dict(zip(*[iter(options.split())] * 2, strict=True))
     needs = given.get("--frozen") != "hidden", given.get("--frozen") != "weight"
-    window, workspace = int(given.get("--window", 0)), int(given.get("--workspace-mb", 0)) << 20
-    found, kept = launch.plan(
-        n, d, vocab, getattr(torch, dtype), "cuda", schedule, "mean", *needs, window, workspace
-    )
-    wanted = plan.backward("sm_90a", n, d, vocab, 132, dtype == "float16", *needs, kept, window, workspace)
+    workspace = int(given.get("--workspace-mb", 0)) << 20
+    limits = Limits(int(given.get("--window", 0)), workspace)
+    problem = Problem(n, d, vocab, dtype == "float16", *needs)
+    found, kept = KERNELS.choose(problem, getattr(torch, dtype), "cuda", schedule, "mean", limits)
+    wanted = backward.plan(Gpu("sm_90a", 132), problem, kept, limits)
     assert table["schedule"] == found
     assert table["kept"] == f"{kept} columns"
     stripes = len(wanted.stripes) - (kept > 0)
@@ -172,6 +183,7 @@ def test_plan_refuses_what_the_call_would_refuse(capsys):
         ("plan --n 8 --d 8 --vocab 8 --arch sm_70", "--arch"),
         ("plan --n 8 --d 8 --arch sm_90a", "--vocab"),
         ("compile --arch sm_90a --d 8 --vocab 8 --dtype float64", "--dtype"),
+        ("compile --arch sm_120a", "--arch"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(argv, named, capsys):
@@ -183,19 +195,24 @@ def test_a_wrong_option_is_refused_by_name(argv, named, capsys):
 
 def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     """Whatever `plan.kernels` lists, of any kind, is asked for and named."""
-    keys = [("sideways", 1), *plan.kernels("sm_90a", "float16", "int32")]
+
+    class Sideways(NamedTuple):
+        number: int
+
+    keys = [Sideways(1), *kernels("sm_90a", "float16", "int32")]
     asked = []
-    monkeypatch.setattr(plan, "kernels", lambda *_: keys)
-    monkeypatch.setattr(compiled, "get", asked.append)
+    monkeypatch.setattr(cli, "kernels", lambda *_: keys)
+    monkeypatch.setattr(cache, "get", asked.append)
     assert cli.main(["compile", "--arch", "sm_90a", "--dtype", "float16", "--target-dtype", "int32"]) == 0
     assert asked == keys
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[2] for line in lines] == ["sideways", "forward", "forward", "backward"]
+    named = [line.split()[2].partition("(")[0] for line in lines]
+    assert named == ["Sideways", "ForwardKey", "ForwardKey", "BackwardKey"]
 
 
 def test_compile_says_why_it_refuses_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(cache, "_functions", {})
     tmp_path.chmod(0o777)
     assert cli.main(["compile", "--arch", "sm_90a"]) == 1
     assert f"cute-lce compile: {tmp_path}: got owner" in capsys.readouterr().err
@@ -204,9 +221,9 @@ def test_compile_says_why_it_refuses_a_folder(tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="the DSL is for Linux")
 def test_compile_fills_the_cache_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiled, "_functions", {})
-    one = plan.configs("sm_90a")[:1]
-    monkeypatch.setattr(plan, "configs", lambda arch: one)
+    monkeypatch.setattr(cache, "_functions", {})
+    row = architecture("sm_90a")
+    monkeypatch.setitem(ARCHITECTURES, "sm_90a", dataclasses.replace(row, forward=row.forward[:1]))
     argv = ["compile", "--arch", "sm_90a", "--d", "64", "--vocab", "1000"]
     assert cli.main(argv) == 0
     # One configuration's forward, the one that keeps, and the backward.
@@ -219,6 +236,6 @@ def test_compile_fills_the_cache_without_a_gpu(tmp_path, monkeypatch, capsys):
     def no_second_compile(*args):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiled, "_functions", {})
-    monkeypatch.setattr(compiled, "trace", no_second_compile)
+    monkeypatch.setattr(cache, "_functions", {})
+    monkeypatch.setattr(cache, "trace", no_second_compile)
     assert cli.main(argv) == 0

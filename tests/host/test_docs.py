@@ -9,12 +9,12 @@ from torch import nn
 
 import cute_lce
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path for pattern in ("*.md", "docs/*.md", "bench/**/*.md", "tests/**/*.md") for path in ROOT.glob(pattern)
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-FILE = re.compile(r"`((?:cute_lce|bench|tests|docs)/[\w./-]+\.(?:py|md|json|toml))`")
+FILE = re.compile(r"`((?:cute_lce|bench|examples|tests|docs)/[\w./-]+\.(?:py|md|json|toml))`")
 
 
 def anchors(text: str) -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cute_lce import linear_cross_entropy
+from cute_lce import LinearCrossEntropy, linear_cross_entropy
 from tests import numerics
 from tests.numerics import CASES, DTYPES
 
@@ -301,9 +301,15 @@ def good() -> dict[str, Any]:
         ({"reduction": None}, TypeError, "reduction: got NoneType"),
         ({"schedule": "fast"}, ValueError, "schedule: got 'fast'"),
         ({"schedule": 1}, TypeError, "schedule: got int"),
+        ({"schedule": None}, TypeError, "schedule: got NoneType"),
+        ({"reduction": ["mean"]}, TypeError, "reduction: got list"),
         ({"ignore_index": "no"}, TypeError, "ignore_index: got str"),
         ({"ignore_index": 1.5}, TypeError, "ignore_index: got float"),
+        ({"ignore_index": True}, TypeError, "ignore_index: got bool"),
+        ({"ignore_index": torch.tensor(3)}, TypeError, "ignore_index: got Tensor"),
         ({"workspace_mb": "1"}, TypeError, "workspace_mb: got str"),
+        ({"workspace_mb": True}, TypeError, "workspace_mb: got bool"),
+        ({"workspace_mb": torch.tensor(3.0)}, TypeError, "workspace_mb: got Tensor"),
         ({"workspace_mb": 0}, ValueError, "workspace_mb: got 0"),
         ({"workspace_mb": -1}, ValueError, "workspace_mb: got -1"),
         ({"workspace_mb": math.nan}, ValueError, "workspace_mb: got nan"),
@@ -311,6 +317,9 @@ def good() -> dict[str, Any]:
         ({"window": 0}, ValueError, "window: got 0"),
         ({"window": -5}, ValueError, "window: got -5"),
         ({"window": 2.0}, TypeError, "window: got float"),
+        ({"window": "64"}, TypeError, "window: got str"),
+        ({"window": True}, TypeError, "window: got bool"),
+        ({"window": torch.tensor(64)}, TypeError, "window: got Tensor"),
         ({"target": torch.tensor([0, 1, 10, 2])}, ValueError, "target: got 10 at token 2"),
         ({"target": torch.tensor([0, -1, 3, 2])}, ValueError, "target: got -1 at token 1"),
         ({"target": torch.tensor([0, -100, 3, 2]), "ignore_index": 3}, ValueError, "target: got -100"),
@@ -325,6 +334,22 @@ def test_refused(change, error, message, schedule):
         arguments["input"].requires_grad_()
     with pytest.raises(error, match=message):
         linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("name", ["window", "workspace_mb", "ignore_index"])
+def test_true_is_refused_after_one_was_used(name):
+    """True equals 1, and would find what was prepared for it."""
+    arguments = good()
+    one: dict[str, Any] = {name: 1}
+    true: dict[str, Any] = {name: True}
+    head = LinearCrossEntropy(8, 10, **one)
+    for _ in range(2):
+        linear_cross_entropy(**arguments, **one)
+        head(arguments["input"], arguments["target"])
+    with pytest.raises(TypeError, match=f"{name}: got bool"):
+        linear_cross_entropy(**arguments, **true)
+    with pytest.raises(TypeError, match=f"{name}: got bool"):
+        LinearCrossEntropy(8, 10, **true)
 
 
 def test_grad_in_forward_refuses_per_token_upstream():

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from cute_lce import linear_cross_entropy, streaming
+from cute_lce import linear_cross_entropy
+from cute_lce.streaming.memory import CPU_LOGITS_BYTES, ROW_BYTES
 
 MIB = 1 << 20
 n, d, V = 512, 32, 32768
@@ -77,7 +78,7 @@ def test_forward_holds_one_window(dtype):
         peak, largest = infer(operands(dtype), window=window)
         widened = 0 if dtype.itemsize >= 4 else (n + window) * d * wide
         assert largest <= max(n * window * wide, n * d * wide)
-        assert peak <= n * window * wide + widened + streaming._ROW_BYTES * n
+        assert peak <= n * window * wide + widened + ROW_BYTES * n
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -88,7 +89,7 @@ def test_recompute_holds_one_window(dtype, needed):
     for window in (64, 1024):
         peak, largest = train(dtype, needed, window=window, schedule="recompute")
         extra = peak - results(dtype, *needed)
-        assert extra <= (n * window + 2 * window * d + 3 * n * d) * wide + 2 * streaming._ROW_BYTES * n
+        assert extra <= (n * window + 2 * window * d + 3 * n * d) * wide + 2 * ROW_BYTES * n
         assert largest <= max(n * window * wide, n * d * wide, results(dtype, *needed))
 
 
@@ -143,7 +144,7 @@ def test_grad_in_forward_holds_one_chunk(dtype):
     hidden, weight, target = operands(dtype)
     loss = linear_cross_entropy(hidden, weight, target, schedule="grad_in_forward")
     peak, _ = measure(loss.backward)
-    assert peak <= results(dtype) + 2 * streaming._CPU_LOGITS_BYTES
+    assert peak <= results(dtype) + 2 * CPU_LOGITS_BYTES
 
 
 @pytest.mark.parametrize("schedule", ["keep", "grad_in_forward"])

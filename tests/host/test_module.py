@@ -73,7 +73,16 @@ def test_tied_embedding_trains():
         ({"bias": True}, NotImplementedError, "bias: got True"),
         ({"reduction": "max"}, ValueError, "reduction: got 'max'"),
         ({"schedule": "max"}, ValueError, "schedule: got 'max'"),
+        ({"reduction": 1}, TypeError, "reduction: got int"),
+        ({"schedule": None}, TypeError, "schedule: got NoneType"),
         ({"ignore_index": 0.5}, TypeError, "ignore_index: got float"),
+        ({"ignore_index": True}, TypeError, "ignore_index: got bool"),
+        ({"workspace_mb": "1"}, TypeError, "workspace_mb: got str"),
+        ({"workspace_mb": True}, TypeError, "workspace_mb: got bool"),
+        ({"workspace_mb": -1}, ValueError, "workspace_mb: got -1"),
+        ({"window": 64.0}, TypeError, "window: got float"),
+        ({"window": True}, TypeError, "window: got bool"),
+        ({"window": 0}, ValueError, "window: got 0"),
     ],
 )
 def test_refused(options, error, message):

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import types
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_lce
-from cute_lce import linear_cross_entropy, ops, streaming
+from cute_lce import launch, linear_cross_entropy, ops, streaming
+from cute_lce.implementation import Backward, Forward, Implementation, Results, Saved
+from cute_lce.launch import KERNELS
+from cute_lce.options import ComputeOptions, LossOptions, fields
+from cute_lce.streaming import STREAMING, Streaming, products
 from tests import numerics
 from tests.numerics import assert_close, random_case
 
 OPS = torch.ops.cute_lce
 SCHEDULES = ("recompute", "keep", "grad_in_forward")
+OPERANDS = ["input", "linear_weight", "target"]
+STATISTICS = ["row_max", "row_sum", "num_valid"]
+LIMITS = ["window", "workspace"]
+NEEDED = ["need_dinput", "need_dweight"]
 
 
 def sample(dtype=torch.float32, requires_grad=True):
@@ -43,19 +54,19 @@ def test_opcheck_public(schedule, reduction):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_forward(dtype, reduction, requires_grad):
     operands = sample(dtype, requires_grad)
-    torch.library.opcheck(OPS.forward.default, (*operands, -100, reduction, 0, 0))
+    torch.library.opcheck(OPS.forward.default, (*operands, reduction, -100, 0, 0))
     for kept in (64, 100):
-        torch.library.opcheck(OPS.forward_keep.default, (*operands, -100, reduction, 0, 0, kept))
+        torch.library.opcheck(OPS.forward_keep.default, (*operands, reduction, -100, 0, 0, kept))
 
 
 @pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_opcheck_backward(reduction, needed):
     hidden, weight, target = sample(torch.bfloat16, False)
-    loss, *statistics, kept, reference = OPS.forward_keep(hidden, weight, target, -100, reduction, 0, 0, 64)
+    loss, *statistics, kept, scale = OPS.forward_keep(hidden, weight, target, reduction, -100, 0, 0, 64)
     dloss = torch.ones_like(loss)
-    for what in ((None, None), (kept, reference)):
-        arguments = (dloss, hidden, weight, target, *statistics, *what, -100, reduction, 0, 0, *needed)
+    for what in ((None, None), (kept, scale)):
+        arguments = (dloss, hidden, weight, target, *statistics, *what, reduction, -100, 0, 0, *needed)
         torch.library.opcheck(OPS.backward.default, arguments)
 
 
@@ -65,7 +76,7 @@ def test_opcheck_grad_in_forward(needed, requires_grad):
     operands = sample(torch.bfloat16, False)
     for tensor, need in zip(operands, needed, strict=False):
         tensor.requires_grad_(requires_grad and need)
-    arguments = (*operands, -100, "mean", 0, 0, *needed)
+    arguments = (*operands, "mean", -100, 0, 0, *needed)
     torch.library.opcheck(OPS.grad_in_forward.default, arguments)
     loss, *saved = OPS.grad_in_forward(*(t.detach() for t in operands), *arguments[3:])
     torch.library.opcheck(OPS.scale_gradients.default, (loss, *saved, "mean", torch.bfloat16, *needed))
@@ -73,13 +84,13 @@ def test_opcheck_grad_in_forward(needed, requires_grad):
 
 def test_inner_ops_refuse_double_backward():
     hidden, weight, target = sample()
-    loss, *statistics = OPS.forward(hidden, weight, target, -100, "mean", 0, 0)
+    loss, *statistics = OPS.forward(hidden, weight, target, "mean", -100, 0, 0)
     dinput, _ = OPS.backward(
-        torch.ones_like(loss), hidden, weight, target, *statistics, None, None, -100, "mean", 0, 0, True, True
+        torch.ones_like(loss), hidden, weight, target, *statistics, None, None, "mean", -100, 0, 0, True, True
     )
     with pytest.raises(RuntimeError, match="double backward"):
         dinput.sum().backward()
-    loss, *saved = OPS.grad_in_forward(hidden, weight, target, -100, "mean", 0, 0, True, True)
+    loss, *saved = OPS.grad_in_forward(hidden, weight, target, "mean", -100, 0, 0, True, True)
     dloss = torch.ones((), requires_grad=True)
     dinput, _ = OPS.scale_gradients(dloss, *(t.detach() for t in saved), "mean", torch.float32, True, True)
     with pytest.raises(RuntimeError, match="double backward"):
@@ -89,7 +100,7 @@ def test_inner_ops_refuse_double_backward():
 def test_only_the_loss_is_differentiable():
     operands = sample()
     for name, more in (("forward", ()), ("forward_keep", (64,)), ("grad_in_forward", (True, True))):
-        loss, *others = getattr(OPS, name)(*operands, -100, "mean", 0, 0, *more)
+        loss, *others = getattr(OPS, name)(*operands, "mean", -100, 0, 0, *more)
         assert loss.requires_grad
         assert not any(tensor.requires_grad for tensor in others)
 
@@ -192,7 +203,7 @@ def test_compile_with_a_workspace_and_a_window():
     assert len(graphs) <= 3
 
 
-def test_compile_inductor():
+def test_compile_inductor(fresh_inductor):
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True)
     for n in (37, 40):
@@ -244,19 +255,21 @@ def test_autocast_compiled(schedule):
 
 def test_bodies_run_without_autocast(monkeypatch):
     seen = []
-    original = streaming._mm
+    original = products.mm
 
     def mm(*operands):
         seen.append(torch.is_autocast_enabled("cpu"))
         return original(*operands)
 
-    monkeypatch.setattr(streaming, "_mm", mm)
+    for module in (streaming.forward, streaming.backward, streaming.grad_in_forward):
+        monkeypatch.setattr(module, "mm", mm)
     hidden, weight, target = sample()
     for schedule in SCHEDULES:
         with torch.autocast("cpu", torch.bfloat16):
+            before = len(seen)
             linear_cross_entropy(hidden, weight, target, schedule=schedule).backward()
             assert torch.is_autocast_enabled("cpu")
-    assert seen
+            assert len(seen) > before
     assert not any(seen)
 
 
@@ -278,45 +291,243 @@ def test_autocast_as_torch_casts():
 # The seam
 
 
+class OtherForward:
+    """Statistics in float64, about another reference than the maximum, which is as good."""
+
+    def __init__(self, operands, loss, request):
+        self.request = request
+        self.phases = []
+
+    def statistics(self, operands, loss):
+        self.phases.append("statistics")
+        hidden, weight, target = operands
+        logits = hidden.double() @ weight.double().mT
+        row_max = logits.amax(1) + 1
+        row_sum = (logits - row_max[:, None]).exp().sum(1)
+        num_valid = (target != loss.ignore_index).sum()
+        # Not the loss yet: that is what finish is for.
+        return Results(num_valid, row_max.float(), row_sum.float(), num_valid)
+
+    def finish(self, operands, loss, results):
+        self.phases.append("finish")
+        hidden, weight, target = operands
+        logits = hidden.double() @ weight.double().mT
+        picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        rows = results.row_sum.double().log() + (results.row_max.double() - picked)
+        valid = target != loss.ignore_index
+        return results._replace(loss=(rows[valid].sum() / valid.sum()).float())
+
+
+class Other(Streaming):
+    """streaming's passes, but for the forward."""
+
+    def __init__(self):
+        self.forwards = []
+
+    def forward(self, operands, loss, request):
+        self.forwards.append((operands.hidden.shape[0], OtherForward(operands, loss, request)))
+        return self.forwards[-1][1]
+
+
+def serve_with(monkeypatch, other, dtype=torch.float32):
+    """Have `other` serve the CPU's tensors of this dtype; what was prepared for others is forgotten."""
+    monkeypatch.setattr(ops.call, "_prepared", {})
+    monkeypatch.setitem(ops.select._picked, (torch.device("cpu"), dtype), other)
+
+
 def test_another_implementation_is_picked_and_mixed(monkeypatch):
     """A forward from elsewhere hands its statistics to the streaming backward."""
-    calls = []
-    module = types.ModuleType("kernels")
-    module.__dict__.update({name: getattr(streaming, name) for name in dir(streaming) if name[0] != "_"})
-
-    def forward(hidden, weight, target, ignore_index, reduction, window, workspace):
-        calls.append((hidden.shape[0], window, workspace))
-        logits = hidden.double() @ weight.double().mT
-        row_max = logits.amax(1)
-        # Statistics about another reference than the maximum are as good.
-        row_max = row_max + 1
-        row_sum = (logits - row_max[:, None]).exp().sum(1)
-        rows = row_sum.log() + (row_max - logits.gather(1, target.clamp(min=0)[:, None])[:, 0])
-        valid = target != ignore_index
-        loss = rows[valid].sum() / valid.sum()
-        return loss.float(), row_max.float(), row_sum.float(), valid.sum()
-
-    module.__dict__["forward"] = forward
-    monkeypatch.setitem(ops._implementations, (torch.device("cpu"), torch.float32), module)
+    other = Other()
+    serve_with(monkeypatch, other)
     numerics.make("ignored", torch.float32).check(
         linear_cross_entropy, schedule="recompute", window=100, workspace_mb=5
     )
-    assert calls == [(41, 100, 5 << 20)]
+    ((n, forward),) = other.forwards
+    assert (n, forward.request.limits) == (41, (100, 5 << 20))
+    assert (forward.request.kept_columns, forward.request.statistics) == (0, True)
+    assert forward.phases == ["statistics", "finish"]
 
 
 def test_streaming_is_said_once_a_device(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(ops, "_implementations", {})
-    ops._log_streaming.cache_clear()
+    monkeypatch.setattr(ops.select, "_picked", {})
+    ops.select._log_streaming.cache_clear()
     with caplog.at_level(logging.WARNING, logger="cute_lce"):
         for dtype in (torch.float16, torch.float32, torch.float16):
-            assert ops.implementation(torch.device("cuda", 0), dtype) is streaming
+            assert ops.implementation(torch.device("cuda", 0), dtype) is STREAMING
     assert [record.getMessage() for record in caplog.records] == [
         "cuda:0 (Tesla T4, compute capability 7.5): no kernels for it here, the streaming path serves it"
     ]
-    ops._log_streaming.cache_clear()
+    ops.select._log_streaming.cache_clear()
+
+
+def parameters_of(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def methods_of(protocol: type) -> dict[str, list[str]]:
+    """Name -> parameters, of what a Protocol asks for."""
+    return {
+        name: parameters_of(member)
+        for name, member in vars(protocol).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize(
+    ("protocol", "has"),
+    [
+        (Implementation, STREAMING),
+        (Implementation, KERNELS),
+        (Forward, streaming.forward.StreamingForward),
+        (Forward, launch.forward.KernelForward),
+        (Forward, launch.forward.EmptyForward),
+        (Backward, streaming.backward.StreamingBackward),
+        (Backward, launch.backward.KernelBackward),
+        (Backward, launch.backward.EmptyBackward),
+    ],
+)
+def test_the_protocols_methods_are_there(protocol, has):
+    """With the Protocol's parameters in its order: some are passed by position, some by name."""
+    wanted = methods_of(protocol)
+    assert wanted
+    assert {name: parameters_of(getattr(has, name)) for name in wanted} == wanted
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Options: how they travel, and what is prepared for them
+
+
+def test_only_the_reduction_of_the_loss_is_static():
+    assert {name for name, field in fields(LossOptions).items() if field.static} == {"reduction"}
+    assert all(field.static for field in fields(ComputeOptions).values())
+    assert LossOptions("sum", 3).static == LossOptions("sum", 4).static
+    assert LossOptions("sum", 3).static != LossOptions("none", 3).static
+
+
+@pytest.mark.parametrize("need_dweight", [True, False])
+@pytest.mark.parametrize("schedule", ["auto", *SCHEDULES])
+def test_numbers_of_the_loss_are_in_no_key(monkeypatch, schedule, need_dweight):
+    """Calls with different ignore_index share what is prepared, and each has its own values."""
+    monkeypatch.setattr(ops.call, "_prepared", {})
+    case = random_case(41, 24, 300, torch.float32)
+    case.target[::3], case.target[1::3] = 3, 7
+    cases = [replace(case, ignore_index=ignore_index) for ignore_index in (3, 7, -100)]
+    assert len({float(each.expected()[0]) for each in cases}) == 3
+    for each in cases:
+        each.check(linear_cross_entropy, schedule=schedule, need_dweight=need_dweight)
+        assert len(ops.call._prepared) == 1
+    with torch.no_grad():
+        for each in cases:
+            loss = linear_cross_entropy(
+                each.input, each.linear_weight, each.target, ignore_index=each.ignore_index, schedule=schedule
+            )
+            assert_close("loss", loss, each.expected()[0], each.baseline()[0])
+            assert len(ops.call._prepared) == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"reduction": "sum"}, {"schedule": "keep"}, {"workspace_mb": 3}, {"window": 100}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_is_static_is_prepared_anew(monkeypatch, changed):
+    monkeypatch.setattr(ops.call, "_prepared", {})
+    case = random_case(41, 24, 300, torch.float32)
+    for _ in range(2):
+        case.check(linear_cross_entropy)
+        case.check(linear_cross_entropy, **changed)
+        assert len(ops.call._prepared) == 2
+
+
+def arguments_of(op) -> dict[str, tuple[str, Any]]:
+    """Name -> (type, default) of an op's arguments."""
+    inside = str(op._schema).partition("(")[2].partition(") -> ")[0]
+    texts = [text.partition("=")[0].split() for text in inside.split(", ") if text != "*"]
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return {name: (type_, defaults[name]) for type_, name in texts}
+
+
+def test_the_public_ops_schema_names_every_option():
+    """With the types of Python's function and its defaults, as keywords."""
+    op = OPS.fused_linear_cross_entropy.default
+    options = {**LossOptions._field_defaults, **ComputeOptions._field_defaults}
+    assert options == {
+        "reduction": "mean",
+        "ignore_index": -100,
+        "schedule": "auto",
+        "workspace_mb": None,
+        "window": None,
+    }
+    keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    assert keywords == [*options]
+    found = arguments_of(op)
+    assert [*found] == ["input", "linear_weight", "target", *options]
+    assert {name: default for name, (_, default) in found.items() if name in options} == options
+    types = {name: type_ for name, (type_, _) in found.items() if name in options}
+    assert types == {
+        "reduction": "str",
+        "ignore_index": "int?",
+        "schedule": "str",
+        "workspace_mb": "float?",
+        "window": "SymInt?",
+    }
+    for call in (linear_cross_entropy, cute_lce.LinearCrossEntropy):
+        given = inspect.signature(call).parameters
+        assert {name: given[name].default for name in options} == options
+        assert all(given[name].kind is inspect.Parameter.KEYWORD_ONLY for name in options)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        # What the schema excludes is torch's to refuse; it makes ints of bools before the op sees them.
+        ("reduction", None, RuntimeError, "'str' for argument 'reduction' .* found type 'NoneType'"),
+        ("reduction", 1, RuntimeError, "'str' for argument 'reduction' .* found type 'int'"),
+        ("ignore_index", "3", RuntimeError, r"'Optional\[int\]' for argument 'ignore_index' .* 'str'"),
+        ("ignore_index", 1.5, RuntimeError, r"'Optional\[int\]' for argument 'ignore_index' .* 'float'"),
+        ("schedule", None, RuntimeError, "'str' for argument 'schedule' .* found type 'NoneType'"),
+        ("schedule", 1, RuntimeError, "'str' for argument 'schedule' .* found type 'int'"),
+        ("workspace_mb", "1", RuntimeError, r"'Optional\[float\]' for argument 'workspace_mb' .* 'str'"),
+        ("window", "64", RuntimeError, r"'Optional\[int\]' for argument 'window' .* found type 'str'"),
+        ("window", 2.0, RuntimeError, r"'Optional\[int\]' for argument 'window' .* found type 'float'"),
+        ("reduction", "batchmean", ValueError, "reduction: got 'batchmean', want one of 'mean'"),
+        ("schedule", "fast", ValueError, "schedule: got 'fast', want one of 'auto'"),
+        ("workspace_mb", 0, ValueError, "workspace_mb: got 0.0, want"),
+        ("workspace_mb", float("nan"), ValueError, "workspace_mb: got nan, want"),
+        ("window", 0, ValueError, "window: got 0, want"),
+    ],
+)
+def test_the_public_op_refuses_by_name(name, value, error, message, watched):
+    op = OPS.fused_linear_cross_entropy
+    hidden, weight, target = sample()
+    with Watching() if watched else nullcontext(), pytest.raises(error, match=message):
+        op(hidden, weight, target, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "behind"),
+    [
+        ("forward", OPERANDS, LIMITS),
+        ("forward_keep", OPERANDS, [*LIMITS, "kept_columns"]),
+        ("backward", ["dloss", *OPERANDS, *STATISTICS, "kept", "kept_scale"], [*LIMITS, *NEEDED]),
+        ("grad_in_forward", OPERANDS, [*LIMITS, *NEEDED]),
+    ],
+)
+def test_the_inner_ops_schemas_name_every_field_of_the_loss(name, before, behind):
+    found = arguments_of(getattr(OPS, name).default)
+    assert [*found] == [*before, *LossOptions._fields, *behind]
+    types = {key: found[key][0] for key in LossOptions._fields}
+    assert types == {"reduction": "str", "ignore_index": "SymInt"}
+    assert all(default is None for _, default in found.values())
+    if name == "backward":
+        assert [argument for argument in found if argument in Saved._fields or argument in OPERANDS] == [
+            *OPERANDS,
+            *Saved._fields[len(OPERANDS) :],
+        ]
 
 
 def test_module_exports():

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
-import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_lce import cli, compiled, launch
-from cute_lce import plan as plans
-from cute_lce.plan import DEVICES, ceil_div
+from cute_lce import cli
+from cute_lce.arch import ARCHITECTURES, Gpu, architecture
+from cute_lce.arguments import Operands
+from cute_lce.implementation import Request, Saved
+from cute_lce.launch import KERNELS
+from cute_lce.ops import inner
+from cute_lce.options import LossOptions
+from cute_lce.plan import backward, gemm, schedule
+from cute_lce.plan.backward import BackwardPlan
+from cute_lce.plan.kernels import Key
+from cute_lce.plan.problem import Limits, Problem, ceil_div
+from tests.device import planned_for
 
-ARCHITECTURES = tuple(DEVICES)
 MIB = 1 << 20
 NEEDS = ((True, True), (True, False), (False, True))
 TABLE = (
@@ -48,6 +54,14 @@ class Call(NamedTuple):
     def dtype(self) -> torch.dtype:
         return torch.float16 if self.half else torch.bfloat16
 
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.n, self.d, self.V, self.half, self.need_dinput, self.need_dweight)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.window, self.workspace)
+
 
 def draws(count: int, seed: int = 7) -> Iterator[Call]:
     """Calls of the usual sizes and of random ones."""
@@ -63,19 +77,8 @@ def draws(count: int, seed: int = 7) -> Iterator[Call]:
 
 
 def ask(call: Call, schedule: str, workspace: int) -> tuple[str, int]:
-    return launch.plan(
-        call.n,
-        call.d,
-        call.V,
-        call.dtype,
-        "cuda",
-        schedule,
-        "mean",
-        call.need_dinput,
-        call.need_dweight,
-        call.window,
-        workspace,
-    )
+    limits = Limits(call.window, workspace)
+    return KERNELS.choose(call.problem, call.dtype, "cuda", schedule, "mean", limits)
 
 
 def decide(call: Call, schedule: str = "keep") -> int | None:
@@ -90,31 +93,25 @@ def decide(call: Call, schedule: str = "keep") -> int | None:
         return None
 
 
-def fields(call: Call, kept: int) -> dict[str, Any]:
-    """What plan.backward and plan.stripe_columns are told of a call."""
-    return {**call._asdict(), "kept": kept}
-
-
-def planned(arch: str, call: Call, kept: int) -> plans.BackwardPlan:
-    return plans.backward(arch, sms=DEVICES[arch].sms, **fields(call, kept))
+def planned(arch: str, call: Call, kept: int) -> BackwardPlan:
+    return backward.plan(Gpu(arch, architecture(arch).sms), call.problem, kept, call.limits)
 
 
 def kept_columns(call: Call, workspace: int) -> int:
-    return plans.kept_columns(
-        call.n, call.d, call.V, call.need_dinput, call.need_dweight, call.window, workspace
-    )
+    return schedule.kept_columns(call.problem, Limits(call.window, workspace))
 
 
 def longest(call: Call, kept: int) -> int:
     """Columns of the longest stripe that the workspace holds."""
-    return plans.stripe_columns(**fields(call, kept))
+    return schedule.stripe_columns(call.problem, kept, call.limits)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_stripes_end_in_full_rounds(arch: str):
     """Rounds of the weight's GEMM, of all stripes, are at most 3% more than were every round full, or as many
     as the longest stripes take; nor are there many more stripes."""
-    config, sms = plans.gradient_config(arch), DEVICES[arch].sms
+    gpu = Gpu(arch, architecture(arch).sms)
+    config = gpu.row.gradient_config
     shorter = 0
     for n, d, V in [(8192, 4096, 131072), (4096, 4096, 128256), (4096, 7168, 129280), (32768, 4096, 262144)]:
         for workspace in (300 * MIB, 700 * MIB, 1126 * MIB):
@@ -122,22 +119,22 @@ def test_stripes_end_in_full_rounds(arch: str):
             if decide(call, "recompute") is None:
                 continue
             plan, most = planned(arch, call, 0), longest(call, 0)
-            shorter += plan.stripe < most
+            shorter += plan.columns < most
 
             def rounds(lengths: list[int], d: int = d, n: int = n) -> int:
-                gemms = [(length, plans.gemm(config, length, d, n, sms)) for length in lengths]
+                planned_gemms = [(length, gemm.plan(gpu, config, length, d, n)) for length in lengths]
                 return sum(
-                    -(-(-(-length // config.cluster_rows) * gemm.windows) // gemm.clusters)
-                    for length, gemm in gemms
+                    -(-(-(-length // config.cluster_rows) * chosen.windows) // chosen.clusters)
+                    for length, chosen in planned_gemms
                 )
 
             tiles = -(-V // config.cluster_rows) * -(-d // config.cluster_columns)
-            even = tiles / (sms // (config.cluster_m * config.cluster_n))
-            taken = rounds([columns for _, columns, _ in plan.stripes])
+            even = tiles / (gpu.sms // (config.cluster_m * config.cluster_n))
+            taken = rounds([stripe.columns for stripe in plan.stripes])
             longest_ones = rounds([min(most, V - first) for first in range(0, V, most)])
-            assert taken <= max(1.03 * even + 1, longest_ones), (call, plan.stripe)
+            assert taken <= max(1.03 * even + 1, longest_ones), (call, plan.columns)
             assert len(plan.stripes) <= 1.3 * -(-V // most) + 1
-            assert plan.stripe <= most
+            assert plan.columns <= most
     assert shorter > 3
 
 
@@ -148,42 +145,46 @@ def test_stripes_cover_the_vocabulary_exactly_once(arch: str):
         if kept is None:
             continue
         plan = planned(arch, call, kept)
-        spans = [(first, first + columns) for first, columns, _ in plan.stripes]
+        spans = [(stripe.first, stripe.first + stripe.columns) for stripe in plan.stripes]
         assert spans[0][0] == 0
         assert spans[-1][1] == call.V
         assert all(end == following for (_, end), (following, _) in pairwise(spans))
         assert all(first < end for first, end in spans)
+        assert [stripe.is_first for stripe in plan.stripes] == [1] + [0] * (len(spans) - 1)
+        assert [stripe.is_last for stripe in plan.stripes] == [0] * (len(spans) - 1) + [1]
         # What was kept comes first, and whole.
         assert plan.kept == kept
         assert not kept or spans[0] == (0, kept)
-        assert all(end - first <= plan.stripe for first, end in spans[1 if kept else 0 :])
+        assert all(end - first <= plan.columns for first, end in spans[1 if kept else 0 :])
         # Rows of dlogits begin at multiples of 16 bytes and hold a stripe.
         assert plan.pitch % 8 == 0
-        assert plan.stripe <= plan.pitch < plan.stripe + 8
+        assert plan.columns <= plan.pitch < plan.columns + 8
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_gemms_are_in_bounds(arch: str):
     for call in draws(150, seed=3):
         plan = planned(arch, call, 0)
-        for _, columns, ints in plan.stripes:
-            assert all(type(number) is int for number in ints)
-            sizes = ((call.n, columns), (call.n, call.d), (columns, call.d))
+        for stripe in plan.stripes:
+            assert all(type(number) is int for number in stripe[:4])
+            gemms = (stripe.logits, stripe.dhidden, stripe.dweight)
+            sizes = ((call.n, stripe.columns), (call.n, call.d), (stripe.columns, call.d))
             configs = (plan.logits, plan.dhidden, plan.dweight)
-            for i, (config, (rows, width)) in enumerate(zip(configs, sizes, strict=True)):
-                windows, group_m, clusters, paced = ints[4 * i : 4 * i + 4]
+            for chosen, config, (rows, width) in zip(gemms, configs, sizes, strict=True):
+                assert all(type(number) is int for number in chosen)
+                windows, group_m, clusters, paced = chosen
                 assert windows == ceil_div(width, config.cluster_columns)
                 assert 1 <= group_m <= ceil_div(rows, config.cluster_rows)
                 assert 1 <= clusters <= ceil_div(rows, config.cluster_rows) * windows
-                assert clusters * config.cluster_m * config.cluster_n <= DEVICES[arch].sms
+                assert clusters * config.cluster_m * config.cluster_n <= architecture(arch).sms
                 assert paced in (0, 1)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_configs_fit_the_device(arch: str):
-    config = plans.gradient_config(arch)
+    config = architecture(arch).gradient_config
     assert config.arch == arch
-    assert config.shared_memory <= DEVICES[arch].shared_memory
+    assert config.shared_memory <= architecture(arch).shared_memory
     # Operands whose rows are not along k come in 64 columns; a multicast sends each CTA whole ones.
     assert config.tile_m % (64 * config.cluster_n) == 0
     assert config.tile_n % (64 * config.cluster_m) == 0
@@ -203,10 +204,10 @@ def test_more_workspace_is_never_more_work():
             assert 0 <= kept <= given.V
             left = given.V - kept
             stripes = -(-left // longest(given, kept)) if left else 0
-            costs.append(left + plans.STRIPE_COLUMNS * stripes)
+            costs.append(left + schedule.STRIPE_COLUMNS * stripes)
             # Whole tiles of the forward, so that no tile is half kept; or everything.
             for arch in ARCHITECTURES:
-                columns = plans.configs(arch)[0].cluster_columns
+                columns = architecture(arch).configs[0].cluster_columns
                 assert kept == given.V or kept % columns == 0
         assert costs == sorted(costs, reverse=True), (call, costs)
         assert costs[-1] == 0, "the last is room for anything"
@@ -238,7 +239,7 @@ def _is_number(word: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# workspace_mb is a promise: launch.py on tensors without memory, every allocation counted
+# workspace_mb is a promise: launch/ on tensors without memory, every allocation counted
 
 
 class Allocations(TorchDispatchMode):
@@ -275,64 +276,51 @@ class Allocations(TorchDispatchMode):
 def train(call: Call, kept: int, reduction: str = "mean") -> int:
     """The peak bytes of a forward and a backward beyond dinput and dweight, no kernel launched."""
     hidden, weight = (torch.empty(rows, call.d, dtype=call.dtype, device="meta") for rows in (call.n, call.V))
-    target = torch.empty(call.n, dtype=torch.int64, device="meta")
+    operands = Operands(hidden, weight, torch.empty(call.n, dtype=torch.int64, device="meta"))
     dloss = torch.empty((call.n,) if reduction == "none" else (), device="meta")
-    options = (-100, reduction, call.window, call.workspace)
+    loss, request = LossOptions(reduction), Request(call.limits, kept, call.need_dinput, call.need_dweight)
     with Allocations() as counted:
-        if kept:
-            _, *saved = launch.forward_keep(hidden, weight, target, *options, kept)
-        else:
-            _, *saved = launch.forward(hidden, weight, target, *options)
-            saved += [None, None]
-        arguments = [dloss, hidden, weight, target, *saved, *options, call.need_dinput, call.need_dweight]
-        results = launch.backward(*arguments)
-    return counted.peak - sum(tensor.nbytes for tensor in results if tensor is not None)
+        results = inner.run_forward(KERNELS.forward(operands, loss, request), operands, loss)
+        assert results.row_max is not None
+        assert results.row_sum is not None
+        assert results.num_valid is not None
+        saved = Saved(
+            *operands, results.row_max, results.row_sum, results.num_valid, results.kept, results.kept_scale
+        )
+        phases = KERNELS.backward(dloss, saved, loss, request)
+        gradients = phases.dinput(), phases.dweight()
+    return counted.peak - sum(tensor.nbytes for tensor in gradients if tensor is not None)
+
+
+class Asked(set[Key]):
+    """What stands for the compiled functions: they do nothing, and their keys are noted."""
+
+    def get(self, key: Key) -> Callable[..., None]:
+        self.add(key)
+        return lambda *arguments: None
 
 
 @pytest.fixture
-def no_kernels(monkeypatch):
+def no_kernels() -> Iterator[Asked]:
     """The host side of an H100 whose kernels do nothing."""
-    _forget()
-
-    class Functions:
-        def get(self, key):
-            return lambda *arguments: None
-
-    monkeypatch.setattr(compiled, "_functions", Functions())
-    monkeypatch.setattr(launch, "_architecture", lambda _: ("sm_90a", 132))
-    yield
-    monkeypatch.undo()
-    _forget()
-
-
-def _forget() -> None:
-    """Empty launch's caches: none of them expects a device to change."""
-    for function in vars(launch).values():
-        if getattr(function, "__module__", "") == launch.__name__ and hasattr(function, "cache_clear"):
-            function.cache_clear()
+    asked = Asked()
+    with planned_for(Gpu("sm_90a", 132), asked):
+        yield asked
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_all_that_launch_asks_for_is_what_compile_compiles(half: bool, no_kernels, monkeypatch):
+def test_all_that_launch_asks_for_is_what_compile_compiles(half: bool, no_kernels: Asked):
     """No key more, and none less."""
-    asked = set()
-
-    class Functions:
-        def get(self, key):
-            asked.add(key)
-            return lambda *arguments: None
-
-    monkeypatch.setattr(compiled, "_functions", Functions())
     calls = [call._replace(half=half) for call in draws(60, seed=17)]
     calls += [Call(100, 64, 1000, half=half), Call(8192, 4096, 1 << 19, half=half)]
     for call in calls:
         kept = decide(call)
         if kept is not None:
             train(call, kept)
-    by_launch = frozenset(asked)
-    asked.clear()
+    by_launch = frozenset(no_kernels)
+    no_kernels.clear()
     assert cli.main(["compile", "--arch", "sm_90a", "--dtype", "float16" if half else "bfloat16"]) == 0
-    assert by_launch == asked
+    assert by_launch == no_kernels
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -380,16 +368,3 @@ def test_nothing_that_outlives_a_call_owns_memory(no_kernels):
     known = set(map(id, before))
     after = [found for found in gc.get_objects() if type(found) is torch.Tensor and id(found) not in known]
     assert sum(tensor.untyped_storage().nbytes() for tensor in after) == 0
-
-
-def test_plan_needs_neither_torch_nor_cutlass():
-    code = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("plan", sys.argv[1])
-sys.modules["plan"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.backward("sm_90a", 4096, 4096, 128256, 132, False, True, True, 768, 0, 1 << 30)
-module.kept_columns(4096, 4096, 128256, True, True, 0, 1 << 30)
-assert not {"torch", "cutlass", "numpy"} & set(sys.modules), set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code, plans.__file__], check=True)

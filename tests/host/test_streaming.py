@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from cute_lce import linear_cross_entropy, streaming
-from tests import numerics
+from cute_lce import linear_cross_entropy, ops, streaming
+from cute_lce.arguments import Operands
+from cute_lce.implementation import Request
+from cute_lce.plan.problem import Limits, Problem
+from cute_lce.streaming import STREAMING, memory, products
+from cute_lce.streaming import rows as row_functions
+from tests import numerics, passes
 from tests.numerics import (
     CASES,
     assert_close,
@@ -23,11 +29,13 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 def statistics(case, window=0, reduction="mean"):
+    """(loss, row_max, row_sum, num_valid)."""
+    flat = replace(case, input=case.input.reshape(-1, case.input.shape[-1]), target=case.target.reshape(-1))
     with torch.no_grad():
-        hidden = case.input.reshape(-1, case.input.shape[-1])
-        return streaming.forward(
-            hidden, case.linear_weight, case.target.reshape(-1), case.ignore_index, reduction, window, 0
-        )
+        results = passes.forward(STREAMING, flat, reduction=reduction, window=window)
+    assert results.kept is None
+    assert results.kept_scale is None
+    return results.loss, *passes.statistics_of(results)
 
 
 @pytest.mark.parametrize("window", [0, 1, 50, 64, 4096])
@@ -60,8 +68,8 @@ def test_statistics_are_float32(dtype):
     ],
 )
 def test_windows_cover_the_vocabulary_once(n, V, window, kept):
-    hidden, weight = torch.empty(n, 4), torch.empty(V, 4)
-    ranges = streaming._windows(hidden, weight, window, 0, True, True, kept)
+    operands = Operands(torch.empty(n, 4), torch.empty(V, 4), torch.zeros(n, dtype=torch.int64))
+    ranges = memory.windows(operands, Request(Limits(window), kept))
     assert [column for low, high in ranges for column in range(low, high)] == list(range(V))
     assert not any(low < kept < high for low, high in ranges)
     assert all(high - low <= window for low, high in ranges) or not window
@@ -70,35 +78,38 @@ def test_windows_cover_the_vocabulary_once(n, V, window, kept):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "V", "window"), [(1, 1, 0), (100, 1000, 0), (100, 1000, 33), (5000, 50257, 0)])
 def test_chunks_cover_the_tokens_once(n, V, window, dtype):
-    hidden, weight = torch.empty(n, 4, dtype=dtype), torch.empty(V, 4, dtype=dtype)
-    chunks, ranges = streaming._chunks(hidden, weight, window, 0, True, True)
+    operands = Operands(
+        torch.empty(n, 4, dtype=dtype), torch.empty(V, 4, dtype=dtype), torch.zeros(n, dtype=torch.int64)
+    )
+    chunks, ranges = memory.chunks(operands, Request(Limits(window)))
     assert [token for start, stop in chunks for token in range(start, stop)] == list(range(n))
     assert [column for low, high in ranges for column in range(low, high)] == list(range(V))
 
 
-def plan(schedule="auto", reduction="mean", needed=(True, True), workspace=0, n=128):
-    dinput, dweight = needed
-    return streaming.plan(
-        n, 64, 5000, torch.float32, "cpu", schedule, reduction, dinput, dweight, 0, workspace
+def choose(schedule="auto", reduction="mean", needed=(True, True), workspace=0, n=128):
+    need_dinput, need_dweight = needed
+    problem = Problem(n, 64, 5000, need_dinput=need_dinput, need_dweight=need_dweight)
+    return STREAMING.choose(
+        problem, torch.float32, "cpu", schedule, reduction, Limits(window=0, workspace=workspace)
     )
 
 
-def test_plan():
-    assert plan() == ("recompute", 0)
-    assert plan("recompute", "none") == ("recompute", 0)
-    assert plan("keep") == ("keep", 5000)
-    assert plan("auto", workspace=10_000_000) == ("keep", 5000)
-    assert plan("auto", workspace=200_000)[1] < 5000
-    assert plan("recompute", workspace=10_000_000) == ("recompute", 0)
-    assert plan("keep", n=0) == ("recompute", 0)
-    assert plan("grad_in_forward") == ("grad_in_forward", 0)
+def test_choose():
+    assert choose() == ("recompute", 0)
+    assert choose("recompute", "none") == ("recompute", 0)
+    assert choose("keep") == ("keep", 5000)
+    assert choose("auto", workspace=10_000_000) == ("keep", 5000)
+    assert choose("auto", workspace=200_000)[1] < 5000
+    assert choose("recompute", workspace=10_000_000) == ("recompute", 0)
+    assert choose("keep", n=0) == ("recompute", 0)
+    assert choose("grad_in_forward") == ("grad_in_forward", 0)
     for schedule in ("auto", "recompute", "keep", "grad_in_forward"):
-        assert plan(schedule, needed=(False, False)) == ("recompute", 0)
-        assert plan(schedule, "none", needed=(True, False))[0] != "auto"
+        assert choose(schedule, needed=(False, False)) == ("recompute", 0)
+        assert choose(schedule, "none", needed=(True, False))[0] != "auto"
 
 
-def test_plan_keeps_in_proportion_to_the_workspace():
-    kept = [plan("keep", workspace=workspace)[1] for workspace in range(200_000, 3_000_000, 100_000)]
+def test_choose_keeps_in_proportion_to_the_workspace():
+    kept = [choose("keep", workspace=workspace)[1] for workspace in range(200_000, 3_000_000, 100_000)]
     assert kept == sorted(kept)
     assert kept[0] < 200
     assert kept[-1] == 5000
@@ -128,10 +139,15 @@ def narrow_products(monkeypatch):
             return original(a, b, out=out)
         return out.copy_(a.to(torch.float32) @ b.to(torch.float32))
 
-    monkeypatch.setattr(streaming, "_multiplies_narrow", lambda device_type: True)
-    monkeypatch.setattr(streaming, "_mm", mm)
-    monkeypatch.setattr(streaming, "_add_mm", add_mm)
+    for module in (memory, products):
+        monkeypatch.setattr(module, "multiplies_narrow", lambda device_type: True)
+    for module in (streaming.forward, streaming.backward, streaming.grad_in_forward):
+        monkeypatch.setattr(module, "mm", mm)
+    for module in (streaming.backward, streaming.grad_in_forward):
+        monkeypatch.setattr(module, "add_mm", add_mm)
     monkeypatch.setattr(torch, "mm", rounding_mm)
+    # What was prepared for this device's products is not for those.
+    monkeypatch.setattr(ops.call, "_prepared", {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -161,7 +177,7 @@ def test_narrow_float16_mean_of_many_tokens(narrow_products):
 def test_bad_target_gives_nan(monkeypatch, request, gradient, bad, schedule, dtype, narrow):
     if narrow:
         request.getfixturevalue("narrow_products")
-    monkeypatch.setattr(streaming, "_refuse_targets", lambda *_: None)
+    monkeypatch.setattr(row_functions, "_refuse_targets", lambda *_: None)
     case = random_case(9, 16, 130, dtype)
     case.target[4] = bad
     case.target[6] = -100
@@ -219,22 +235,17 @@ HOW = {"recompute": 0, "half kept": 128, "keep": 200, "grad_in_forward": None}
 def train(case, how, dloss):
     """(loss, dinput, dweight) with per-row gradients; grad_in_forward has the loss's sum instead, and takes
     gradients of 1."""
-    operands = (case.input, case.linear_weight, case.target)
     kept = HOW[how]
-    loss, options = None, (-100, "none", 64, 0)
     with torch.no_grad():
         if kept is None:
-            _, num_valid, *sums = streaming.grad_in_forward(*operands, -100, "sum", 64, 0, True, True)
+            loss, accumulated = None, passes.grad_in_forward(STREAMING, case, reduction="sum", window=64)
             one = torch.tensor(1.0)
-            gradients = streaming.scale_gradients(one, num_valid, sums[0], sums[1], "sum", case.input.dtype)
+            dinput, dweight = STREAMING.scale_gradients(one, accumulated, "sum", case.input.dtype)
         else:
-            if kept:
-                loss, *saved = streaming.forward_keep(*operands, *options, kept)
-            else:
-                loss, *saved = *streaming.forward(*operands, *options), None, None
-            arguments = [dloss.float(), *operands, *saved, *options, True, True]
-            gradients = streaming.backward(*arguments)
-    dinput, dweight = gradients
+            results = passes.forward(STREAMING, case, kept_columns=kept, window=64)
+            assert (results.kept is None) == (kept == 0)
+            loss = results.loss
+            dinput, dweight = passes.backward(STREAMING, case, dloss.float(), results, window=64)
     assert dinput is not None
     assert dweight is not None
     return loss, dinput, dweight
@@ -297,12 +308,10 @@ def test_accumulators_are_not_rounded():
     """grad_in_forward rounds once, after the upstream's factor."""
     case = random_case(20, 16, 200, torch.bfloat16)
     with torch.no_grad():
-        _, num_valid, dinput, dweight = streaming.grad_in_forward(
-            case.input, case.linear_weight, case.target, -100, "mean", 0, 0, True, True
-        )
+        accumulated = passes.grad_in_forward(STREAMING, case, reduction="mean")
         upstream = torch.tensor(math.pi)
-        got = streaming.scale_gradients(upstream, num_valid, dinput, dweight, "mean", torch.bfloat16)
-    for rounded, accumulator in zip(got, (dinput, dweight), strict=True):
+        got = STREAMING.scale_gradients(upstream, accumulated, "mean", torch.bfloat16)
+    for rounded, accumulator in zip(got, (accumulated.dinput, accumulated.dweight), strict=True):
         assert accumulator is not None
         assert rounded is not None
         assert accumulator.dtype is torch.float32

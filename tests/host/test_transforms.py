@@ -118,7 +118,7 @@ def test_dual_upstream_is_refused(schedule, reduction, inside):
 def inner_calls(reduction: str) -> dict[str, tuple]:
     case = case_of()
     operands = case.input, case.linear_weight, case.target
-    options = (-100, reduction, 0, 0)
+    options = (reduction, -100, 0, 0)
     loss, *kept = OPS.forward_keep(*operands, *options, 64)
     calls = {
         "forward": (*operands, *options),

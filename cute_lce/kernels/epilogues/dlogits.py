@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_lce import maths
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.statistics import NO_COLUMN
 from cute_lce.kernels.epilogues.store import store_rows
@@ -74,9 +75,9 @@ class DlogitsEpilogue:
                     if cutlass.const_expr(self.scaled):
                         scale = tensors.dloss[rows[r]]
                         if tensors.mean != 0:
-                            scale = scale / Float32(tensors.num_valid[0])
+                            scale = maths.mean_upstream(scale, Float32(tensors.num_valid[0]))
                     ref[r] = row_stats.reference(tensors.row_max[rows[r]])
-                    factor[r] = scale / tensors.row_sum[rows[r]]
+                    factor[r] = maths.softmax_factor(scale, tensors.row_sum[rows[r]])
                     onehot[r] = scale
                     index = index - tensors.first
                     if index >= 0 and index < tensors.vocab:
@@ -96,14 +97,12 @@ class DlogitsEpilogue:
         first = tile * self.tile_n
         for r in cutlass.range_constexpr(cute.size(rows)):
             for c in cutlass.range_constexpr(cute.size(cols)):
-                frag[r, c] = state.factor[r] * cute.math.exp2(
-                    (frag[r, c] - state.ref[r]) * Float32(row_stats.LOG2_E), fastmath=True
-                )
+                frag[r, c] = state.factor[r] * maths.exponential(frag[r, c], state.ref[r], row_stats.exp)
             column = state.target[r] - first
             if column >= 0 and column < self.tile_n:
                 for c in cutlass.range_constexpr(cute.size(cols)):
                     if cols[c] == column:
-                        frag[r, c] = frag[r, c] - state.onehot[r]
+                        frag[r, c] = maths.dlogits(frag[r, c], state.onehot[r])
             if state.counts[r] == 0:
                 for c in cutlass.range_constexpr(cute.size(cols)):
                     frag[r, c] = Float32(0.0)

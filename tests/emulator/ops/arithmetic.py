@@ -279,6 +279,8 @@ def _min_max(d, with_nan, without_nan):
     """Integers, and floats: a NaN operand is dropped unless .NaN is given; three-operand forms on sm_100
     (PTX ISA 9.7.3)."""
     if d.mods.left[-1] in INT:
+        if d.mods.flag("relu"):
+            return computed(d, d.mods.type("s32"), lambda a, b: np.maximum(with_nan(a, b), 0))
         return elementwise(d, d.mods.type(*INT), with_nan, 2)
     type_name = d.mods.type("f32", "f16", "f16x2", "bf16", "bf16x2", "f64")
     ftz, nan = d.mods.flag("ftz"), d.mods.flag("NaN")

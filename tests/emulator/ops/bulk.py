@@ -16,7 +16,7 @@ from ..descriptors import TensorMap, decode_tensor_map, linear_granules
 from ..faults import Fault, UnsupportedInstruction
 from ..program import NUMPY, PARAM_WINDOW, instruction
 from ..warp import Blocked, lanes_array
-from . import exit_checks
+from . import async_copy, exit_checks
 from .arithmetic import from_bf16, to_bf16
 
 
@@ -148,6 +148,8 @@ def _cp(d):
         reduction = d.mods.need("add", "min", "max", "and", "or", "xor")
     else:
         d.mods.need("async")
+        if "bulk" not in d.mods.left:
+            return async_copy.decode(d)
         d.mods.need("bulk")
         if d.mods.flag("commit_group"):
             return _commit_group(d)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..barriers import MBarrier
 from ..faults import Fault, UnsupportedInstruction
-from ..ordering import acquire, new_epoch, proxy_fence, relaxed_release, release
+from ..ordering import TENSOR, acquire, new_epoch, proxy_fence, relaxed_release, release
 from ..program import COLLECTIVE, instruction
 from ..warp import Blocked, lanes_array
 from .memory import SCOPES
@@ -213,7 +213,8 @@ def _wait(d, form):
 
 
 def _remember(warp, clock):
-    """A relaxed wait: what it saw is acquired by the next fence."""
+    """A relaxed wait: what it saw is acquired by the next fence, but fenced tcgen05 operations at once."""
+    np.maximum(warp.clock[TENSOR], clock[TENSOR], out=warp.clock[TENSOR])
     seen = warp.state.setdefault("unfenced", np.zeros_like(clock))
     np.maximum(seen, clock, out=seen)
 

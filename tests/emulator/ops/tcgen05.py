@@ -1,5 +1,5 @@
-"""tcgen05: tensor memory and the matrix multiply that accumulates in it (PTX ISA 9.7.16), kind::f16 with f32
-accumulators.
+"""tcgen05: tensor memory and the matrix multiply that accumulates in it (PTX ISA 9.7.16), kind::f16 and
+8-bit kind::f8f6f4 with f32 accumulators.
 
 tcgen05.mma goes to the tensor pipe of the issuing CTA, which executes in order and as late as the
 scheduler likes; tcgen05.commit follows in the same order and arrives at its mbarriers. tcgen05.ld delivers
@@ -20,7 +20,7 @@ from ..descriptors import (
     to_float32,
 )
 from ..faults import Fault, UnsupportedInstruction
-from ..ordering import CONTROL
+from ..ordering import CONTROL, TENSOR, after_thread_sync, before_thread_sync
 from ..program import COLLECTIVE, instruction
 from ..tmem import TensorMemory
 from ..warp import FULL, Blocked
@@ -32,7 +32,7 @@ ALL = slice(0, 4)  # all four quarters of the 128 lanes
 
 def tmem_of(cta) -> TensorMemory:
     if cta.tmem is None:
-        cta.tmem = TensorMemory(cta.rank, cta.cluster.ordering)
+        cta.tmem = TensorMemory(cta.rank, cta.cluster.ordering, cta.columns)
     return cta.tmem
 
 
@@ -41,9 +41,9 @@ def _tcgen05(d):
     forms = {
         "alloc": _alloc, "dealloc": _dealloc, "relinquish_alloc_permit": _relinquish, "mma": _mma,
         "commit": _commit, "ld": _ld, "st": _st, "wait::ld": _wait_ld, "wait::st": _wait_st,
-        "fence::before_thread_sync": _fence, "fence::after_thread_sync": _fence,
     }  # fmt: skip
-    return forms[d.mods.need(*forms)](d)
+    form = d.mods.need(*forms, "fence::before_thread_sync", "fence::after_thread_sync")
+    return forms[form](d) if form in forms else _fence(d, form)
 
 
 def _group(d) -> int:
@@ -89,19 +89,23 @@ def _alloc(d):
         if request["first"] is None:
 
             def possible():
-                owners = [tmem_of(c) for c in ctas]
-                together = np.maximum.reduce([t.owner for t in owners])
-                fits = next(
-                    (f for f in range(0, 512, columns) if (together[f : f + columns] < 0).all()), None
-                )
-                return fits if len(request["ranks"]) == len(ctas) else None
+                if len(request["ranks"]) < len(ctas) or not all(c.columns.permits(c) for c in ctas):
+                    return None
+                taken = np.logical_or.reduce([c.columns.taken for c in ctas])
+                return next((f for f in range(0, 512, columns) if not taken[f : f + columns].any()), None)
+
+            def why():
+                asked = f"CTA ranks that asked: {sorted(request['ranks'])}"
+                free = min(512 - int(c.columns.taken.sum()) for c in ctas)
+                holder = next((c.columns.holder for c in ctas if not c.columns.permits(c)), None)
+                permit = f", CTA {holder.ctaid} of the SM has the permit" if holder else ""
+                return f"waits to allocate {columns} TMEM columns ({asked}, {free} are free{permit})"
 
             first = possible()
             if first is None:
-                asked = sorted(request["ranks"])
-                why = f"waits to allocate {columns} TMEM columns (CTA ranks that asked: {asked})"
-                return Blocked(lambda: why, lambda: request["first"] is not None or possible() is not None)
+                return Blocked(why, lambda: request["first"] is not None or possible() is not None)
             for cta in ctas:
+                cta.columns.holder = cta
                 tmem_of(cta).allocate(first, columns)
             request["first"] = first
             warp.cta.cluster.device.progress += 1
@@ -131,7 +135,8 @@ def _dealloc(d):
         _pair(warp.cta, group)
         tmem = tmem_of(warp.cta)
         tmem.free(at, columns)
-        tmem.note_write(warp.clock, warp.id, 0, ALL, slice(at, at + columns), "tcgen05.dealloc")
+        tmem.note_dealloc(warp, slice(at, at + columns))
+        tmem.forget(slice(at, at + columns))
         warp.cta.cluster.device.progress += 1
 
     return d.done(run, COLLECTIVE)
@@ -145,6 +150,8 @@ def _relinquish(d):
     def run(warp, lanes):
         _pair(warp.cta, group)
         tmem_of(warp.cta).relinquished = True
+        warp.cta.columns.release(warp.cta)
+        warp.cta.cluster.device.progress += 1
 
     return d.done(run, COLLECTIVE)
 
@@ -162,7 +169,8 @@ def _mma(d):
     if d.mods.take("sp", "ws"):
         raise UnsupportedInstruction("sparse or weight-stationary mma")
     group = _group(d)
-    d.mods.need("kind::f16")
+    kind = d.mods.need("kind::f16", "kind::f8f6f4").removeprefix("kind::")
+    depth = 16 if kind == "f16" else 32  # of k: 32 bytes either way
     d.mods.take("collector::a::discard", "collector::a::lastuse", "collector::a::fill", "collector::a::use")
     d_address = _tmem_address(d, d.operands[0])
     from_tmem = isinstance(d.operands[1], ptx.Address)
@@ -184,7 +192,7 @@ def _mma(d):
         views = warp.views
         if any(views["u32"][r][lane] for r in disabled):
             raise Fault("value", "disable-output-lane other than zero is not modelled")
-        shape = decode_instruction_descriptor(int(views["u32"][idesc][lane]))
+        shape = decode_instruction_descriptor(int(views["u32"][idesc][lane]), kind)
         cluster, device, rank = warp.cta.cluster, warp.cta.cluster.device, warp.cta.rank
         step = 16 if group == 1 else 32
         if (
@@ -206,7 +214,7 @@ def _mma(d):
         destination = d_address(warp, lane)
         if destination >> 16:
             raise Fault("value", f"D at TMEM address {destination:#x}: the lane must be 0 for M {shape.m}")
-        what = f"tcgen05.mma m{shape.m}n{shape.n}k16"
+        what = f"tcgen05.mma m{shape.m}n{shape.n}k{depth}"
         agent = cluster.ordering.pipe(rank)
         epoch = cluster.ordering.advance(agent)
         b = tile_granules(
@@ -234,11 +242,9 @@ def _mma(d):
                     shared.async_read(warp.clock, agent, epoch, granules, f"{what}, operand {name},")
             if from_tmem:
                 tmem.check(a_column, 8)
-                tmem.note_read(
-                    warp.clock, agent, epoch, ALL, slice(a_column, a_column + 8), f"{what}, operand A,"
-                )
+                tmem.note_read(warp, agent, epoch, ALL, slice(a_column, a_column + 8), f"{what}, operand A,")
             tmem.check(destination, width)
-            tmem.note_write(warp.clock, agent, epoch, ALL, columns, what)
+            tmem.note_write(warp, agent, epoch, ALL, columns, what)
 
         def execute():
             right = np.concatenate(
@@ -249,7 +255,7 @@ def _mma(d):
                 tmem = tmem_of(cta)
                 if a is not None:
                     left = to_float32(read_tile(cta.shared, a, shape.a_k_major), shape.a)
-                else:  # two 16-bit elements along k in each column
+                else:  # 32 bits along k in each column
                     left = to_float32(
                         tmem.read(slice(0, 128), slice(a_column, a_column + 8)).view(np.uint16), shape.a
                     )
@@ -309,15 +315,16 @@ def _commit(d):
         agent = cluster.ordering.pipe(warp.cta.rank)
         clock = np.zeros_like(warp.clock)
         clock[CONTROL] = warp.clock[CONTROL]
+        np.maximum(warp.clock[TENSOR], warp.tensor_view, out=clock[TENSOR])
         clock[:, agent] = cluster.ordering.epochs[agent]
         for target in targets:
             target.mbarrier(offset)
 
             def arrive(target=target):
                 if target.ended:
-                    raise Fault(
-                        "pending-at-exit", f"tcgen05.commit arrives at CTA {target.ctaid}, which has ended"
-                    )
+                    ended = f"tcgen05.commit arrives at CTA {target.ctaid}, which has ended"
+                    cluster.device.report(Fault("pending-at-exit", ended))
+                    return
                 target.mbarrier(offset).arrive(1, clock)
 
             cluster.device.later("tcgen05.commit", arrive, queue=agent_queue(cluster, agent))
@@ -345,6 +352,7 @@ class TensorLoads:
             warp.disown(registers)
         self.pending = []
         warp.clock[0, self.agent] = warp.cta.cluster.ordering.epochs[self.agent]
+        warp.tensor_view[self.agent] = warp.clock[0, self.agent]
 
 
 def _shape(d) -> int:
@@ -391,7 +399,7 @@ def _ld(d):
         loads: TensorLoads = warp.state["tcgen05.ld"]
         ordering = warp.cta.cluster.ordering
         tmem.note_read(
-            warp.clock,
+            warp,
             loads.agent,
             ordering.advance(loads.agent),
             slice(quarter, quarter + 1),
@@ -424,7 +432,7 @@ def _st(d):
         quarter, rows, columns = _window(warp, tmem, address(warp, 0), repeat)
         agent = cluster.ordering.warp_agent(warp.id, "tcgen05.st")
         epoch = cluster.ordering.advance(agent)
-        tmem.note_write(warp.clock, agent, epoch, slice(quarter, quarter + 1), columns, "tcgen05.st")
+        tmem.note_write(warp, agent, epoch, slice(quarter, quarter + 1), columns, "tcgen05.st")
         values = np.stack([warp.views["u32"][s] for s in sources], 1)
         warp.state["tcgen05.st"] = warp.state.get("tcgen05.st", 0) + 1
 
@@ -457,17 +465,19 @@ def _wait_st(d):
         if warp.state.get("tcgen05.st"):
             return Blocked(lambda: "waits for its tcgen05.st", lambda: not warp.state["tcgen05.st"])
         agent = warp.cta.cluster.ordering.warp_agent(warp.id, "tcgen05.st")
-        warp.clock[0, agent] = warp.cta.cluster.ordering.epochs[agent]
+        warp.clock[0, agent] = warp.tensor_view[agent] = warp.cta.cluster.ordering.epochs[agent]
         return None
 
     return d.done(run, COLLECTIVE)
 
 
-def _fence(d):
-    """tcgen05.fence orders tcgen05 instructions around a barrier of threads (9.7.16). Barriers alone
-    order them here, as they do in CUTLASS's kernels: see the README's limits."""
+def _fence(d, form):
+    """Orders tcgen05 operations with the execution-ordering operations of the thread (9.7.16):
+    before_thread_sync those that are complete, for whoever waits for what comes next; after_thread_sync
+    those to come, behind what the thread has waited for."""
     d.count(0)
-    return d.done(lambda warp, lanes: None)
+    fence = before_thread_sync if form == "fence::before_thread_sync" else after_thread_sync
+    return d.done(lambda warp, lanes: fence(warp.clock, warp.tensor_view))
 
 
 def _check_exit(warp) -> None:

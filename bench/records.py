@@ -1,0 +1,78 @@
+"""What every kept measurement says of its origin, and the files that keep measurements."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    *("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "liger-kernel"),
+    "cut-cross-entropy",
+)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What was measured: packages, driver, and a digest of our sources."""
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            found["driver"] = subprocess.run(
+                query, capture_output=True, text=True, check=True
+            ).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            found["driver"] = "unknown"
+    root = Path(__file__).resolve().parent.parent / "cute_lce"
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    found["cute_lce"] = f"sources {digest.hexdigest()[:12]}"
+    return found
+
+
+def describe_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def provenance(device: torch.device, command: str) -> dict[str, Any]:
+    """The keys that say of a result where it is from."""
+    return {
+        "gpu": describe_device(device),
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+    }
+
+
+def finite_or_text(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are kept as text."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(result, allow_nan=False) for result in results)
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """All measurements of several files."""
+    return [result for path in paths for result in json.loads(path.read_text(encoding="utf-8"))]

@@ -1,0 +1,57 @@
+"""What stands for the device that launch/ asks about, and for the kernels that it asks `compile` for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from unittest import mock
+
+from cute_lce import launch
+from cute_lce.arch import Gpu
+from cute_lce.compile import cache
+from cute_lce.ops import call
+from cute_lce.plan import backward as backward_plans
+from cute_lce.plan import forward as forward_plans
+from cute_lce.plan.kernels import Key
+
+
+class Functions(Protocol):
+    """What stands for the compiled functions."""
+
+    def get(self, key: Key, /) -> Callable[..., Any] | None: ...
+
+
+@contextlib.contextmanager
+def planned_for(
+    gpu: Gpu, functions: Functions | None = None, forward: forward_plans.ForwardPlan | None = None
+) -> Iterator[None]:
+    """While active, launch/ plans for `gpu`, whatever the tensors' device is.
+
+    functions: where compiled functions come from; None: `compile`. forward: the plan of every forward; None:
+    the planner's.
+    """
+    forget_device()
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget_device)
+        for module in (launch.forward, launch.backward):
+            stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
+        if functions is not None:
+            stack.enter_context(mock.patch.object(cache, "_functions", functions))
+        if forward is not None:
+            stack.enter_context(mock.patch.object(forward_plans, "plan", return_value=forward))
+        yield
+
+
+def forget_device() -> None:
+    """Empty the caches that do not expect a device to change."""
+    launch.device.gpu_of.cache_clear()
+    launch.device.template.cache_clear()
+    launch.backward._prepare.cache_clear()
+    call._prepared.clear()
+
+
+def forget_plans() -> None:
+    """Empty the caches that do not expect an architecture's row to change."""
+    forward_plans.plan.cache_clear()
+    backward_plans.plan.cache_clear()

@@ -1,0 +1,68 @@
+# type: ignore  # The DSL traces Python: its types are not Python's.
+"""Host functions of one group of cute_lce.arguments, whose kernels write what each field's name reads."""
+
+import operator
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64
+
+from cute_lce.arguments import Operands
+from cute_lce.compile.trace import compile_options
+from cute_lce.kernels.entry.types import example, example_operands
+
+
+@cute.kernel
+def store_numbers(numbers: tuple, out: cute.Tensor):
+    if cute.arch.thread_idx()[0] == 0:
+        for i in cutlass.range_constexpr(len(numbers)):
+            out[i] = Int64(numbers[i])
+
+
+@cute.kernel
+def store_firsts(hidden: cute.Tensor, weight: cute.Tensor, target: cute.Tensor, out: cute.Tensor):
+    if cute.arch.thread_idx()[0] == 0:
+        out[0] = Int64(Float32(hidden[0, 0]))
+        out[1] = Int64(Float32(weight[0, 0]))
+        out[2] = Int64(target[0])
+
+
+class Numbers:
+    """Writes a group's numbers to out, in the order of `paths` ("gemm.windows")."""
+
+    def __init__(self, paths: list[str]):
+        self.paths = paths
+
+    @cute.jit
+    def __call__(self, group, out: cute.Tensor, stream: cuda.CUstream):
+        numbers = tuple(operator.attrgetter(path)(group) for path in self.paths)
+        store_numbers(numbers, out).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+class Firsts:
+    """Writes the first elements of hidden, weight and target to out."""
+
+    @cute.jit
+    def __call__(self, operands: Operands, out: cute.Tensor, stream: cuda.CUstream):
+        firsts = store_firsts(operands.hidden, operands.weight, operands.target, out)
+        firsts.launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+def compile_numbers(group: type, paths: list[str], folder: str):
+    return _compile(Numbers(paths), example(group), folder)
+
+
+def compile_firsts(folder: str):
+    return _compile(Firsts(), example_operands("bfloat16", "int64"), folder)
+
+
+def _compile(function, group, folder: str):
+    """With its PTX; out: int64, of any length."""
+    return cute.compile(
+        function,
+        group,
+        cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int(),)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"{compile_options('sm_90a')} --keep-ptx --dump-dir {folder}",
+    )
