@@ -50,7 +50,7 @@ _functions: dict[Key, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 SOURCES = ("kernels/**/*.py", "compile/*.py", "arch.py", "arguments.py", "maths.py", "plan/kernels.py")
-"""Patterns of the files that a compile imports: a change to one of them is another compile."""
+"""Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
 SEAL_BYTES = 32
 TEMPORARY = ".compiling-"
 STALE_SECONDS = 3600

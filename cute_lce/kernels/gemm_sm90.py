@@ -211,7 +211,7 @@ class GemmSm90(gemm.Gemm):
 
 
 def _check(config: KernelConfig) -> None:
-    """Raise ValueError for a configuration that the kernel does not have."""
+    """Raise ValueError for a configuration that the kernel does not support."""
     if config.pingpong and config.warpgroups != 2:
         raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
     rows = 64 * config.warpgroups // config.turns

@@ -53,7 +53,7 @@ class ScaleRows:
                 gradient = tensors.dloss[row]
                 if tensors.mean != 0:
                     gradient = maths.mean_upstream(gradient, Float32(tensors.num_valid[0]))
-                # 0 times nan is nan: a target out of range shows whatever its gradient is.
+                # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
                 factor = gradient * tensors.kept_scale[row]
             if lane == 0:
                 tensors.factor[row] = factor
