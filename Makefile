@@ -49,8 +49,8 @@ test-emulator-full: $(STAMP)  ## run the long sweeps of emulated kernels
 bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GPU: python3 -m bench.run ...)
 	$(BIN)/python -m bench.run $(BENCH_ARGS)
 
-docs: $(STAMP)  ## check that the links and file names in the documents lead somewhere
-	$(BIN)/python -m pytest -q tests/host/test_docs.py
+docs: $(STAMP)  ## check the links, file names and measured numbers in the documents
+	$(BIN)/python -m pytest -q tests/host/test_docs.py tests/host/test_documented_numbers.py
 
 clean:  ## remove what the other targets made, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,9 +1,9 @@
-"""What the kernels' host functions take, declared once and without cutlass.
+"""The arguments of the kernels' host functions, declared once and without cutlass.
 
-A host function (kernels/entry) takes a few groups. Each is a NamedTuple whose fields say what they are:
-tensors, numbers of 32 or 64 bits, addresses of global memory, or another group. `kernels.entry.types` derives
-the DSL's types from these declarations, plan/ builds the groups that only sizes decide, and launch/ builds
-the rest, by keyword: two addresses that change places have the same type and would go unnoticed.
+A host function (kernels/entry) takes a few groups. Each is a NamedTuple whose annotations say what its fields
+are: tensors, numbers of 32 or 64 bits, addresses in global memory, or another group. `kernels.entry.types`
+derives the DSL's types from these declarations, plan/ builds the groups that depend on sizes only, and
+launch/ builds the rest, by keyword: swapped addresses have the same type and would go unnoticed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Tensor = Any
 Int32 = Annotated[int, 32]
 Int64 = Annotated[int, 64]
 Address = Annotated[int, 64]
-"""Of global memory; 0 where a kernel's docstring allows that there is nothing."""
+"""An address in global memory; 0 for something absent, where the group's docstring allows it."""
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 """LossArguments.reduction."""
@@ -29,15 +29,15 @@ class Operands(NamedTuple):
 
 
 class LossArguments(NamedTuple):
-    """What the loss is, as far as kernels read it at run time; reduction: a number of REDUCTIONS."""
+    """The fields of the loss that kernels read at run time; reduction: a number of REDUCTIONS."""
 
     ignore_index: Int64
     reduction: Int32
 
 
 class GemmPlan(NamedTuple):
-    """One GEMM: windows that a row of clusters has along n, rows of clusters that share L2, clusters that are
-    launched, and whether they keep pace (0 or 1)."""
+    """The grid of one GEMM: windows of a row of clusters, rows of clusters in a group (kernels/schedule.py),
+    clusters launched, and whether they pace (0 or 1)."""
 
     windows: Int32
     group_m: Int32
@@ -46,7 +46,7 @@ class GemmPlan(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The forward's GEMM: its windows are of tiles_per_window tiles of cluster_n tile_n columns."""
+    """The forward's GEMM: a window has tiles_per_window tiles of cluster_n * tile_n columns."""
 
     tiles_per_window: Int32
     gemm: GemmPlan
@@ -55,7 +55,8 @@ class Sweep(NamedTuple):
 class ForwardOutputs(NamedTuple):
     """What a forward writes: loss fp32, (n,) or one number; row_max, row_sum (n,) fp32; num_valid, one int64.
 
-    workspace: 2 counters, the partials (all of a row's, n, 2), target_logit (n,), 2 fp32 a block of combine.
+    workspace: 2 counters, the partials (number of partials of a row, n, 2), target_logit (n,), and 2 fp32 for
+    each block of combine.
     """
 
     loss: Address
@@ -66,7 +67,7 @@ class ForwardOutputs(NamedTuple):
 
 
 class KeepOutputs(NamedTuple):
-    """What a forward that keeps writes beside; zeros where it keeps nothing.
+    """What a forward that keeps writes in addition; all zero if it keeps nothing.
 
     kept (n, columns) bf16, rows of `pitch` elements. kept_scale (n,) fp32. workspace: reference (n,) fp32,
     most_raised (n,) int32, raised (units, n) uint16.
@@ -80,7 +81,7 @@ class KeepOutputs(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The gradient of what follows by the loss: fp32, (n,) of a stride in elements; 0: one number."""
+    """The upstream gradient: fp32, (n,) with a stride in elements; stride 0: one number."""
 
     dloss: Address
     stride: Int64
@@ -95,8 +96,8 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dhidden (n, d) and dweight (V, d) in the operands' dtype, 0: not wanted; accumulator (n, d) fp32, of
-    dhidden over several stripes."""
+    """dhidden (n, d) and dweight (V, d) in the operands' dtype, 0 if not needed; accumulator (n, d) fp32: the
+    sum of dhidden over several stripes."""
 
     dhidden: Address
     dweight: Address
@@ -104,13 +105,13 @@ class Gradients(NamedTuple):
 
 
 class Dlogits(NamedTuple):
-    """The operand of a stripe's gradient GEMMs, and the factors that it lacks.
+    """The operands of a stripe's gradient GEMMs, and the factors of their products.
 
     dlogits (n, columns) in the operands' dtype, rows of `pitch` elements: written, or what was kept.
-    factor fp32 (n,) of a stride: of the rows of dlogits @ weight; 0: ones. hidden (n, d), rows of
-    hidden_pitch elements: what dlogits.T is multiplied by. weight_factor, one fp32: of dlogits.T @ hidden;
-    0: one. kept_scale (n,) fp32: of a stripe that was kept, whose factor and hidden are written; 0: the
-    stripe is recomputed.
+    factor fp32 (n,) with a stride: multiplies the rows of dlogits @ weight; 0: ones. hidden (n, d), rows of
+    hidden_pitch elements: multiplied by dlogits.T. weight_factor, one fp32: multiplies dlogits.T @ hidden;
+    0: one. kept_scale (n,) fp32: of a kept stripe, whose factor and hidden are then written; 0: the stripe is
+    recomputed.
     """
 
     dlogits: Address
@@ -124,8 +125,8 @@ class Dlogits(NamedTuple):
 
 
 class Stripe(NamedTuple):
-    """A stripe of the vocabulary: its first column, its columns, whether it is the first and the last (0 or
-    1), and its three GEMMs."""
+    """A stripe of the vocabulary: its first column, number of columns, whether it is the first and the last
+    (0 or 1), and its three GEMMs."""
 
     first: Int32
     columns: Int32

@@ -40,7 +40,7 @@ def _version(package: str) -> str:
 
 
 def info(args: argparse.Namespace) -> int:
-    """Print versions, the devices, and the path that a call takes on each, with the reason."""
+    """Print versions, the devices, and which implementation serves a call on each, with the reason."""
     import torch
 
     import cute_lce
@@ -66,7 +66,7 @@ def _cache() -> str:
 
 
 def _paths() -> list[tuple[str, str]]:
-    """(device and dtype, the path of a call there and why) for the CPU and for every CUDA device."""
+    """(device and dtype, the implementation there and why) for the CPU and every CUDA device."""
     import torch
 
     from cute_lce.ops.select import DTYPES, implementation
@@ -102,13 +102,13 @@ def _dtype(dtype: object) -> str:
 
 
 def show_plan(args: argparse.Namespace) -> int:
-    """Print how the kernels would do one forward, one forward and backward, and the least work of each."""
+    """Print the plans of one forward and of one forward and backward, and the least work of each."""
     gpu = Gpu(args.arch, args.sms or architecture(args.arch).sms)
     try:
         _show_forward(args, gpu)
         _show_backward(args, gpu)
     except ValueError as error:
-        # Its first word is the name of an argument of the Python call.
+        # The message begins with the name of an argument of the Python call.
         print(f"cute-lce plan: {error}", file=sys.stderr)
         return 1
     return 0
@@ -145,7 +145,7 @@ def _show_forward(args: argparse.Namespace, gpu: Gpu) -> None:
 
 
 def _show_backward(args: argparse.Namespace, gpu: Gpu) -> None:
-    """The backward's plan as `launch` makes it."""
+    """The backward's plan, as `launch` makes it."""
     n, d, vocab = args.n, args.d, args.vocab
     need_dinput, need_dweight = args.frozen != "hidden", args.frozen != "weight"
     limits = Limits(window=args.window or 0, workspace=int((args.workspace_mb or 0) * 2**20))
@@ -167,7 +167,7 @@ def _show_backward(args: argparse.Namespace, gpu: Gpu) -> None:
     ]
     _print_table(rows, indent=2)
 
-    # The forward's logits, those that are made again, and the gradients.
+    # The forward's logits, those that are recomputed, and the gradients.
     columns = vocab + (vocab - kept) + (need_dinput + need_dweight) * vocab
     terms = " + ".join(["V", *["(V - kept)"] * (recomputed > 0), *["V"] * (need_dinput + need_dweight)])
     gradients = (n if need_dinput else 0) + (vocab if need_dweight else 0)
@@ -190,7 +190,7 @@ def _describe(config: KernelConfig) -> str:
 def _show_floor(
     what: str, args: argparse.Namespace, gpu: Gpu, formula: str, columns: int, least_bytes: int, of: str
 ) -> None:
-    """The work that a pass cannot do without: GEMMs over so many columns of the vocabulary, and bytes."""
+    """Print the least work of a pass: GEMMs over `columns` columns of the vocabulary, and bytes."""
     sheet = gpu.row.data_sheet
     flops = 2 * args.n * args.d * columns
     peak = sheet.flops * min(1.0, gpu.sms / sheet.sms)
@@ -212,10 +212,10 @@ def _show_floor(
 
 
 def fill_cache(args: argparse.Namespace) -> int:
-    """Compile all that calls may need, on a machine with or without a GPU."""
+    """Compile every kernel that calls may need, on a machine with or without a GPU."""
     print(f"into {cache.cache_dir()}")
     for dtype, target_dtype in itertools.product(args.dtype, args.target_dtype):
-        # Sizes do not matter: one kernel serves all.
+        # One kernel serves all sizes.
         for key in kernels(args.arch, dtype, target_dtype):
             started = time.perf_counter()
             try:
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone, as `head` does. Python flushes once more when it ends: into nothing.
+        # The reader closed the pipe, as `head` does. Python flushes again at exit: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 

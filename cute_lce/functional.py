@@ -25,8 +25,8 @@ def linear_cross_entropy(
     """Cross entropy of ``input @ linear_weight.T`` with class indices, without the logits in memory.
 
     Names and order are those of torch.nn.functional.linear_cross_entropy; reference.linear_cross_entropy is
-    the definition. The one departure from torch: with every target ignored, "mean" gives 0 and zero gradients
-    where torch gives nan.
+    the definition. The one difference from torch: if every target is ignored, "mean" gives 0 and zero
+    gradients where torch gives nan.
 
     Args:
         input: (..., d), the hidden states: bfloat16, float16, float32 or float64, any strides (where neither
@@ -34,7 +34,7 @@ def linear_cross_entropy(
         linear_weight: (V, d), input's dtype and device, any strides.
         target: (...), class indices in [0, V) or ignore_index: int64 or int32, input's device, any strides.
         reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored;
-            "sum"; or "none", which takes any upstream gradient (expanded, strided).
+            "sum"; or "none", which accepts any upstream gradient (expanded, strided).
         ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch. A nan
             or inf in such a row of input does not matter, except that on a GPU "recompute" in bfloat16 and
             "grad_in_forward" in bfloat16 and float16 make linear_weight's gradient nan, as torch does.
@@ -43,13 +43,14 @@ def linear_cross_entropy(
             "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
             recomputes the others: any upstream gradient.
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
-            them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then wants a
+            them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then requires a
             linear_weight that needs no gradient.
             "auto" picks one that can serve the call; the streaming path takes "recompute", or "keep" where
-            workspace_mb is given. Where nothing needs a gradient, all are one forward that keeps nothing.
+            workspace_mb is given. If nothing needs a gradient, every schedule is a forward that keeps
+            nothing.
         workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
             and the gradients), in MiB (2**20 bytes). None means 1024, raised automatically if the schedule
-            needs more; a number that is given is not raised.
+            needs more; an explicit number is never raised.
         window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
             rounding only.
 
@@ -59,14 +60,14 @@ def linear_cross_entropy(
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
     gradient again raises RuntimeError ("grad_in_forward" raises at once under create_graph=True), and so does
-    forward-mode differentiation. torch.func's vmap takes every schedule, its grad, vjp and jacrev all but
-    "grad_in_forward"; what they batch is computed one after the other.
+    forward-mode differentiation. torch.func's vmap supports every schedule, its grad, vjp and jacrev all but
+    "grad_in_forward"; batched calls are computed one after another.
 
     Raises:
         TypeError: a dtype, or a Python type, other than the above.
         ValueError: a shape, a value or a device other than the above; a workspace_mb too small for the
             schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
-            ignore_index. On a GPU, where looking would synchronise, such a row's loss and its input's
+            ignore_index. On a GPU, where checking would synchronise, such a row's loss and its input's
             gradient, and hence the weight's gradient, are nan, whatever its upstream gradient, and nothing
             outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
             assertion there.

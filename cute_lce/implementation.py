@@ -1,8 +1,9 @@
-"""What serves a call: the Protocol of streaming/ and launch/, and what passes between them and ops/.
+"""The Protocol that streaming/ and launch/ satisfy, and what they exchange with ops/.
 
-Two may be mixed: all that passes from a forward to a backward are the row statistics, and what is kept, which
-is private to one implementation. Both passes come in phases, which run back to back on one device; with the
-vocabulary sharded, collectives stand between them.
+A forward passes to its backward only the row statistics and what was kept. The format of the latter is
+private to an implementation; apart from it a forward of one and a backward of another may be combined. Both
+passes are divided into phases, which run back to back on one device; with a sharded vocabulary, collectives
+run between them.
 
 Shapes, with "acc" for float32 (float64 for float64):
     hidden (n, d), weight (V, d): one dtype, any strides. target (n,): int64 or int32, any stride.
@@ -16,7 +17,7 @@ Shapes, with "acc" for float32 (float64 for float64):
     The accumulators: acc (n, d) and (V, d), the gradients of the sum of the rows' losses.
     dinput (n, d), dweight (V, d): hidden's dtype, contiguous.
 
-Nothing synchronises with a device, except that on a CPU the targets are checked. No argument is written to.
+No method synchronises with a device; on a CPU the targets are checked. Arguments are never modified.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from .plan.problem import NO_LIMITS, Limits, Problem
 
 
 class Request(NamedTuple):
-    """What is asked of an implementation, beside operands and loss.
+    """What an implementation is asked for, besides operands and loss.
 
     limits: window, columns of the vocabulary at once, and workspace, bytes that may be allocated beyond the
-    results; 0: the implementation's choice. kept_columns: of the vocabulary, from the first. need_dinput,
-    need_dweight: which gradients will be wanted. statistics: whether results beyond the loss are.
+    results; 0: the implementation's choice. kept_columns: how many columns to keep, from the first.
+    need_dinput, need_dweight: which gradients will be needed. statistics: whether results other than the loss
+    are needed.
     """
 
     limits: Limits = NO_LIMITS
@@ -47,8 +49,8 @@ class Request(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of a forward. Where nothing beyond the loss was asked for, the others may be None; kept and kept_scale
-    are None where nothing is kept."""
+    """What a forward returns. If only the loss was requested, the others may be None; kept and kept_scale are
+    None if nothing is kept."""
 
     loss: Tensor
     row_max: Tensor | None = None
@@ -59,7 +61,7 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward has from its forward: the operands, and its results without the loss."""
+    """What a backward receives from its forward: the operands, and the results without the loss."""
 
     hidden: Tensor
     weight: Tensor
@@ -77,31 +79,31 @@ class Saved(NamedTuple):
 
 class Forward(Protocol):
     """A forward prepared for operands of one kind (devices, dtypes, shapes, strides) and a loss's static
-    fields; it may serve any such call."""
+    fields; it can be reused for every such call."""
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
-        """Up to the statistics of the rows, and what can be formed with them already."""
+        """The row statistics, and whatever else can be computed before they are merged."""
         ...
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        """What the loss and the kept columns need of the merged statistics; the complete results."""
+        """The complete results: what of the loss and the kept columns depends on the merged statistics."""
         ...
 
 
 class Backward(Protocol):
-    """A backward of one call, begun. The phases are called once each, in this order."""
+    """The backward of one call. Each phase is called once, in this order."""
 
     def dinput(self) -> Tensor | None:
-        """The gradient by hidden, if it was asked for, and what else has to be done before it is complete."""
+        """The gradient by hidden, if requested; does all work that it depends on."""
         ...
 
     def dweight(self) -> Tensor | None:
-        """The gradient by weight, if it was asked for."""
+        """The gradient by weight, if requested."""
         ...
 
 
 class Accumulated(NamedTuple):
-    """What grad_in_forward gives: the loss, and both gradients of the sum of the rows' losses."""
+    """What grad_in_forward returns: the loss, and both gradients of the sum of the rows' losses."""
 
     loss: Tensor
     num_valid: Tensor
@@ -123,8 +125,8 @@ class Implementation(Protocol):
     ) -> tuple[str, int]:
         """(schedule, columns to keep): "recompute", "keep" or "grad_in_forward". Sizes may be symbolic.
 
-        Raises ValueError naming the least workspace_mb where the one given is too small, and naming schedule
-        where the one asked for cannot serve the call.
+        Raises ValueError naming the least workspace_mb if the given one is too small, and naming schedule if
+        the requested one cannot serve the call.
         """
         ...
 

@@ -1,8 +1,8 @@
 """What the loss is, and how it is to be computed: frozen, whole, and read by name.
 
-Both objects go from the public call to what serves it. A field's annotation says how it travels: its types
-in the schemas of the ops, and whether it is static (part of every cache's key) or a number, which may change
-from call to call without anything being prepared anew. Tensors with gradients of their own are operands
+Both objects are passed on unchanged from the public call to the implementation. A field's annotation gives
+its types in the schemas of the ops, and whether it is static (part of every cache's key) or a number that may
+change from call to call without preparing anything anew. Tensors with gradients of their own are operands
 instead.
 """
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class Field(NamedTuple):
-    """How a field travels. public, inner: its types in the schemas of the public op and of the inner ops."""
+    """How a field is passed; public, inner: its types in the schemas of the public and the inner ops."""
 
     public: str
     inner: str
@@ -70,7 +70,7 @@ class _ComputeFields(NamedTuple):
 
 
 class ComputeOptions(_ComputeFields):
-    """How the loss is computed; it changes roundings, time and memory.
+    """How the loss is computed; this changes rounding, time and memory.
 
     schedule: how the backward obtains the logits: "recompute", "keep", "grad_in_forward" or "auto".
     workspace_mb: MiB that the call may allocate beyond its results, ``None``: the default.
@@ -103,13 +103,13 @@ class ComputeOptions(_ComputeFields):
 
     @property
     def limits(self) -> Limits:
-        """The same in bytes and columns, 0 for what is left to the implementation."""
+        """The same in bytes and columns; 0 leaves a limit to the implementation."""
         workspace = 0 if self.workspace_mb is None else max(int(self.workspace_mb * MIB), 1)
         return Limits(window=0 if self.window is None else self.window, workspace=workspace)
 
 
 def fields(options: type) -> dict[str, Field]:
-    """Name -> how it travels, in the order of the fields."""
+    """Name -> how it is passed, in the order of the fields."""
     hints = get_type_hints(options.__base__, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 

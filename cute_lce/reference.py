@@ -1,6 +1,6 @@
 """The definition: linear cross entropy in plain torch, for every dtype, with the logits in full.
 
-Tests and documents point here. It is differentiable by autograd and saves neither memory nor time.
+Tests and documents refer to it. It is differentiable by autograd and optimised for neither memory nor time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def linear_cross_entropy(
 
     input (..., d), linear_weight (V, d), one floating dtype; target (...), int64 or int32.
     Returns the loss in that dtype: target's shape for "none", else a scalar.
-    Raises ValueError where a target is outside [0, V) and not ignore_index. Holds several (..., V) tensors.
+    Raises ValueError if a target is outside [0, V) and not ignore_index. Allocates several (..., V) tensors.
     """
     options = LossOptions(reduction, ignore_index)
     num_classes = linear_weight.shape[0]
@@ -37,7 +37,7 @@ def linear_cross_entropy(
     logits = input @ linear_weight.mT
     row_max = logits.detach().amax(-1, keepdim=True)
     safe_target = target.long().masked_fill(ignored, 0).unsqueeze(-1)
-    # Taking the maximum off both terms keeps a common offset of the logits out of the difference.
+    # Subtracting the maximum from both terms removes a common offset of the logits before the difference.
     shifted = logits - row_max
     loss = shifted.exp().sum(-1).log() - shifted.gather(-1, safe_target).squeeze(-1)
     loss = loss.masked_fill(ignored, 0)

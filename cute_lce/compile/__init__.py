@@ -1,1 +1,1 @@
-"""Compiled kernels: what compiles them (trace), what keeps them (cache), what can run here (driver)."""
+"""Compiled kernels: `trace` compiles them, `cache` stores them, `driver` knows what can run here."""

@@ -1,23 +1,22 @@
-"""The only place that compiles: its arguments are the key of a cache in memory and on disk.
+"""The only module that compiles kernels; a call's key is looked up in memory, then on disk.
 
-A kernel is looked up in memory, then on disk, then compiled and put into both. What the disk holds is a
-shared library made by the host's C compiler (`cc`, or what CC names) from the object that the DSL exports;
-loading one needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so a second process's
-first call does not import cutlass.
+What neither holds is compiled and stored in both. A file is a shared library that the host's C compiler
+(`cc`, or what CC names) links from the object that the DSL exports. Loading it needs apache-tvm-ffi and the
+DSL's runtime library but not the DSL itself, so the first call of a second process does not import cutlass.
 
-A file's name is a hash of everything that it depends on: the arguments, the versions of the DSL, of its
-CUDA toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture. A file begins its
-life under a temporary name and is renamed when it is whole; it ends in a hash of its name and content, and
-one whose hash is another (cut off, altered, copied from another name) is a miss and is written again. Any
-number of processes may share a folder: each that misses compiles, all write the same, and the last one's
-stays. Stale temporary folders are deleted by the first compile an hour later.
+A file's name is a hash of everything that it depends on: the key, the versions of the DSL, of its CUDA
+toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture. A file is written
+under a temporary name and renamed when it is complete. It ends in a hash of its name and content; a file
+whose hash does not match (truncated, altered, copied from another name) is a miss and is replaced. Any number
+of processes may share a folder: each one that misses compiles, all write the same content, and the last
+rename wins. Stale temporary folders are deleted by the first compile an hour later.
 
 CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
 
-What is loaded is code, and a hash that anybody can compute does not say who wrote it. So the folder is made
-for its owner alone (0700, its files 0600), and a folder or file that another user owns, root too, or that
-group or others may write is refused with PermissionError. The path may lead through symbolic links: what
-counts is the folder at their end. A file that is a symbolic link is refused. A file is opened once; its
+What is loaded is code, and a hash that anyone can compute does not authenticate it. So the folder is created
+for its owner alone (0700, its files 0600), and a folder or file that another user owns (root included), or
+that group or others may write, is refused with PermissionError. The path may contain symbolic links: the
+folder that they lead to is checked. A file that is a symbolic link is refused. A file is opened once; its
 owner, mode and hash are read from that descriptor, and the bytes that were hashed are the ones that are
 loaded, from memory (memfd_create).
 """
@@ -51,7 +50,7 @@ _functions: dict[Key, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 SOURCES = ("kernels/**/*.py", "compile/*.py", "arch.py", "arguments.py", "maths.py", "plan/kernels.py")
-"""Patterns of the files that a compile imports: a change to one of them is another compile."""
+"""Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
 SEAL_BYTES = 32
 TEMPORARY = ".compiling-"
 STALE_SECONDS = 3600
@@ -60,9 +59,9 @@ STALE_SECONDS = 3600
 def get(key: Key) -> Callable[..., None]:
     """A compiled host function of kernels.entry, for any n, d, V and stripe; from memory in well under 1 us.
 
-    What it returns takes the arguments of its __call__ but the stream, which is torch's current one.
-    Raises RuntimeError where there is no C compiler to link with, ImportError where the DSL is not installed,
-    PermissionError where others could have written what the cache holds.
+    It takes the arguments of the class's __call__ except the stream, which is torch's current stream.
+    Raises RuntimeError if there is no C compiler to link with, ImportError if the DSL is not installed,
+    PermissionError if others could have written to the cache.
     """
     return _functions.get(key) or _get(key)
 
@@ -95,9 +94,9 @@ def _get(key: Key) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _private(path: Path, folder: int | None = None) -> Iterator[int]:
-    """A descriptor, for looking only (O_PATH), of the cache's folder; given that, of a file in it.
+    """An O_PATH descriptor of the cache's folder or, given the folder's descriptor, of a file in it.
 
-    Raises PermissionError for what others own or may write, FileNotFoundError for what is not there.
+    Raises PermissionError if others own it or may write it, FileNotFoundError if it does not exist.
     """
     if folder is None:
         descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -128,7 +127,7 @@ def source_files(package: Path) -> list[Path]:
 
 @functools.cache
 def _environment() -> str:
-    """Everything but the key that a compiled file depends on."""
+    """Everything that a compiled file depends on besides the key."""
     versions = [
         f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     ]
@@ -155,7 +154,7 @@ def _runtime() -> Any:
 
 
 def _load(path: Path, folder: int) -> Callable[..., None] | None:
-    """The function in a compiled file, or None when there is none that can be used.
+    """The function in a compiled file, or None if there is no usable file.
 
     folder: a descriptor of the file's folder.
     """
@@ -165,25 +164,25 @@ def _load(path: Path, folder: int) -> Callable[..., None] | None:
     except FileNotFoundError:
         return None
     try:
-        # The loader maps what the headers promise: a file that was cut off would end the process.
+        # The loader maps as much as the headers declare: a truncated file would kill the process (SIGBUS).
         if content[-SEAL_BYTES:] != _seal(path.name, content[:-SEAL_BYTES]):
             raise ValueError("not what was written under this name")
         return _load_bytes(path.name, content)
     except ImportError:
         raise
     except Exception as error:
-        # It stays until it is replaced: another process may be about to load what it put there just now.
+        # Not deleted: another process may have just replaced it and be about to load it.
         _logger.warning("%s: cannot be loaded (%s), compiling it again", path, error)
         return None
 
 
 def _load_bytes(name: str, library: bytes) -> Callable[..., None]:
-    """The function in a shared library's bytes; its name is for maps and debuggers."""
+    """The function in a shared library's bytes; `name` is what memory maps and debuggers show."""
     descriptor = os.memfd_create(name)
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(library)
-        # As tvm_ffi.load_module does for a path that ends in .so.
+        # What tvm_ffi.load_module does for a path that ends in .so.
         load, keep_loaded = map(
             _runtime().get_global_func, ("ffi.Module.load_from_file.so", "ffi.ModuleGlobalsAdd")
         )
@@ -193,19 +192,19 @@ def _load_bytes(name: str, library: bytes) -> Callable[..., None]:
     except BaseException:
         os.close(descriptor)
         raise
-    # It stays open: dlopen knows a library by its path, and gives this one to whoever comes with it again.
+    # The descriptor stays open: dlopen identifies libraries by path, and its number must not be reused.
     return function
 
 
 def _seal(name: str, library: bytes) -> bytes:
-    """What a compiled file ends in, behind all that the loader looks at: a hash of its name and content."""
+    """The end of a compiled file, after everything that the loader reads: a hash of its name and content."""
     return hashlib.sha256(name.encode() + b"\0" + library).digest()
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes left that were killed while they compiled: no compile takes so long.
+    """Delete temporary folders older than any compile takes, left by processes that were killed.
 
-    Others may sweep at the same time; what is gone already is no error.
+    Other processes may do so at the same time; a folder that is already gone is no error.
     """
     for path in folder.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError):
@@ -214,7 +213,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _build(key: Key, path: Path) -> None:
-    """Compile into `path`, which appears whole or not at all."""
+    """Compile into `path`, which is complete as soon as it exists."""
     _sweep(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
         compiled = Path(folder, "kernel.o")

@@ -1,4 +1,4 @@
-"""The driver and the CUDA toolkits of this machine: what can be compiled here, and loaded."""
+"""The driver and the CUDA toolkits of this machine: what can be compiled and loaded here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _toolkits() -> dict[int, Path]:
 def toolkit() -> tuple[int, Path]:
     """(CUDA major version, runtime library) of the toolkit that compiles and loads here.
 
-    As the DSL chooses: the newest one that the driver is new enough for; without a driver, the newest.
+    The DSL's own choice: the newest one that the driver supports; without a driver, the newest.
     """
     toolkits, driver = _toolkits(), driver_version()
     if not toolkits:
@@ -48,10 +48,10 @@ def toolkit() -> tuple[int, Path]:
 
 
 def check_driver(row: Architecture, device: str) -> None:
-    """Raise RuntimeError where this machine's driver is too old to load an architecture's code.
+    """Raise RuntimeError if this machine's driver is too old to load an architecture's code.
 
-    device: what to call it in the error. To be called before the first compile for a device: what a driver
-    says by itself, at a kernel's first call, names neither the cause nor the cure.
+    device: its name in the error. To be called before the first compile for a device: the driver's own error,
+    at a kernel's first launch, names neither the cause nor the remedy.
     """
     found, toolkits = driver_version(), _toolkits()
     least = max(row.least_driver, (min(toolkits, default=0), 0))

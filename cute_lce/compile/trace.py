@@ -1,4 +1,4 @@
-"""What compiles: a key, with the DSL, for an architecture that need not be this machine's."""
+"""Compile a key with the DSL, for an architecture that need not be this machine's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def compile_options(arch: str) -> str:
 
 
 def trace(key: Key, extra_options: str = "") -> Any:
-    """Compile a key without any cache. The DSL is imported here, and nowhere earlier.
+    """Compile a key without a cache. The DSL is imported here and nowhere earlier.
 
     extra_options: of cute.compile; with "--keep-ptx --keep-cubin --dump-dir DIR" the result has __ptx__ and
-    __cubin__. Raises TypeError for what is no key.
+    __cubin__. Raises TypeError for anything but a key.
     """
     if isinstance(key, ForwardKey):
         from ..kernels.entry.forward import compile_forward

@@ -1,1 +1,1 @@
-"""The CuTe DSL kernels. Only `compile.trace` imports these modules, when it is called: they import cutlass."""
+"""The CuTe DSL kernels, which import cutlass; only `compile.trace` imports them, when it is called."""

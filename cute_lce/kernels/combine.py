@@ -16,7 +16,7 @@ WARPS = 16  # windows that a block reads at once
 
 
 class CombineTensors(NamedTuple):
-    """Global memory of the combine kernel, and the numbers it needs.
+    """Global memory that the combine kernel accesses, and the numbers that it needs.
 
     vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan.
     reduction: NONE, SUM or MEAN, which divides by max(num_valid, 1).
@@ -44,10 +44,10 @@ class CombineTensors(NamedTuple):
 class Combine:
     """One block of 16 warps for 32 rows: lane = row, warp = every 16th window.
 
-    Timeline of a block: each warp absorbs its windows' partials in registers -> shared memory -> warp 0
-    joins the 16, writes the rows' statistics and losses and, by shuffles, the block's loss and count -> the
+    Timeline of a block: each warp merges its windows' partials in registers -> shared memory -> warp 0 merges
+    the 16 results, writes the rows' statistics and losses and, by shuffles, the block's loss and count -> the
     block that arrives last adds up all blocks in a fixed order, in float64, so that the result does not
-    depend on which block that was.
+    depend on which block is last.
     Shared memory: 4 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once.
     """
 
@@ -115,7 +115,7 @@ class Combine:
 
     @cute.jit
     def _total(self, tensors: CombineTensors, storage, blocks: Int32):
-        """The last block: every block's loss and count, thread by thread, lane by lane, warp by warp."""
+        """The last block adds up every block's loss and count, over threads, then lanes, then warps."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         totals = storage.totals.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
         cute.arch.fence_acq_rel_gpu()

@@ -1,4 +1,4 @@
-"""What both mainloops share: the launch, the operands' way into shared memory, how clusters keep pace."""
+"""What both mainloops share: the launch, loading operands into shared memory, the pacing of clusters."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ from cute_lce.arguments import Sweep
 from cute_lce.kernels import schedule
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
-PATIENCE = 256  # looks at the others' progress before a cluster gives up waiting
-SLACK = 4  # clusters in SLACK may be one step behind
-EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads: what streams past leaves first
+PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
+SLACK = 4  # one in SLACK clusters may be one step behind
+EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads, for data that streams past
 
 
 class Operand(NamedTuple):
-    """A or B, as the launch hands it to the kernel.
+    """A or B, as the launch passes it to the kernel.
 
     tma: the copy of a tile. coords: the matrix, (m or n, k), as TMA's coordinates. slots: the layout of the
-    ring's slots in shared memory, the last mode the stages.
+    ring's slots in shared memory; its last mode is the stages.
     """
 
     tma: cute.CopyAtom
@@ -39,7 +39,7 @@ class Stream(NamedTuple):
     """A or B, as the load warp sees it.
 
     tiles: ((tile bytes), tiles, k tiles) in global memory. slots: ((tile bytes), stages) in shared memory.
-    mask: the CTAs that get what this one loads, None without multicast.
+    mask: the CTAs that receive what this one loads; None without multicast.
     """
 
     tma: cute.CopyAtom
@@ -49,31 +49,31 @@ class Stream(NamedTuple):
 
 
 class Gemm:
-    """A (m, k) times B (n, k) transposed, persistent, its fp32 tiles given to an epilogue.
+    """Persistent GEMM: A (m, k) times B (n, k) transposed, whose fp32 tiles an epilogue processes.
 
     A and B are bf16 or fp16 and may be major along k or along m and n. A run is a row of clusters and a
     window (schedule.py); a cluster takes runs cluster_id, cluster_id + clusters, ... and a run's tiles in
-    order. One warp of each CTA loads: for every tile of every run its k tiles of A and B, by TMA into a ring
-    of config.stages slots, B's with the policy evict-first. With a cluster a tile of B is sliced along m
-    and one of A along n, and each CTA multicasts its slice.
+    order. One warp of each CTA loads: for every tile of every run the k tiles of A and B, by TMA into a ring
+    of config.stages slots, B's with the L2 policy evict-first. In a cluster a tile of B is sliced along m and
+    one of A along n, and each CTA multicasts its slice.
 
     Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
-    are close together. Every `pace` k tiles a cluster counts a step in `progress` and, if it is ahead,
-    looks again until all clusters together have made as many as if each had made its own number but one in
-    SLACK of them one step fewer. At its end a cluster counts the steps of the runs and tiles that it did
-    not have, so that no one waits for it. Only the load warp of the cluster's first CTA does so; the others
-    follow through the ring. It changes speed alone: who has looked PATIENCE times in vain never waits
-    again, so that nothing depends on all clusters being resident.
+    are close together. Every `pace` k tiles a cluster adds one step to `progress`. It then polls `progress`
+    until the total is at least what it would be if every cluster had made as many steps as this one, less one
+    step for one in SLACK of them. At its end a cluster adds the steps of the runs and tiles that it did not
+    have, so that others do not wait for it. Only the load warp of a cluster's first CTA does this; the other
+    CTAs follow through the ring. It affects speed alone: after PATIENCE failed polls a cluster stops pacing,
+    so nothing depends on all clusters being resident.
 
     Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's
     producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; the epilogue
     masks columns beyond n and does not write rows beyond m.
 
-    A mainloop is a subclass with what differs, the movement: the operands' shapes in shared memory, the
-    pipelines, the other warp roles. It has `threads`, a CTA's, and defines
+    A mainloop is a subclass that defines the movement of data: the operands' layouts in shared memory, the
+    pipelines, the other warp roles. It has `threads`, the threads of a CTA, and defines
         operands(a, b)  (tiled MMA, Operand of A, Operand of B)
-        barriers        what it keeps in shared memory beside the ring and its slots, field -> type
-        kernel(...)     which sends one of its warps into `load`
+        barriers        its shared memory besides the ring's barriers and slots, field -> type
+        kernel(...)     the kernel, one of whose warps runs `load`
     """
 
     threads: int
@@ -99,7 +99,7 @@ class Gemm:
         sweep: Sweep,
         stream: cuda.CUstream,
     ):
-        """Launch on sweep.gemm.clusters clusters. tensors: what the epilogue reads and writes."""
+        """Launch sweep.gemm.clusters clusters. tensors: what the epilogue reads and writes."""
         config, grid = self.config, sweep.gemm
         tiled_mma, operand_a, operand_b = self.operands(a, b)
         self.storage = self.storage_of(a.element_type, operand_a.slots.outer, operand_b.slots.outer)
@@ -120,7 +120,7 @@ class Gemm:
         )
 
     def storage_of(self, dtype, a_slots: cute.Layout, b_slots: cute.Layout):
-        """The struct of shared memory: the ring's barriers, the mainloop's own, the slots of A and of B."""
+        """The struct of shared memory: barriers of the ring, those of the mainloop, slots of A and of B."""
         fields: dict[str, Any] = {
             "ring": cute.struct.MemRange[cutlass.Int64, self.config.stages * 2],
             **self.barriers,
@@ -135,7 +135,7 @@ class Gemm:
         return cute.tiled_divide(cute.make_layout((*self.cluster, 1)), (self.config.pair,))
 
     def coordinate(self):
-        """This CTA's in cluster_layout."""
+        """This CTA's coordinate in cluster_layout."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return self.cluster_layout().get_flat_coord(rank)
 
@@ -166,7 +166,7 @@ class Gemm:
         )
 
     def stream(self, operand: Operand, tiles, slots, coord, along: int) -> Stream:
-        """An operand whose tiles CTAs share along mode `along` of cluster_layout, each loading a slice."""
+        """An operand whose tiles CTAs along mode `along` of cluster_layout share, each loading a slice."""
         parts = self.cluster_tiles[along - 1]
         modes = cute.rank(slots) - 1
         shared, source = cpasync.tma_partition(
@@ -181,7 +181,7 @@ class Gemm:
 
     @cute.jit
     def load(self, a: Stream, b: Stream, ring, coord, progress, runs):
-        """Load warp: for every tile of every run, this CTA's part of its k tiles of A and B into the ring."""
+        """Load warp: this CTA's part of the k tiles of A and B of every tile of every run, into the ring."""
         config = self.config
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord, cute.size(b.tiles, mode=[1]))
@@ -231,11 +231,10 @@ class Gemm:
 
 @cute.jit
 def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
-    """Count one step of this cluster; look up to `patience` times whether all together have made `enough`.
+    """Add one step of this cluster to `progress`, and wait until it is at least `enough`.
 
-    Clusters that read the same tiles find them in L2 only while they stay close together; those ahead wait a
-    little for the rest. Nothing but speed depends on it: a cluster that has waited in vain, as when some are
-    not resident because another kernel holds their SMs, never waits again. Returns the patience that is left.
+    It is polled up to `patience` times. Returns `patience`, or 0 if all polls failed, for instance because
+    another kernel holds SMs and not all clusters are resident: this cluster then stops pacing.
     """
     cute.arch.red(progress.iterator, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
     seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")

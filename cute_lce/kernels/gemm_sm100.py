@@ -1,4 +1,4 @@
-"""Blackwell's mainloop: TMA into a ring of shared memory, tcgen05 into TMEM, an epilogue on slabs of it."""
+"""Blackwell's mainloop: TMA into a ring in shared memory, tcgen05 into TMEM, an epilogue on its slabs."""
 
 import cutlass
 import cutlass.cute as cute
@@ -18,16 +18,16 @@ EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per
 MMA_WARP = 4
 LOAD_WARP = 5
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
-DONE_BARRIER = 2  # the epilogue warps have read the last of it
+DONE_BARRIER = 2  # the epilogue warps have finished reading it
 SLAB = 64  # columns of a tile that an epilogue thread holds at once, in as many registers
 
 
 class GemmSm100(gemm.Gemm):
-    """gemm.Gemm, its fp32 tiles left in tensor memory and given to an epilogue from there.
+    """gemm.Gemm with fp32 tiles in tensor memory, from which an epilogue reads them.
 
-    Two forms, by config.tile_m. 256: a tile for a pair of CTAs on neighbouring SMs that share one MMA
-    (cta_group::2); each loads and keeps 128 rows of A and of the accumulator, and half of the rows of B. 128:
-    a tile for each CTA.
+    Two forms, by config.tile_m. 256: a pair of CTAs on neighbouring SMs computes a tile with one MMA
+    (cta_group::2); each loads and holds 128 rows of A and of the accumulator, and half of the rows of B. 128:
+    each CTA computes a tile.
 
     Warps of a CTA (192 threads, one CTA to an SM):
         0-3  epilogue: a thread has one row, all columns; warp w reads lanes 32 w to 32 w + 31 of TMEM
@@ -42,37 +42,36 @@ class GemmSm100(gemm.Gemm):
                       first CTA: 4 warps of each CTA, after their last tcgen05.wait::ld.
 
     Timeline: load runs up to `stages` k tiles ahead of MMA, across tiles and runs. MMA fills one accumulator
-    while the epilogue reads the other, so that an epilogue costs nothing as long as it is shorter than a
-    tile's MMAs: the forward's is, from a d between 260 and 660 upwards (docs/kernels.md has the cycles). The
-    last one of a CTA is exposed.
+    while the epilogue reads the other, so an epilogue costs nothing as long as it is shorter than a tile's
+    MMAs: the forward's is, from a d between 260 and 660 upwards (docs/kernels.md has the cycles). The last
+    epilogue of a CTA is exposed.
 
-    Budgets: registers 124 a thread, 167 where the forward keeps, without spills; 192 threads could have 255,
-    so setmaxnreg would serve nothing. Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage,
-    which is 32 KiB for 256 x 256 x 64 and makes 7 stages of 227 KiB, 48 KiB for 128 x 256 x 64 and 4 stages.
-    TMEM: two accumulators of tile_n columns, all 512 columns at 256.
+    Budgets: registers 124 a thread, 167 if the forward keeps, without spills; 192 threads could have 255, so
+    setmaxnreg is not needed. Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32
+    KiB for 256 x 256 x 64 (7 stages in 227 KiB) and 48 KiB for 128 x 256 x 64 (4 stages). TMEM: two
+    accumulators of tile_n columns, all 512 columns at 256.
 
-    Four epilogue warps, one for each of the SM's schedulers: exponentials bind, 16 a clock and SM, and four
-    warps keep enough of them in flight. Eight would make two of each row, to be merged or to write twice the
-    partials.
+    Four epilogue warps, one for each of the SM's schedulers: the exponentials are the limit, 16 a clock and
+    SM, and four warps keep enough of them in flight. Eight would divide each row between two warps, which
+    would have to be merged or to write twice the partials.
 
-    Hazards, beside gemm.Gemm's. tcgen05 runs in order in one CTA's issue, but not against other threads: an
-    accumulator may be overwritten only when all its rows have been read, so each epilogue warp releases it
-    behind its last tcgen05.wait::ld; the values of a tcgen05.ld may be used only behind that wait, which
-    `_load_slab` keeps with the load. Tensor memory may be given back only when both CTAs of a pair have read
-    the last of it: DONE_BARRIER, then the allocator's handshake of the pair. A barrier by itself does not
-    order tcgen05 operations of different threads: tcgen05.fence::after_thread_sync stands behind each wait
-    for an accumulator, before_thread_sync ahead of its release; tcgen05.commit implies the latter. Each of
-    these, removed, is found by the emulator (docs/kernels.md).
+    Hazards, besides gemm.Gemm's. tcgen05 operations issued by one CTA are ordered among themselves, but not
+    with other threads. An accumulator may be overwritten only when all its rows have been read, so each
+    epilogue warp releases it after its last tcgen05.wait::ld. The values of a tcgen05.ld may be used only
+    after that wait, which `_load_slab` emits with the load. Tensor memory may be deallocated only when both
+    CTAs of a pair have finished reading it: DONE_BARRIER, then the allocator's handshake of the pair. A
+    barrier alone does not order tcgen05 operations of different threads: tcgen05.fence::after_thread_sync
+    follows each wait for an accumulator, and before_thread_sync precedes its release; tcgen05.commit implies
+    the latter. The emulator finds the removal of each of these (docs/kernels.md).
 
-    The schedule is static, schedule.py's as on Hopper: runs are equally long and their order serves L2.
-    Cluster launch control would even out clusters of unequal speed, but hands out work in the order of the
-    grid to whoever asks, and wants a warp and a pipeline to distribute it; what it gains nobody here could
-    measure.
+    The schedule is static, schedule.py's as on Hopper: runs are equally long, and their order serves L2.
+    Cluster launch control would balance clusters of unequal speed, but hands out work in grid order and needs
+    a warp and a pipeline to distribute it; its gain has not been measured.
 
-    Multicast: cluster_m above the pair's shares B between pairs, cluster_n shares A. A lone pair of 256 x 256
-    asks L2 for 64 bytes a clock and SM at the full rate, 4 x 1 CTAs for 48. But clusters of 4 leave SMs idle
-    where a GPC has no multiple of 4 of them, so that the pair alone is the default until someone measures
-    both.
+    Multicast: a cluster_m above the pair's shares B between pairs, cluster_n shares A. A lone pair of 256 x
+    256 needs 64 bytes a clock and SM from L2 at the full rate, 4 x 1 CTAs need 48. But clusters of 4 leave
+    SMs idle in a GPC whose number of SMs is not a multiple of 4, so the default is the pair alone; neither
+    has been measured.
     """
 
     threads_per_row = 1
@@ -80,7 +79,7 @@ class GemmSm100(gemm.Gemm):
 
     @staticmethod
     def fragment_columns(config: KernelConfig) -> int:
-        """Columns of a tile that one visit of the epilogue sees, over all threads that share a row."""
+        """Columns of a tile in one call of epilogue.visit, over all threads that share a row."""
         return SLAB
 
     def __init__(self, config: KernelConfig, epilogue):
@@ -204,7 +203,7 @@ class GemmSm100(gemm.Gemm):
 
     @cute.jit
     def _mma(self, tiled_mma, sA, sB, acc, ring, accumulators, coord, runs, n_tiles: Int32, k_tiles: Int32):
-        """MMA warp of the CTA that leads: every tile of every run into the next free accumulator."""
+        """MMA warp of the pair's first CTA: every tile of every run into the next free accumulator."""
         config = self.config
         tCrA = tiled_mma.make_fragment_A(sA)  # (MMA, MMA_M, MMA_K, stages)
         tCrB = tiled_mma.make_fragment_B(sB)  # (MMA, MMA_N, MMA_K, stages)
@@ -236,7 +235,7 @@ class GemmSm100(gemm.Gemm):
         thread = cute.arch.thread_idx()[0]
         slabs = config.tile_n // SLAB
         load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(SLAB)), Float32)
-        # (128, SLAB, 1, slabs, accumulators) and the same cut of the tile's coordinates
+        # (128, SLAB, 1, slabs, accumulators), and the tile's coordinates divided likewise
         slabbed = cute.flat_divide(acc[(None, None), 0, 0, None], (128, SLAB))
         where = tiled.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
         where = cute.flat_divide(where[(None, None), 0, 0], (128, SLAB))
@@ -270,15 +269,15 @@ class GemmSm100(gemm.Gemm):
 
 
 def _fence(kind: str):
-    """Order this thread's tcgen05 operations with what it learns from or tells others through a barrier."""
+    """Order this thread's tcgen05 operations with its waits and arrivals on barriers."""
     cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
 
 
 def _load_slab(source: cute.Tensor, frag: cute.Tensor):
     """Read a slab of tensor memory, a warp's 32 lanes, into frag (1, SLAB), and wait until it is there.
 
-    One instruction to the compiler: what uses the results of a tcgen05.ld has no side effects, so that the
-    compiler may move it ahead of a tcgen05.wait::ld that stands by itself, and does.
+    Both are one inline assembly statement: nothing tells the compiler that the results of a tcgen05.ld depend
+    on a separate tcgen05.wait::ld, so it moves their uses ahead of it.
     """
     count = cute.size(frag)
     results = ", ".join(f"${i}" for i in range(count))

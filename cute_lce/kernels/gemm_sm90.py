@@ -1,4 +1,4 @@
-"""Hopper's mainloop: TMA into a ring of shared memory, WGMMA into registers, an epilogue on the registers."""
+"""Hopper's mainloop: TMA into a ring in shared memory, WGMMA into registers, an epilogue on these."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,54 +15,54 @@ TURN_BARRIER = 1
 
 
 class GemmSm90(gemm.Gemm):
-    """gemm.Gemm, its fp32 tiles given to an epilogue in the registers that WGMMA leaves them in.
+    """gemm.Gemm with fp32 tiles in registers, where an epilogue processes them.
 
     Warps of a CTA (128 (warpgroups + 1) threads, one CTA to an SM):
-        warpgroup 0     warp 0 loads: TMA of A and B, for all consumers. Warps 1 to 3 only give up registers.
+        warpgroup 0     warp 0 loads A and B by TMA for all consumers. Warps 1 to 3 only give up registers.
         warpgroups 1-   MMA and epilogue: WGMMA from shared memory into registers, then epilogue.visit there.
     With config.pingpong the two consumer warpgroups take turns at whole tiles of tile_m rows; otherwise each
     has tile_m / warpgroups rows of every tile.
 
     Pipeline "ring" (load -> MMA), config.stages slots of a k tile of A and one of B:
-        full    1 arrival (expect_tx) and (tile_m + tile_n) tile_k 2 bytes. With a cluster some of the bytes
-                come from its other CTAs: B is sliced along cluster_m and A along cluster_n, and each CTA
+        full    1 arrival (expect_tx) and (tile_m + tile_n) tile_k 2 bytes. In a cluster some of the bytes
+                come from other CTAs: B is sliced along cluster_m and A along cluster_n, and each CTA
                 multicasts its slice.
         empty   4 warps of each warpgroup that reads the slot (all; with pingpong the one whose turn it is),
-                in each of the cluster_m + cluster_n - 1 CTAs that the slot's slices go to or come from.
-    Named barriers TURN_BARRIER and TURN_BARRIER + 1 (pingpong only), 256 threads: "warpgroup 0 (1) may
-    issue its MMAs". The other warpgroup arrives when it has issued a tile's last MMA; at the start
-    warpgroup 1 arrives for warpgroup 0.
+                in each of the cluster_m + cluster_n - 1 CTAs that send or receive the slot's slices.
+    Named barriers TURN_BARRIER and TURN_BARRIER + 1 (pingpong only), 256 threads: warpgroup 0 (1) may issue
+    its MMAs. The other warpgroup arrives when it has issued the last MMA of a tile; at the start warpgroup 1
+    arrives for warpgroup 0.
 
     Timeline. Load runs up to `stages` k tiles ahead of the MMAs, across tiles and runs. A tile of a consumer
     is, for each k tile: wait full; WGMMAs; commit; wait until the k tile before is done; release its slot.
-    Two k tiles' MMAs are queued at most, one while it is waited for.
+    At most two k tiles' MMAs are queued; the older one is waited for.
         shared tiles  every warpgroup:  MMA tile 0 | epilogue 0 | MMA tile 1 | epilogue 1 | ...
                       The tensor cores idle during epilogues; load fills the ring meanwhile.
         pingpong      warpgroup 0:  MMA 0      | epilogue 0 | wait | MMA 2      | epilogue 2 | ...
                       warpgroup 1:  wait       | MMA 1             | epilogue 1 | wait | MMA 3 ...
                       An epilogue costs nothing while it is shorter than a tile's MMAs. Slots are read in the
-                      order of tiles, so a warpgroup skips the k tiles of the other's turn; turns go on across
-                      runs, whatever their numbers of tiles.
+                      order of tiles, so a warpgroup skips the k tiles of the other's turn; turns continue
+                      across runs, whatever their numbers of tiles.
     The last epilogue of a CTA is exposed.
 
-    Budgets. Registers: 384 threads are launched with 168; then the load warpgroup drops to 24 and two
-    consumers rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). A consumer thread holds 192 accumulators in
+    Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
+    rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). A consumer thread holds 192 accumulators in
     the forward, 128 x 192 a warpgroup, and 128 in the gradients' GEMMs, 64 x 256. Nothing is spilled and no
     local memory used (tests/compiled/test_sm90.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes a stage,
-    40 KiB for 128 x 192 x 64 and 5 stages, 48 KiB for 128 x 256 x 64 and 4; one stage more would not fit 227
-    KiB. All of it is the ring: logits have no place in it.
+    40 KiB for 128 x 192 x 64 and 5 stages, 48 KiB for 128 x 256 x 64 and 4; one more stage would not fit into
+    227 KiB. All of it is the ring; logits are never in shared memory.
 
-    Hazards, beside gemm.Gemm's. A slot may be overwritten only when every WGMMA that reads it has completed:
-    it is released after the wait for its group, which is a k tile later, so that a ring needs 2 stages.
-    Accumulators may be read only behind wait_group 0. Each of these waits and arrivals, removed, is found by
-    the emulator (docs/emulator-mutations.md).
+    Hazards, besides gemm.Gemm's. A slot may be overwritten only when every WGMMA that reads it has completed:
+    it is released after the wait for its group, one k tile later, so a ring needs at least 2 stages.
+    Accumulators may be read only after wait_group 0. The emulator finds the removal of each of these waits
+    and arrivals (docs/emulator-mutations.md).
     """
 
     threads_per_row = 4
 
     @staticmethod
     def fragment_columns(config: KernelConfig) -> int:
-        """Columns of a tile that one visit of the epilogue sees, over all threads that share a row."""
+        """Columns of a tile in one call of epilogue.visit, over all threads that share a row."""
         return config.tile_n
 
     def __init__(self, config: KernelConfig, epilogue):
@@ -175,7 +175,7 @@ class GemmSm90(gemm.Gemm):
             for r in cutlass.range_constexpr(rows_in_tile):
                 row_index[r] = m_tile * config.tile_m + where[r, 0][0]
             state = self.epilogue.begin(tensors, row_index)
-            # Which of the window's tiles are this warpgroup's: its partial is theirs, whoever had the turn.
+            # Which of the window's tiles are this warpgroup's, which also selects the partial that it writes.
             share = (turn + before) % turns
             for tile in cutlass.range(first + share, end, turns, unroll=1):
                 slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles)
@@ -211,7 +211,7 @@ class GemmSm90(gemm.Gemm):
 
 
 def _check(config: KernelConfig) -> None:
-    """Raise ValueError for a configuration that the kernel does not have."""
+    """Raise ValueError for a configuration that the kernel does not support."""
     if config.pingpong and config.warpgroups != 2:
         raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
     rows = 64 * config.warpgroups // config.turns
@@ -227,7 +227,7 @@ def _check(config: KernelConfig) -> None:
 
 
 def _operand(tensor: cute.Tensor, slots: cute.ComposedLayout, tile, multicast: int) -> gemm.Operand:
-    """A matrix whose tiles TMA loads, a slice by each of `multicast` CTAs."""
+    """A matrix whose tiles TMA loads, each of `multicast` CTAs a slice."""
     op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     tma, coords = cpasync.make_tiled_tma_atom(
         op, tensor, cute.slice_(slots, (None, None, 0)), tile, num_multicast=multicast

@@ -1,20 +1,21 @@
-"""What "keep" adds to the forward: the rows' references before its GEMM, and the kept operand's last touch
-after it.
+"""The kernels that "keep" adds to the forward: the rows' references before its GEMM, and the completion of
+the kept operand after it.
 
-Kept is E = bf16(2^(z log2 e - K)) with one integer K a row: bf16 has fp32's exponent range, so E is as
-precise as dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) a row
+What is kept is E = bf16(2^(z log2 e - K)) with one integer K for each row. bf16 has fp32's exponent range, so
+E is as precise as dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) for each row
 
     dhidden = v (E' weight)        dweight = E'^T (v hidden)        E' = E - onehot 2^(lse log2 e - K)
 
-are plain GEMMs, for any upstream vector. K is the target's logit rounded down in base 2: no logit that
-matters lies far below it. A row and tile that rises above K by more than 64 is stored relative to K + 128 j
-and notes j in 16 bits; `Finish` brings such rows, which are rare, to one K, and subtracts the onehot. Both
-steps are exact in bf16 but for the target's own entry, which is rounded once. A row whose maximum lies as far
-above K in columns that are not kept is raised as well: 2^(lse log2 e - K) must be a number.
+are plain GEMMs, for any upstream vector. K is the target's logit in base 2, rounded down: no logit that
+matters lies far below it. Where a row exceeds K by more than 64 within a unit (a tile or a slab), it is
+stored relative to K + 128 j, and j is noted in 16 bits. `Finish` rescales such rows, which are rare, to one
+K, and subtracts the onehot. Both steps are exact in bf16 except for the target's own entry, which is rounded
+once. A row whose maximum lies that far above K in columns that are not kept is raised too, since 2^(lse log2
+e - K) must be finite.
 
-K lies within +-FAR, which is also what a target's logit of -inf becomes, and j within MOST_STEPS. So a kept
-logit may lie 2^23 in base 2, 5.8 million nats, above its row's K, and reach 2.9 million nats where the target
-has -inf. A row beyond that, or with all logits below -2.9 million nats, becomes nan.
+K is limited to +-FAR, which also stands for a target's logit of -inf, and j to MOST_STEPS. So a kept logit
+may lie 2^23 in base 2, 5.8 million nats, above its row's K, and reach 2.9 million nats if the target's logit
+is -inf. A row beyond that, or with all logits below -2.9 million nats, becomes nan.
 """
 
 from typing import NamedTuple
@@ -36,8 +37,8 @@ class KeepTensors(NamedTuple):
     """Global memory of a forward that keeps.
 
     kept (n, columns) bf16: E. reference (n,) fp32: K. raised (units, n) uint16: j of a row and a unit of
-    columns. most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse), K as raised:
-    v without grad_scale. columns: how many are kept: whole tiles, or V.
+    columns. most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse) with the
+    raised K, which is v without grad_scale. columns: how many are kept: whole tiles, or V.
     """
 
     kept: cute.Tensor
@@ -51,8 +52,8 @@ class KeepTensors(NamedTuple):
 class References:
     """K of every row, floor(<hidden, weight of the target> log2 e), and zeros for `most_raised`.
 
-    A warp a row, 8 elements a lane at once; a row whose target is no class takes class 0. 4 d bytes are read
-    a row.
+    A warp for each row, 8 elements a lane at once; a row whose target is not a class uses class 0. 4 d bytes
+    are read a row.
     """
 
     @cute.jit
@@ -86,7 +87,7 @@ class References:
 
 
 class Finish:
-    """After the statistics: raised rows to one K, the target's entry, and kept_scale. A block for 32 rows."""
+    """After the statistics: one K for raised rows, the target's entry, kept_scale. A block for 32 rows."""
 
     def __init__(self, unit: int):
         self.unit = unit
@@ -130,11 +131,11 @@ class Finish:
 
     @cute.jit
     def _level(self, keep: KeepTensors, row_max: cute.Tensor, row: Int32, thread: Int32):
-        """All tiles of a row relative to one K."""
+        """Rescale all units of a row to one K."""
         most = _steps(keep, row_max, row)
         if most > 0:
             for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
-                # The DSL widens with the sign, whatever the type says.
+                # The DSL sign-extends even an unsigned type.
                 behind = most - (keep.raised[column // self.unit, row].to(Int32) & 65535)
                 if behind > 0:
                     value = (
@@ -149,7 +150,7 @@ class Finish:
 
 @cute.jit
 def _steps(keep: KeepTensors, row_max: cute.Tensor, row: Int32):
-    """j of a whole row: that of its highest tile, or what its maximum, kept or not, asks for."""
+    """j of a whole row: the largest of its units, or what its maximum, kept or not, requires."""
     most = keep.most_raised[row]
     steps = maths.raise_steps(row_max[row], keep.reference[row], fma, cute.math.ceil)
     steps = Int32(cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(FAR)))
@@ -160,7 +161,7 @@ def _steps(keep: KeepTensors, row_max: cute.Tensor, row: Int32):
 
 @cute.jit
 def eight(matrix: cute.Tensor, row: Int64, column: Int32) -> cute.Tensor:
-    """Eight neighbouring elements of a row of 16-bit numbers, 16-byte aligned."""
+    """Eight adjacent elements of a row of 16-bit numbers, 16-byte aligned."""
     return cute.make_tensor(
         cute.make_ptr(
             matrix.element_type,

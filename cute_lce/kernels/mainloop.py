@@ -1,4 +1,4 @@
-"""Which mainloop an architecture has."""
+"""The mainloop of an architecture."""
 
 import importlib
 

@@ -1,12 +1,12 @@
 """Running maximum and sum per row: the paper's Algorithm 1, for fragments in registers.
 
-A fragment is (rows, cols) in one thread's registers; a row may be spread over several threads, each of
-which keeps the statistics of the columns that it saw, until `merge_threads` joins them at the end of a run.
+A fragment is (rows, cols) in one thread's registers. A row may be distributed over several threads, each of
+which has the statistics of its own columns, until `merge_threads` merges them at the end of a run.
 
-The maximum is an element of the row and the sum is relative to exp of it. An element's term is 2^((z - max)
-log2 e): the difference first, which is exact where it matters, so that the maximum's own term is 1 and a
-common offset of the logits costs nothing. That is an FADD, an FMUL and a MUFU an element, beside the FMNMX
-and FADD of the reductions.
+The maximum is an element of the row, and the sum is relative to its exponential. An element's term is
+2^((z - max) log2 e): the difference is taken first and is exact where it matters, so the maximum's own term
+is 1 and a common offset of the logits loses nothing. An element costs an FADD, an FMUL and a MUFU, besides
+the FMNMX and FADD of the reductions. Only `update_relative`, for columns that are kept, uses an FFMA instead.
 """
 
 import cutlass
@@ -15,7 +15,7 @@ from cutlass import Float32, Int32
 
 from cute_lce import maths
 
-# Independent chains of maxima and sums; two-wide packed instructions on Blackwell come from this width.
+# Independent chains of maxima and sums; this width lets Blackwell use packed two-wide instructions.
 LANES = 8
 
 
@@ -31,7 +31,7 @@ def fma(a, b: float, c):
 
 @cute.jit
 def reference(row_max: Float32) -> Float32:
-    """What elements are taken relative to: the maximum; 0 for a row that has seen nothing but -inf."""
+    """What elements are relative to: the maximum, or 0 for a row that has seen only -inf."""
     return Float32(cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max))
 
 
@@ -45,7 +45,7 @@ def merge(row_max: Float32, row_sum: Float32, other_max: Float32, other_sum: Flo
 
 @cute.jit
 def update(row_max: cute.Tensor, row_sum: cute.Tensor, frag: cute.Tensor):
-    """Take the fragment (rows, cols) into the statistics (rows,), in place. cols is a multiple of LANES."""
+    """Merge a fragment (rows, cols) into the statistics (rows,), in place. cols: a multiple of LANES."""
     cols = cute.size(frag, mode=[1])
     for r in cutlass.range_constexpr(cute.size(frag, mode=[0])):
         chains = [row_max[r]] + [frag[r, i] for i in range(1, LANES)]
@@ -74,10 +74,10 @@ def update_relative(
     r: cutlass.Constexpr[int],
     threads_per_row: cutlass.Constexpr[int],
 ):
-    """Take row r of the fragment into the statistics, and turn it into 2^(z log2 e - K - STEP j), in place.
+    """Merge row r of the fragment into the statistics, and replace it by 2^(z log2 e - K - STEP j), in place.
 
-    reference_exponent: K, an integer. j, which is returned, is the least from 0 to MOST_STEPS that leaves
-    no exponent above maths.HEADROOM; all threads that share the row agree on it.
+    reference_exponent: K, an integer. Returns j, the least from 0 to maths.MOST_STEPS with which no exponent
+    exceeds maths.HEADROOM; it is the same in all threads that share the row.
     """
     cols = cute.size(frag, mode=[1])
     chains = [frag[r, i] for i in range(LANES)]
@@ -103,7 +103,7 @@ def update_relative(
         total.store(lanes.load() if cutlass.const_expr(block == 0) else total.load() + lanes.load())
         for i in cutlass.range_constexpr(LANES):
             frag[r, block * LANES + i] = lanes[i]
-    # From 2^base to exp(ref). Where nothing lies near K the sum is 0 and the exponent may be beyond fp32.
+    # From 2^base to exp(ref). If nothing lies near K, the sum is 0 and the exponent may exceed fp32.
     back = cute.arch.fmin(maths.base_exponent(ref, base, fma), Float32(126.0))
     before = maths.rescaled(row_sum[r], row_max[r], ref, exp)
     row_sum[r] = before + _tree([total[i] for i in range(LANES)], _add) * cute.math.exp2(back, fastmath=True)
@@ -113,7 +113,7 @@ def update_relative(
 
 @cute.jit
 def merge_threads(row_max: cute.Tensor, row_sum: cute.Tensor, threads_per_row: cutlass.Constexpr[int]):
-    """Join the statistics of the neighbouring lanes that share a row; every one of them gets the result."""
+    """Merge the statistics of the adjacent lanes that share a row; each lane gets the result."""
     for r in cutlass.range_constexpr(cute.size(row_max)):
         step = 1
         while cutlass.const_expr(step < threads_per_row):

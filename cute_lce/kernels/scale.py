@@ -1,4 +1,4 @@
-"""Before the backward's GEMMs over kept columns: the rows' factors, and the hidden rows times them."""
+"""Before the backward's GEMMs over kept columns: the rows' factors, and hidden with its rows scaled."""
 
 from typing import NamedTuple
 
@@ -14,12 +14,12 @@ WARPS = 4
 
 
 class ScaleTensors(NamedTuple):
-    """Global memory of the scaling kernel, and the numbers it needs.
+    """Global memory that the scaling kernel accesses, and the numbers that it needs.
 
-    Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 of any stride (0: one number), num_valid
-    (1,) int64, kept_scale (n,) fp32. mean: whether the loss was divided by num_valid.
+    Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 with any stride (0: one number),
+    num_valid (1,) int64, kept_scale (n,) fp32. mean: whether the loss was divided by num_valid.
     Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored; scaled (n, d), if
-    `wanted`: hidden's rows times factor, zeros where the row is ignored, whatever hidden has there.
+    `wanted`: hidden's rows times factor, zeros where the row is ignored, whatever hidden holds.
     """
 
     hidden: cute.Tensor
@@ -35,7 +35,7 @@ class ScaleTensors(NamedTuple):
 
 
 class ScaleRows:
-    """A warp a row, 8 elements a lane at once. 4 bytes an element are moved, once."""
+    """A warp for each row, 8 elements a lane at once. Moves 4 bytes an element."""
 
     @cute.jit
     def __call__(self, tensors: ScaleTensors, stream: cuda.CUstream):
@@ -53,7 +53,7 @@ class ScaleRows:
                 gradient = tensors.dloss[row]
                 if tensors.mean != 0:
                     gradient = maths.mean_upstream(gradient, Float32(tensors.num_valid[0]))
-                # 0 times nan is nan: a target out of range shows whatever its gradient is.
+                # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
                 factor = gradient * tensors.kept_scale[row]
             if lane == 0:
                 tensors.factor[row] = factor

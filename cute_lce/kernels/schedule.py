@@ -1,12 +1,11 @@
-"""Which cluster computes what: runs of tiles, in an order that lets the L2 cache serve shared operands.
+"""Which cluster computes what: runs of tiles, in an order in which L2 serves shared operands.
 
-A run is one row of clusters (`m`) and one window of the vocabulary. A cluster walks through runs
-`cluster_id, cluster_id + clusters, ...`. Runs are numbered group by group: a group is `group_m`
-neighbouring rows of clusters, and inside a group the rows vary fastest. At any moment the resident clusters
-therefore share few rows of H and few windows of W, and both stay in L2.
+A run is one row of clusters (`m`) and one window of the vocabulary. A cluster computes the runs `cluster_id,
+cluster_id + clusters, ...`. Runs are numbered group by group: a group is `group_m` adjacent rows of clusters,
+and within a group the rows vary fastest. At any time the resident clusters therefore share few rows of H and
+few windows of W, and both stay in L2.
 
-Plain integer arithmetic without branches: the functions take Python ints in the tests and the DSL's Int32
-in kernels.
+Integer arithmetic without branches: the functions take Python ints in tests and the DSL's Int32 in kernels.
 """
 
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ def run_tiles(window, tiles_per_window, tiles):
 
 @dataclass(frozen=True)
 class Walk:
-    """What one CTA computes: the runs of its cluster, in order, and of each cluster-wide tile the CTA's own.
+    """What one CTA computes: its cluster's runs, in order, and its own tile of each cluster-wide one.
 
     rows, windows, tiles_per_window, group_m: as above. tiles: of the vocabulary, each as wide as a cluster.
     cluster, clusters: the cluster's number, and how many there are: it takes runs cluster, cluster +
@@ -79,5 +78,5 @@ class Walk:
         return tile * self.tiles_n + self.n
 
     def partial(self, window):
-        """Which of the windows' partials is this CTA's."""
+        """The number of this CTA's partial of a window."""
         return window * self.tiles_n + self.n

@@ -1,4 +1,4 @@
-"""The paper's Algorithm 2 in stripes: logits again, dlogits, the gradients' GEMMs (kernels.entry)."""
+"""The paper's Algorithm 2, stripe by stripe: logits again, dlogits, the gradients' GEMMs (kernels.entry)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ..streaming.rows import row_upstream
 from .device import aligned_rows, dtype_name, gpu_of, template
 
 ALIGNMENT = 256
-"""Bytes at whose multiples the parts of a workspace begin."""
+"""The parts of a workspace begin at multiples of this many bytes."""
 COUNTERS = 3
-"""int32 counters of progress that a stripe has, one a GEMM."""
+"""int32 progress counters of a stripe, one for each GEMM."""
 
 
 class _Prepared:
-    """Decided once for backwards of one kind: the plan, and where things lie in the workspace."""
+    """What is decided once for backwards of one kind: function, stripes, offsets in the workspace."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class _Prepared:
         total = 0
 
         def part(size: int) -> int:
-            """The offset of so many bytes."""
+            """Reserve `size` bytes; returns their offset."""
             nonlocal total
             offset, total = total, total + round_up(size, ALIGNMENT)
             return offset
@@ -78,7 +78,7 @@ def backward(
 
 
 class EmptyBackward:
-    """The gradients of no rows."""
+    """The backward of a call without rows."""
 
     def __init__(self, saved: Saved, request: Request):
         self._saved, self._request = saved, request
@@ -97,10 +97,10 @@ def _zeros(tensor: Tensor) -> Tensor:
 class KernelBackward:
     """See implementation.Backward. `dinput` launches every stripe's three GEMMs.
 
-    float16 cannot hold upstream / n: its dlogits are softmax - onehot, dinput's rows are scaled when they
-    are rounded, and dweight is made with a copy of the hidden rows scaled by factor / max factor, the
-    maximum applied at the end.
-    Columns that were kept need no dlogits: a row's factor is its upstream gradient times kept_scale.
+    The range of float16 is too small for upstream / n: its dlogits are softmax - onehot, dinput's rows are
+    scaled when they are rounded, and dweight is computed with a copy of the hidden rows scaled by factor /
+    max factor, with the maximum applied at the end.
+    Kept columns need no dlogits: a row's factor is its grad_scale times kept_scale.
     """
 
     def __init__(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request):
@@ -197,7 +197,7 @@ class KernelBackward:
 def _split_factor(
     hidden: Tensor, target: Tensor, dloss: Tensor, num_valid: Tensor, loss: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """float16's (factors of dinput's rows, the greatest of them, hidden's rows times the rest of theirs)."""
+    """For float16: (factors of dinput's rows, their maximum, hidden's rows times factor / maximum)."""
     ignored = target == loss.ignore_index
     factor = torch.where(ignored, 0, row_upstream(dloss, num_valid, loss.reduction))
     greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)

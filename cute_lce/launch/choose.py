@@ -1,4 +1,4 @@
-"""Which schedule serves a call on a device with kernels."""
+"""The schedule of a call on a device with kernels."""
 
 from __future__ import annotations
 

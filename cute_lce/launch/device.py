@@ -1,4 +1,4 @@
-"""Devices that have kernels, and tensors as the kernels want them."""
+"""Devices that have kernels, and tensors in the form that kernels need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """What plans are made for. Raises RuntimeError where the device's driver cannot load the kernels."""
+    """The device's GPU, for plans. Raises RuntimeError if its driver cannot load the kernels."""
     properties = torch.cuda.get_device_properties(device)
     row = arch.of_capability((properties.major, properties.minor))
     name = f"{device} ({properties.name}, compute capability {properties.major}.{properties.minor})"
@@ -40,10 +40,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def template(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """To allocate others like: empty_like takes two thirds of the time of empty. Its values may not be read.
+    """An argument for empty_like, which takes two thirds of the time of empty. Its values must not be read.
 
-    It owns no memory: what it took of a CUDA graph's pool and kept would be a leak there. Its storage is
-    emptied last, since a view of an empty one is refused.
+    It owns no memory: memory that it took from a CUDA graph's pool and kept would be a leak there. The
+    storage is emptied last, since torch refuses a view of an empty one.
     """
     like = torch.empty((), dtype=dtype, device=device).expand(shape)
     like.untyped_storage().resize_(0)

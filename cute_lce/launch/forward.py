@@ -1,4 +1,4 @@
-"""The paper's Algorithm 1 with windows: one GEMM whose logits stay in registers, and one small kernel."""
+"""The paper's Algorithm 1 with windows: a GEMM whose logits stay on the SM, and a small kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTHING_KEPT = KeepOutputs(kept=0, kept_scale=0, workspace=0, pitch=0, columns=
 
 
 def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised: exponentials (n, kept_columns rounded up to 8), and a factor a row, (n,) fp32."""
+    """Uninitialised (kept, kept_scale): (n, kept_columns rounded up to 8) and (n,) fp32."""
     n = hidden.shape[0]
     return hidden.new_empty((n, round_up(kept_columns, 8))), hidden.new_empty((n,), dtype=torch.float32)
 
@@ -29,10 +29,10 @@ def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
 def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelForward | EmptyForward:
     """A forward for hidden (n, d) and weight (V, d), both bfloat16 or both float16, any strides; target (n,).
 
-    What the kernels cannot read in place is copied (`aligned_rows`). Its statistics are fp32. A target out of
-    range makes its row's loss and row_sum nan. With n = 0 nothing is launched. A call allocates the results,
-    the plan's workspace (4 workspace_floats bytes) and the copies; never synchronises; runs on torch's
-    current stream of hidden's device. Raises what `cache.get` does, on the first call of a
+    Operands that the kernels cannot read in place are copied (`aligned_rows`). Statistics are fp32. A target
+    out of range makes its row's loss and row_sum nan. With n = 0 nothing is launched. A call allocates the
+    results, the plan's workspace (4 workspace_floats bytes) and the copies; it never synchronises; it runs on
+    torch's current stream of hidden's device. Raises what `cache.get` raises, on the first call of a
     configuration.
     """
     if operands.hidden.shape[0] == 0:
@@ -42,7 +42,7 @@ def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelFo
 
 @dataclass(frozen=True)
 class EmptyForward:
-    """What a forward of no rows returns without launching anything."""
+    """The forward of a call without rows, which launches nothing."""
 
     kept_columns: int
 
@@ -61,13 +61,13 @@ class EmptyForward:
 
 
 class KernelForward:
-    """See implementation.Forward. One launch sequence makes statistics, loss and what is kept."""
+    """See implementation.Forward. `statistics` computes everything: statistics, loss, and what is kept."""
 
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
         hidden, weight, target = operands
         device, (n, d) = hidden.device, hidden.shape
         kept = request.kept_columns
-        # A pointer is looked at in every call.
+        # The alignment of addresses is checked in every call.
         self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         gpu, limits = gpu_of(device), request.limits
         if kept and limits.workspace:
@@ -82,7 +82,7 @@ class KernelForward:
         self.wants_statistics, self.kept_columns = request.statistics, kept
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
         self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
-        # The statistics that nobody wants stand behind the workspace, the count at a multiple of 8 bytes.
+        # Statistics that are not requested go behind the workspace, num_valid at a multiple of 8 bytes.
         self.behind = 4 * round_up(chosen.workspace_floats, 2)
         extra = 0 if self.wants_statistics else 2 * n + 3
         self.workspace = template(device, torch.float32, chosen.workspace_floats + extra)

@@ -1,8 +1,8 @@
 """The inner ops' autograd.
 
-Autograd is an autograd.Function under the Autograd key rather than torch.library.register_autograd, which
-takes 27 us where this takes 15 (a forward of four results that needs a gradient, one core, torch 2.13). An
-eager call that nothing watches applies the same Functions to the implementation itself.
+An op's autograd is an autograd.Function under the Autograd key instead of torch.library.register_autograd: 15
+us instead of 27 (a forward with four results that needs a gradient, one core, torch 2.13). A plain eager call
+(plain.py) applies the same Functions to the implementation directly.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ForwardFunction(torch.autograd.Function):
         if dloss is None:
             return _gradients(None, None)
         saved = Saved(*ctx.saved_tensors)
-        # What a call under a transform saved outlives the transform, and only the dispatcher unwraps it.
+        # Tensors saved under a transform outlive it, and only the dispatcher unwraps them.
         if ctx.whole or torch.is_grad_enabled() or not is_plain_eager(dloss, saved.hidden, saved.weight):
             given = inner.backward(dloss, *saved, *ctx.loss, *ctx.limits, *needed)
             return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
@@ -77,7 +77,7 @@ class ForwardFunction(torch.autograd.Function):
 
 
 class GradInForwardFunction(torch.autograd.Function):
-    """grad_in_forward, whose backward is scale_gradients. Arguments as of ForwardFunction; run gives
+    """grad_in_forward, whose backward is scale_gradients. Arguments as in ForwardFunction; run returns
     Accumulated."""
 
     @staticmethod
@@ -97,14 +97,14 @@ class GradInForwardFunction(torch.autograd.Function):
         if dresults[0] is None:
             return _gradients(None, None)
         if torch.is_grad_enabled():
-            # The gradients are constants by now: without this a second derivative would silently miss them.
+            # The gradients are constants here: a second derivative would silently omit them.
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
         given = inner.scale_gradients(dresults[0], *ctx.saved_tensors, ctx.reduction, ctx.dtype, *ctx.needed)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, ctx.needed, strict=True)))
 
 
 class GradientFunction(torch.autograd.Function):
-    """The ops that give gradients, which cannot be differentiated again."""
+    """The ops that return gradients, which cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx, run, *operands):
@@ -121,12 +121,12 @@ def _gradients(dinput: Tensor | None, dweight: Tensor | None) -> tuple[Tensor | 
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """function.apply without its Python part, which wants a setup_context for torch.func's transforms."""
+    """function.apply without its Python part, which requires a setup_context for torch.func's transforms."""
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _refuse_tangents(op, arguments: tuple) -> None:
-    """Forward-mode differentiation is not for the ops: run below autograd, they would give no tangent."""
+    """Raise for forward-mode differentiation: run below autograd, the ops would silently drop tangents."""
     if not torch._C._is_fwd_grad_enabled():  # pyright: ignore[reportAttributeAccessIssue]
         return
     for argument, value in zip(op._schema.arguments, arguments, strict=False):
@@ -135,13 +135,14 @@ def _refuse_tangents(op, arguments: tuple) -> None:
 
 
 def _register(op, function: type[torch.autograd.Function], results: Callable[..., Any], options) -> None:
-    """Under autograd `op` is `function`'s; its first three arguments are tensors that may need a gradient.
+    """Register `function` as `op`'s autograd.
 
-    results: makes of the op's results what function's `run` gives. options: makes of the op's arguments
-    behind the first three (loss, request).
+    The op's first three arguments are tensors that may need a gradient. results: converts the op's results to
+    what function's `run` returns. options: converts the op's arguments after the first three to those that
+    function's forward takes between `run` and the operands.
 
-    torch.func's transforms call this once a level, with that level's wrappers: what is recorded is this
-    level's, and the op called below autograd goes on to the next.
+    torch.func's transforms call this once for each level, with that level's wrappers: it records this level,
+    and the op that is called below autograd continues with the next.
     """
     apply = apply_of(function)
 
@@ -155,7 +156,7 @@ def _register(op, function: type[torch.autograd.Function], results: Callable[...
                 return results(*op(*operands, *arguments))
 
         def run_under_transform(operands, *_):
-            # Function.forward runs without either grad mode; the levels below have their own.
+            # Function.forward disables both grad modes, which the levels below may need.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 return run(operands)
 
@@ -164,7 +165,7 @@ def _register(op, function: type[torch.autograd.Function], results: Callable[...
                 return op(*operands, *arguments)
         transformed = innermost_transform() is not None
         if transformed and function is GradInForwardFunction:
-            # Its gradients are constants to the levels below, whose second derivatives would miss them.
+            # Its gradients are constants for the levels below, whose second derivatives would omit them.
             raise RuntimeError(_NO_TRANSFORM)
         body = run_under_transform if transformed else run
         with enable_single_level_autograd_function():

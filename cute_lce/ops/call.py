@@ -1,7 +1,7 @@
-"""The way of a call: autocast, what needs a gradient, which schedule, flat rows, the implementation, a view.
+"""The steps of a call: autocast, which gradients are needed, schedule, flattening, implementation, a view.
 
-It is the same whether something watches the dispatcher or not; where nothing does, the implementation is
-called past it, and all that does not depend on values is decided once for operands of the same kind.
+They are the same whether or not something intercepts the dispatcher. If nothing does, the implementation is
+called directly, and everything that does not depend on values is decided once for operands of the same kind.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _any_autocast = torch._C._is_any_autocast_enabled
 class _Prepared(NamedTuple):
     """A call of one kind, checked and decided.
 
-    run: the loss of (n, d) and (n,) operands, with any numbers of the loss. flat: whether the operands come
-    in these shapes.
+    run: computes the loss of (n, d) and (n,) operands; the loss's numbers may differ from call to call. flat:
+    whether the operands already have these shapes.
     """
 
     run: Callable[[Operands, LossOptions], Tensor]
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     *,
     watched: bool,
 ) -> Tensor:
-    """The loss, in target's shape for "none". watched: whether not is_plain_eager(the operands)."""
+    """The loss, in target's shape for "none". watched: whether something intercepts the dispatcher."""
     input, linear_weight = _autocast(input, linear_weight)
     needs = _needs_gradient(input, linear_weight)
     key = None if watched else _key(input, linear_weight, target, needs, loss, compute)
@@ -68,8 +68,8 @@ def linear_cross_entropy(
 
 
 def _autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast cast as torch's own linear does: every floating tensor but float64."""
-    # Of any device: a call without autocast asks no more.
+    """Under autocast cast as torch's own linear does: every floating tensor except float64."""
+    # Most calls run without autocast on any device, and stop here.
     if not _any_autocast():
         return input, linear_weight
     device_type = input.device.type
@@ -84,7 +84,7 @@ def _autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
-    """Which of the two needs a gradient."""
+    """Whether each of the two needs a gradient."""
     if torch.is_grad_enabled():
         return input.requires_grad, linear_weight.requires_grad
     return False, False
@@ -98,7 +98,7 @@ def _key(
     loss: LossOptions,
     compute: ComputeOptions,
 ) -> tuple | None:
-    """What a call is decided by; None for a layout without strides, which is refused."""
+    """Everything that a prepared call depends on; None for a layout without strides, which is refused."""
     try:
         return (
             input.device,
@@ -132,7 +132,7 @@ def _flatten(operands: Operands) -> Operands:
 def _prepare(
     operands: Operands, needs: tuple[bool, bool], loss: LossOptions, compute: ComputeOptions, watched: bool
 ) -> _Prepared:
-    """Check a call, decide what serves it, and bind that."""
+    """Check a call, choose its schedule, and bind what computes it."""
     _check_tensors(operands)
     hidden, weight, target = operands
     V, d = weight.shape
@@ -158,7 +158,7 @@ def _bind_op(schedule: str, operands: Operands, loss: LossOptions, request: Requ
 
 
 def _bind_eager(schedule: str, operands: Operands, loss: LossOptions, request: Request):
-    """Past the dispatcher: the implementation, under an autograd.Function where a gradient is needed."""
+    """Without the dispatcher: the implementation, in an autograd.Function if a gradient is needed."""
     function, run = _implementation_of(schedule, operands, loss, request)
     if not request.statistics:
         return lambda operands, loss: run(operands, loss).loss

@@ -1,4 +1,4 @@
-"""The inner ops: their bodies, which hand over to the implementation, and their fakes."""
+"""The inner ops: their bodies, which call the implementation, and their fake functions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .select import implementation
 
 library = torch.library.Library("cute_lce", "DEF")
 
-# Read once: a call should not pay for it.
+# Read once, not in every call.
 CHECK_TARGETS = os.environ.get("CUTE_LCE_CHECK_TARGETS", "0") not in ("", "0")
 
 
 def _define(schema: str, fake: Callable[..., Any]):
-    """Define an inner op whose body on every device is the decorated function; the name becomes the op."""
+    """Define an inner op with the decorated function as its body on every device; returns the op."""
 
     def register(body):
         name = schema.split("(")[0]
@@ -38,7 +38,7 @@ def _define(schema: str, fake: Callable[..., Any]):
 
 
 def _absent(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an op returns for a gradient that nobody needs: a schema has no optional result."""
+    """What an op returns for a gradient that is not needed: a schema has no optional results."""
     return like.new_empty((0,), dtype=dtype)
 
 
@@ -47,7 +47,7 @@ def _present(gradients: tuple[Tensor | None, ...], like: Tensor, dtype: torch.dt
 
 
 def check_targets(operands: Operands, loss: LossOptions) -> None:
-    """CUTE_LCE_CHECK_TARGETS=1: a bad target stops the device, in a captured graph too."""
+    """With CUTE_LCE_CHECK_TARGETS=1 a bad target is a device-side assertion, in a captured graph too."""
     target, V = operands.target, operands.weight.shape[0]
     if CHECK_TARGETS and target.device.type != "cpu":
         in_range = ((target >= 0) & (target < V)) | (target == loss.ignore_index)

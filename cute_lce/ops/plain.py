@@ -1,4 +1,4 @@
-"""Whether anything watches the dispatcher."""
+"""Whether anything intercepts the dispatcher."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _is_tracing = torch._C._is_tracing  # pyright: ignore[reportAttributeAccessIssue]
-# Of the vmap behind torch.autograd.grad's is_grads_batched, which is none of torch.func's transforms.
+# torch.autograd.grad(is_grads_batched=True) uses a vmap that is not one of torch.func's transforms.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
-    """Whether nothing watches the dispatcher: no tracing, no mode, no transform, no subclass, no meta tensor.
+    """Whether nothing intercepts the dispatcher: no tracing, mode, transform, subclass or meta tensor.
 
-    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and a call has four.
+    Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and it would need four.
     """
     return (
         not torch.compiler.is_compiling()

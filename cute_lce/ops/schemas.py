@@ -1,4 +1,4 @@
-"""Texts of the ops' schemas, from the fields of the options, and options from an op's flat arguments."""
+"""The ops' schemas, generated from the options' fields, and options from an op's flat arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ OPERANDS = "Tensor input, Tensor linear_weight, Tensor target"
 LIMITS = "SymInt window, SymInt workspace"
 NEEDED = "bool need_dinput, bool need_dweight"
 LOSS = ", ".join(f"{field.inner} {name}" for name, field in fields(LossOptions).items())
-"""The loss's fields, as the inner ops take them: all of them, in their order."""
+"""The loss's fields, all in their order, as the inner ops take them."""
 LOSS_FIELDS = len(LossOptions._fields)
 
 STATISTICS = "Tensor row_max, Tensor row_sum, Tensor num_valid"
@@ -46,8 +46,8 @@ SCALE_GRADIENTS = (
 
 
 def loss_of(arguments: tuple) -> tuple[LossOptions, tuple]:
-    """The loss of an inner op's arguments, which begin with its fields, and the arguments behind them.
+    """The loss, whose fields begin an inner op's arguments (after its tensors), and the remaining arguments.
 
-    The fields were checked by the public op, and may be symbolic here.
+    The public op has checked the fields; they may be symbolic here.
     """
     return LossOptions._make(arguments[:LOSS_FIELDS]), arguments[LOSS_FIELDS:]

@@ -20,13 +20,13 @@ _picked: dict[tuple[torch.device, torch.dtype], Implementation] = {}
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> Implementation:
-    """What serves tensors of this device and dtype."""
+    """The implementation that serves tensors of this device and dtype."""
     return _picked.get((device, dtype)) or _pick(device, dtype)
 
 
 def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:
     picked = STREAMING
-    # A fake CUDA tensor may exist where there is no CUDA device.
+    # A fake CUDA tensor may exist without a CUDA device.
     if device.type == "cuda" and torch.cuda.is_available():
         if serves(device, dtype):
             picked = KERNELS
@@ -38,7 +38,7 @@ def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:
 
 @functools.cache
 def _log_streaming(device: torch.device) -> None:
-    """Say once a device that it has no kernels."""
+    """Log once for each device that it has no kernels."""
     _logger.warning(
         "%s (%s, compute capability %d.%d): no kernels for it here, the streaming path serves it",
         device,

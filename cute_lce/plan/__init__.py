@@ -1,5 +1,6 @@
 """What a call decides before anything is launched. Integers only: no torch, no cutlass.
 
-schedule: where the backward obtains its logits, and how many columns are kept. forward, backward: windows,
-stripes, grids. memory: the bytes that each of them takes. problem: what a plan depends on.
+schedule: how the backward obtains the logits, and how many columns are kept. forward, backward: windows,
+stripes, grids. gemm: the grid of one GEMM. memory: the bytes that each of them takes. kernels: the keys of
+what is compiled. problem: what a plan depends on.
 """

@@ -13,7 +13,7 @@ from .memory import backward_bytes
 from .problem import Limits, Problem, round_up
 from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
 
-# What a stripe costs beside its GEMMs on an H100, in clocks: the accumulator's 8 bytes an element, read and
+# What a stripe costs besides its GEMMs on an H100, in clocks: the accumulator, 8 bytes an element read and
 # written at half of DRAM's rate, and three launches.
 ACCUMULATED_PER_CLOCK = 160  # elements
 LAUNCH_CLOCKS = 3 * 6000
@@ -24,8 +24,8 @@ class BackwardPlan:
     """One backward call, stripe by stripe over the vocabulary.
 
     logits, dhidden, dweight: the configurations of the three GEMMs. kept: columns that the forward kept, the
-    first stripe if there are any. columns: of every other stripe but the last. pitch: elements of a row of
-    dlogits. workspace: bytes of what is kept, dlogits, accumulator, scaled rows and factors.
+    first stripe if there are any. columns: of each recomputed stripe except the last. pitch: elements of a
+    row of dlogits. workspace: bytes of what is kept, dlogits, accumulator, scaled rows and factors.
     """
 
     logits: KernelConfig
@@ -42,7 +42,7 @@ class BackwardPlan:
 def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
     """Plan a backward whose first `kept` columns the forward kept.
 
-    limits.window: a stripe's columns, 0: chosen. limits.workspace: bytes, 0: the default.
+    limits.window: columns of a stripe; 0: chosen. limits.workspace: bytes; 0: the default.
     """
     vocab = problem.vocab
     columns = stripe_columns(problem, kept, limits)
@@ -89,10 +89,10 @@ def _clocks(gpu: Gpu, problem: Problem, columns: int) -> int:
 
 
 def _even_stripe(clocks: Callable[[int], int], left: int, most: int) -> int:
-    """Columns of a stripe, at most `most`: those with which `left` columns take the fewest clocks.
+    """Columns of a stripe, at most `most`, with which `left` columns take the fewest clocks.
 
-    The GEMMs of a stripe end in a round that is not full, so that neither the longest stripes nor stripes
-    of one length are always best.
+    The last round of a stripe's GEMMs is only partly full, so neither the widest stripes nor stripes of equal
+    width are always best.
     """
     if most >= left or most <= STRIPE_MULTIPLE:
         return most

@@ -13,11 +13,11 @@ from .problem import NO_LIMITS, Limits, ceil_div
 
 MAX_TILES_PER_WINDOW = 16
 PARTIAL_BYTES = 64 * MIB
-"""Bytes of partials that a plan allows itself; more make no plan better by much."""
+"""The most bytes of partials in a plan; more do not improve any plan noticeably."""
 PARTIAL_NS = 32
-"""What a partial of up to 8192 rows costs the combine kernel; measured on an H100."""
+"""What the combine kernel takes for a partial of up to 8192 rows, measured on an H100."""
 COMBINE_ROWS = 32
-"""Rows of a block of the combine kernel."""
+"""Rows that a block of the combine kernel processes."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class ForwardPlan:
     """One forward call.
 
     sweep: windows of the vocabulary, rows of clusters whose rows of H share L2, clusters launched, whether
-    they keep together (where the operands fit L2 they need not). rounds: tiles that the busiest cluster
-    computes, one after another; ideal_rounds: their number were it divisible.
+    they pace (not if the operands fit L2). rounds: tiles that the busiest cluster computes, one after
+    another; ideal_rounds: the average of all clusters.
     """
 
     config: KernelConfig
@@ -56,9 +56,9 @@ def plan(
     """Plan a forward of (n, d) x (vocab, d).
 
     limits.window: columns of a window, rounded up to whole tiles; 0: chosen so that the clusters finish
-    together. limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: PARTIAL_BYTES
-    of partials, where it matters. config: the kernel's configuration; None: chosen.
-    Raises ValueError where the SMs do not make one cluster.
+    together. limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: only
+    PARTIAL_BYTES limits the partials. config: the kernel's configuration; None: chosen.
+    Raises ValueError if there are fewer SMs than one cluster needs.
     """
     config = config or _choose_config(gpu, n)
     clusters = cluster_count(config, gpu.sms)
@@ -67,7 +67,7 @@ def plan(
     if limits.window:
         tiles_per_window = min(ceil_div(limits.window, config.cluster_columns), tiles)
     else:
-        # The fewest rounds, but partials cost too.
+        # Shorter windows take fewer rounds, but write more partials.
         spare = min(PARTIAL_BYTES, (limits.workspace or 2 * PARTIAL_BYTES) - forward_bytes(n) // 2)
         shortest = ceil_div(8 * n * config.partials_per_window * tiles, max(spare, 1))
         candidates = range(max(1, min(shortest, tiles)), min(max(MAX_TILES_PER_WINDOW, shortest), tiles) + 1)
@@ -98,7 +98,7 @@ def plan(
 
 
 def _choose_config(gpu: Gpu, n: int) -> KernelConfig:
-    # A CTA alone asks half as much again of L2; it is for what would leave half a pair idle.
+    # A lone CTA loads 1.5 times as much from L2; it is used where half a pair would idle.
     pair, single = gpu.row.configs
     return single if n <= single.cluster_rows else pair
 

@@ -8,14 +8,14 @@ from .problem import ceil_div
 
 
 def cluster_count(config: KernelConfig, sms: int) -> int:
-    """Clusters that run at once. Raises ValueError where the SMs do not make one."""
+    """Clusters that run at once. Raises ValueError if there are fewer SMs than one cluster needs."""
     if sms < config.cluster_size:
         raise ValueError(f"sms: got {sms}, want at least the {config.cluster_size} of a cluster")
     return sms // config.cluster_size
 
 
 def is_paced(gpu: Gpu, m: int, n: int, k: int, rows: int) -> bool:
-    """Whether clusters keep together: where several rows of clusters share operands that L2 does not hold."""
+    """Whether clusters pace: if several rows of clusters share operands that do not fit L2."""
     return 2 * k * (m + n) > gpu.row.l2 // 2 and rows > 1
 
 

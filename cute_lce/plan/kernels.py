@@ -1,4 +1,4 @@
-"""Which kernels calls ask for: the keys of `compile`'s cache. A key holds all that a compile depends on."""
+"""Which kernels calls need: the keys of `compile`'s cache. A key is everything that a compile depends on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..arch import KernelConfig, architecture
 
 
 class ForwardKey(NamedTuple):
-    """Of a kernels.entry.forward.Forward.
+    """The key of a kernels.entry.forward.Forward.
 
     dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64".
     """
@@ -20,7 +20,7 @@ class ForwardKey(NamedTuple):
 
 
 class BackwardKey(NamedTuple):
-    """Of a kernels.entry.backward.Backward: the configurations of its GEMMs, and types as in ForwardKey."""
+    """The key of a kernels.entry.backward.Backward: its GEMMs' configurations, types as in ForwardKey."""
 
     logits: KernelConfig
     dhidden: KernelConfig
@@ -33,7 +33,7 @@ Key = ForwardKey | BackwardKey
 
 
 def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
-    """The keys of all that calls with these types may ask for; float16 keeps nothing."""
+    """The keys of all kernels that calls with these types may need; float16 keeps nothing."""
     row = architecture(arch)
     forwards = [ForwardKey(config, dtype, target_dtype) for config in row.configs]
     if dtype != "float16":

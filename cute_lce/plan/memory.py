@@ -1,4 +1,4 @@
-"""Bytes that the kernels' passes allocate beyond their results, and what a budget leaves to fill."""
+"""Bytes that the kernels' passes allocate beyond their results, and how much of a limit a plan may use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from .problem import Problem, ceil_div, round_up
 
 KIB, MIB = 1 << 10, 1 << 20
 DEFAULT_WORKSPACE = 1 << 30
-"""What workspace_mb=None means, in bytes; raised where the schedule needs more."""
+"""What workspace_mb=None means, in bytes; raised if the schedule needs more."""
 LEAST_UNIT = 64
-"""Columns that share one note of what was raised, at least."""
+"""The least columns of a unit, which share one raise (kernels/keep.py)."""
 NOTE_BYTES = 2
 
 
 def refuse_workspace(schedule: str, workspace: int, least: int) -> ValueError:
-    """The error for a workspace below the least bytes that a schedule needs."""
+    """The error for a workspace smaller than the least that a schedule needs, in bytes."""
     least_mb = -(-int(least) * 1000 // MIB) / 1000
     return ValueError(
         f"workspace_mb: got {int(workspace) / MIB:.3f}, want at least {least_mb:.3f} "
@@ -22,30 +22,30 @@ def refuse_workspace(schedule: str, workspace: int, least: int) -> ValueError:
 
 
 def usable(workspace: int) -> int:
-    """What of a workspace a plan may fill.
+    """The part of a workspace that a plan may use.
 
-    torch's allocator takes up to 1 MiB more for each of a few large blocks.
+    torch's allocator rounds each of a few large blocks up, by at most 1 MiB.
     """
     return workspace - min(workspace // 8, 4 * MIB)
 
 
 def forward_bytes(n: int) -> int:
-    """The least bytes of workspace and statistics that every forward gets by with: one window."""
+    """Bytes of workspace and statistics with which every forward can run: those of one window."""
     return 128 * n + 4 * KIB
 
 
 def note_bytes(n: int, kept: int) -> int:
-    """Bytes of a keeping forward's notes: each row's reference and highest raise, and a raise a unit."""
+    """Bytes of a keeping forward's notes: each row's reference and largest raise, and a raise a unit."""
     return n * (8 + NOTE_BYTES * ceil_div(kept, LEAST_UNIT))
 
 
 def kept_bytes(n: int, kept: int) -> int:
-    """Bytes of what a forward keeps: exponentials in bf16, rows of a multiple of 8, and a factor a row."""
+    """Bytes of what a forward keeps: bf16 exponentials in rows of a multiple of 8, and kept_scale."""
     return n * (2 * round_up(kept, 8) + 4)
 
 
 def backward_bytes(problem: Problem, columns: int, kept: int = 0) -> int:
-    """Bytes that a backward allocates, or finds kept, beyond its results.
+    """Bytes that a backward allocates beyond its results, and those that were kept for it.
 
     columns: of a stripe of dlogits; 0 where everything is kept. kept: columns that the forward kept.
     """

@@ -1,4 +1,4 @@
-"""What a plan depends on, beside the GPU."""
+"""What a plan depends on, besides the GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """The sizes of a call and the gradients that it wants.
+    """The sizes of a call and the gradients that it needs.
 
-    n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range holds neither
-    grad_scale nor exponentials. need_dinput, need_dweight: which gradients are wanted.
+    n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range is too small
+    for grad_scale and for exponentials. need_dinput, need_dweight: which gradients are needed.
     """
 
     n: int
@@ -25,7 +25,7 @@ class Problem(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the caller asks for: window in columns and workspace in bytes; 0: nothing asked."""
+    """The caller's window in columns and workspace in bytes; 0: none given."""
 
     window: int = 0
     workspace: int = 0

@@ -1,4 +1,4 @@
-"""Where the backward obtains its logits: how many columns are kept, how long the stripes of the rest are."""
+"""How the backward obtains the logits: how many columns are kept, and how wide the other stripes are."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .memory import (
 from .problem import Limits, Problem, ceil_div
 
 STRIPE_MULTIPLE = 768
-"""Columns that are whole tiles of all three GEMMs."""
+"""Columns that are whole tiles in all three GEMMs."""
 LEAST_STRIPE = 64
 STRIPE_COLUMNS = 1400
-"""What a stripe costs beside its GEMMs, the accumulator read and written, in columns of a logits GEMM: on an
-H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s."""
+"""What a stripe costs besides its GEMMs (reading and writing the accumulator), in columns of a logits GEMM:
+on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s."""
 LEAST_KEPT = 1 << 33
-"""n d V below which "auto" does not keep: the logits' GEMM takes less time than keeping does."""
+"""n d V below which "auto" does not keep: keeping takes longer than the logits' GEMM that it saves."""
 
 
 def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
     """Decide among the kernels' schedules: ("recompute", 0) or ("keep", columns).
 
-    schedule: "auto", "recompute" or "keep". "auto" keeps what the workspace holds in bf16, and recomputes in
-    float16, which cannot keep, and small products. Raises ValueError that names schedule for "keep" with
-    float16, and one that names the least workspace_mb for a workspace below it.
+    schedule: "auto", "recompute" or "keep". "auto" keeps what the workspace holds in bfloat16, and recomputes
+    with float16, which cannot keep, and for small products. Raises ValueError naming schedule for "keep" with
+    float16, and ValueError naming the least workspace_mb for a smaller one.
     """
     n, _, vocab = problem.n, problem.d, problem.vocab
     if schedule == "keep" and problem.half and problem.wants_gradient:
@@ -57,8 +57,8 @@ def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
 
 
 def stripe_columns(problem: Problem, kept: int, limits: Limits) -> int:
-    """Columns of a stripe that is not kept: what the workspace holds beside the rest, or as the window says;
-    not below LEAST_STRIPE, whatever it holds."""
+    """Columns of a stripe that is not kept: limits.window, or what the workspace holds besides all else, but
+    at least LEAST_STRIPE."""
     left = problem.vocab - kept
     if limits.window or not left:
         return min(limits.window, left)
@@ -78,12 +78,12 @@ def kept_columns(problem: Problem, limits: Limits) -> int:
     if backward_bytes(problem, 0, vocab) + forward_bytes(n) <= workspace:
         return vocab
     rest = backward_bytes(problem, 0, LEAST_UNIT) + forward_bytes(n)
-    # Columns that fit: two bytes a row, and a share of the notes of what was raised.
+    # Columns that fit: two bytes a row each, and their share of the raises.
     fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + NOTE_BYTES) * max(n, 1)), 0)
-    # Against keeping nothing, whose stripes have all the room.
+    # The alternative: keep nothing, and use the whole workspace for stripes.
     recomputed = stripe_columns(problem, 0, limits._replace(workspace=workspace))
     best, least = 0, vocab + ceil_div(vocab, recomputed) * STRIPE_COLUMNS
-    # A stripe takes room from what is kept, but many of them take passes over the accumulator.
+    # A wider stripe leaves less room to keep, but more stripes make more passes over the accumulator.
     for tiles in (1, 2, 4, 8, 16, 32, 64):
         stripe = limits.window or tiles * STRIPE_MULTIPLE
         kept = min(max(fit - stripe, 0), vocab - 1) // STRIPE_MULTIPLE * STRIPE_MULTIPLE

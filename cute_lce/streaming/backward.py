@@ -1,4 +1,4 @@
-"""The paper's Algorithm 2: window by window, the logits again (or as kept), dlogits, and what they add."""
+"""The paper's Algorithm 2, window by window: logits (again, or kept), dlogits, and both products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rows import row_upstream, subtract_target
 
 
 class StreamingBackward:
-    """See implementation.Backward. One sweep makes both gradients; `dinput` runs it."""
+    """See implementation.Backward. One sweep computes both gradients; `dinput` runs it."""
 
     def __init__(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request):
         self._arguments = dloss, saved, loss, request
@@ -36,10 +36,11 @@ def _sweep(
 ) -> tuple[Tensor | None, Tensor | None]:
     """A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum.
 
-    The factor enters outside the matrix products (dinput's rows at the end, a scaled copy of the hidden rows
-    for dweight), except where narrow operands are multiplied: there dlogits are rounded once, with the factor
-    in bf16, and as softmax - onehot in float16, whose range is too small for upstream / n. An ignored row's
-    dlogits are 0 and its row of a scaled copy too, whatever it holds: 0 times nan is nan.
+    The factor is applied outside the matrix products (to dinput's rows at the end, and to a copy of the
+    hidden rows for dweight), except where 16-bit operands are multiplied: there dlogits are rounded once,
+    including the factor in bfloat16, and as softmax - onehot in float16, whose range is too small for
+    upstream / n. For an ignored row dlogits and the row of the scaled copy are set to 0, since 0 times nan is
+    nan.
     """
     hidden, kept = saved.hidden, saved.kept
     (n, d), V = hidden.shape, saved.weight.shape[0]
@@ -66,7 +67,7 @@ def _sweep(
         dweight = saved.weight.new_empty((V, d))
         scaled_hidden = factors.hidden
         if outer is not None and factors.rounded:
-            # The largest factor stays out of the rounded copy and comes back in float32.
+            # The largest factor is left out of the rounded copy and applied in float32.
             weight_scale = outer.abs().amax().clamp(min=torch.finfo(acc).tiny) if n else outer.new_ones(())
             scaled_hidden = factors.hidden * (outer / weight_scale).unsqueeze(1)
             scaled_hidden = scaled_hidden.masked_fill_(ignored, 0).to(dtype)
@@ -98,7 +99,7 @@ def _sweep(
                 product = mm(dlogits.mT, scaled_hidden, hidden.new_empty(stripe.shape, dtype=acc))
                 stripe.copy_(product if weight_scale is None else product.mul_(weight_scale))
                 del product
-        # The next window's are made before these names are bound to them.
+        # Freed before the next window's are allocated.
         del dlogits, logits, weight
     if dinput is not None:
         dinput = (dinput if outer is None else dinput.mul_(outer.unsqueeze(1))).to(dtype)

@@ -1,4 +1,4 @@
-"""The paper's Algorithm 1, with windows for its single columns."""
+"""The paper's Algorithm 1, with windows instead of single columns."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StreamingForward:
     """See implementation.Forward. Keeps logits, in the accumulation dtype."""
 
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
-        # The backward's windows are the larger ones: where something is kept, a plan that fits one sweep has
-        # to fit the other.
+        # A window costs the backward more memory. If something is kept, a workspace that holds one sweep must
+        # hold the other too, so both have the backward's windows.
         keeps = request.kept_columns > 0
         self._request = request._replace(need_dinput=keeps, need_dweight=keeps)
 
@@ -47,7 +47,7 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     kept, kept_scale = empty_kept(operands.hidden, kept_columns) if kept_columns else (None, None)
     ranges = windows(operands, request)
     buffer = LogitsBuffer(n, ranges, operands.hidden, factors.acc)
-    # The least finite number stands for -inf, which would make nan of a window of -inf.
+    # Not -inf, with which a window of -inf would become nan.
     row_max = operands.hidden.new_full((n,), torch.finfo(factors.acc).min, dtype=factors.acc)
     row_sum = torch.zeros_like(row_max)
     target_logit = torch.zeros_like(row_max)

@@ -1,4 +1,4 @@
-"""The paper's Algorithms 3 and 4: gradients formed in the forward, chunk by chunk over tokens."""
+"""The paper's Algorithms 3 and 4: gradients computed in the forward, chunk by chunk over tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .rows import classify, reduce, row_upstream
 
 @without_autocast
 def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
-    """Chunk by chunk the logits once, and loss and gradients from them.
+    """Compute each chunk's logits once, and the loss and both gradients from them.
 
-    The division of "mean" is not in the accumulators: scale_gradients has it, in the pass that rounds.
+    The accumulators do not include the division for "mean", which scale_gradients applies before it rounds.
     """
     hidden, weight, target = operands
     (n, d), V = hidden.shape, weight.shape[0]
@@ -66,7 +66,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
 def scale_gradients(
     dloss: Tensor, accumulated: Accumulated, reduction: str, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """round(upstream * accumulator), out of place, in one pass and the only cast."""
+    """round(upstream * accumulator), out of place, in one pass that is also the only cast."""
     upstream = row_upstream(dloss, accumulated.num_valid, reduction)
     dinput = dweight = None
     if accumulated.dinput is not None:
@@ -78,7 +78,7 @@ def scale_gradients(
 
 
 def _scaled(accumulator: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """round(factor * accumulator), some rows at a time: a CPU makes a copy in acc of what it casts."""
+    """round(factor * accumulator), some rows at a time: on a CPU torch casts from a temporary in acc."""
     out = accumulator.new_empty(accumulator.shape, dtype=dtype)
     rows = accumulator.shape[0]
     step = rows if out.device.type != "cpu" else max(CPU_LOGITS_BYTES // max(accumulator.shape[1] * 8, 1), 1)

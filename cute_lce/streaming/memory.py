@@ -1,4 +1,4 @@
-"""What a call allocates, which schedule serves it, its windows and chunks. Integers may be symbolic."""
+"""A call's memory, schedule, windows and chunks. Integers may be symbolic."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import Limits, Problem
 from .products import accumulate_dtype, multiplies_narrow
 
-# One window of logits in the accumulation dtype: it should stay in a CPU's cache, and fill a GPU.
+# Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
 CPU_LOGITS_BYTES = 8 << 20
 _GPU_LOGITS_BYTES = 256 << 20
-# grad_in_forward holds a chunk of tokens times the whole vocabulary, and reads and writes all of dW a chunk.
+# Bytes of a chunk of tokens times the whole vocabulary in grad_in_forward, which updates all of dW a chunk.
 _CHUNK_BYTES = 128 << 20
 _WINDOW_MULTIPLE = 64
 _LEAST_CHUNK = 16
-# Vectors of n elements that live at once: statistics, targets, masks and their successors.
+# Bytes a row of the (n,) vectors that are alive at once: statistics, targets, masks and temporaries.
 ROW_BYTES = 128
-# What CUDA's reductions over long rows allocate.
+# Bytes that CUDA's reductions over long rows allocate.
 _REDUCTION_BYTES = 4 << 20
 
 
@@ -74,10 +74,10 @@ def choose(
 ) -> tuple[str, int]:
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
 
-    "keep" keeps what the workspace holds beside its windows. "auto" is "keep" where the caller gives a
-    workspace, else "recompute", which needs the least. Raises ValueError naming the least workspace_mb where
-    the one given is too small, and naming schedule where "grad_in_forward" meets a per-token upstream
-    gradient and a weight that needs a gradient.
+    "keep" keeps what fits into the workspace besides the windows. "auto" is "keep" if the caller gives a
+    workspace, else "recompute", which needs the least. Raises ValueError naming the least workspace_mb if the
+    given one is too small, and naming schedule for "grad_in_forward" with a per-token upstream gradient and a
+    weight that needs a gradient.
     """
     n, V = problem.n, problem.vocab
     window, workspace = limits
@@ -112,7 +112,7 @@ def choose(
 
 
 def windows(operands: Operands, request: Request) -> list[tuple[int, int]]:
-    """The half-open ranges of the vocabulary of one sweep; none of them crosses the end of what is kept."""
+    """The half-open ranges of the vocabulary of one sweep; none crosses the end of the kept columns."""
     problem = problem_of(operands, request)
     dtype, device_type = operands.hidden.dtype, operands.hidden.device.type
     window, workspace = request.limits
@@ -138,7 +138,7 @@ def chunks(operands: Operands, request: Request) -> tuple[list[tuple[int, int]],
     on_cpu = operands.hidden.device.type == "cpu"
     fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type)
     if not window:
-        # A window only bounds what narrow operands cost: the widened weight, or a product to accumulate.
+        # A window only bounds what 16-bit operands cost: the converted weight, or a product to be added.
         logits_bytes = CPU_LOGITS_BYTES if on_cpu else _GPU_LOGITS_BYTES
         window = V if not column else max(logits_bytes // column, _WINDOW_MULTIPLE)
         if workspace:

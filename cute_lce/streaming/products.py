@@ -1,4 +1,4 @@
-"""Matrix products with an accumulation in float32 (float64 for float64), as the device makes them."""
+"""Matrix products accumulated in float32 (float64 for float64), in the way that the device supports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def multiplies_narrow(device_type: str) -> bool:
-    """CUDA multiplies bf16 and float16 operands into float32; elsewhere they are widened first."""
+    """Whether 16-bit operands can give a float32 product: on CUDA; elsewhere they are converted first."""
     return device_type == "cuda"
 
 
 def without_autocast(function):
-    """Run the body with autocast off: under it a float32 matmul would come out in bf16."""
+    """Run the function with autocast off, under which a float32 matmul would return bf16."""
 
     @functools.wraps(function)
     def wrapper(*args):
@@ -34,7 +34,7 @@ def without_autocast(function):
 
 
 class Factors:
-    """The two factors of every matrix product, as the device multiplies them with an accumulation in acc."""
+    """hidden and weight in the dtype in which the device multiplies them with accumulation in acc."""
 
     def __init__(self, hidden: Tensor, weight: Tensor):
         self.acc = accumulate_dtype(hidden.dtype)
@@ -59,12 +59,12 @@ def add_mm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype is accumulator.dtype:
         accumulator.addmm_(a, b)
     else:
-        # torch.addmm with out_dtype wants an accumulator of the operands' dtype in torch 2.9.
+        # In torch 2.9 torch.addmm with out_dtype requires an accumulator of the operands' dtype.
         accumulator += torch.mm(a, b, out_dtype=accumulator.dtype)
 
 
 class LogitsBuffer:
-    """One window of logits, reused by every window of a sweep."""
+    """Memory for one window of logits, reused by every window of a sweep."""
 
     def __init__(self, rows: int, ranges: list[tuple[int, int]], like: Tensor, dtype: torch.dtype):
         self._rows = rows

@@ -1,4 +1,4 @@
-"""What happens to rows of logits: targets, losses, factors."""
+"""Operations on rows of logits: targets, losses, factors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .. import maths
 
 
 def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(valid, a class that exists for each row, rows with a target out of range); a CPU refuses the last."""
+    """(valid, a class in [0, V) for each row, target out of range); on a CPU the last raises ValueError."""
     valid = target != ignore_index
     out_of_range = valid & ((target < 0) | (target >= V))
     if target.device.type == "cpu":
@@ -27,7 +27,7 @@ def _refuse_targets(target: Tensor, out_of_range: Tensor, ignore_index: int, V: 
 
 
 def in_window(classes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Whether each row's class is in the window, and its column there as (n, 1); 0 stands for outside."""
+    """Whether each row's class is in the window, and its column there as (n, 1), 0 if it is not."""
     inside = (classes >= low) & (classes < high)
     return inside, torch.where(inside, classes - low, 0).unsqueeze(1)
 

@@ -4,8 +4,8 @@
     dhidden += dlogits @ weight                                  fp32 over the stripes, rounded after the last
     dweight = dlogits.T @ hidden                                 the stripe's rows, written once
 
-All three are the architecture's one mainloop; the operands' orders of dimensions and the epilogues differ. A
-stripe that the forward kept needs no first GEMM, but factors and scaled rows (kernels.scale).
+All three use the architecture's mainloop, with different major dimensions of the operands and different
+epilogues. A stripe that the forward kept needs factors and scaled rows (kernels.scale) instead of the first.
 """
 
 import cuda.bindings.driver as cuda

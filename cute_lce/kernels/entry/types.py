@@ -1,4 +1,4 @@
-"""The DSL's types of cute_lce.arguments' groups, and tensors at addresses."""
+"""The DSL's types for the groups of cute_lce.arguments, and tensors at addresses."""
 
 from typing import Any, get_args, get_type_hints
 
@@ -13,7 +13,7 @@ INDICES = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
 
 def example(group: type) -> Any:
-    """A group without tensors as cute.compile wants it: each number as a value of its DSL type."""
+    """A group without tensors for cute.compile: each number as a value of its DSL type."""
     fields = {}
     for name, hint in get_type_hints(group, include_extras=True).items():
         width = get_args(hint)[1:]
@@ -46,7 +46,7 @@ def vector(kind, address: Int64, count) -> cute.Tensor:
 
 
 def strided(address: Int64, count, stride) -> cute.Tensor:
-    """The fp32 (count,) tensor of a stride at an address."""
+    """The fp32 (count,) tensor with a stride at an address."""
     return cute.make_tensor(
         cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4),
         cute.make_layout(count, stride=stride),

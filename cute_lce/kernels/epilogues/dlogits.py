@@ -13,7 +13,7 @@ from cute_lce.kernels.epilogues.store import store_rows
 
 
 class DlogitsTensors(NamedTuple):
-    """Global memory of the backward's first epilogue, for a stripe of the vocabulary, and its sizes.
+    """Global memory that the epilogue of a stripe's logits accesses, and sizes.
 
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
     one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned:
@@ -35,8 +35,8 @@ class DlogitsTensors(NamedTuple):
 
 
 class DlogitsState(NamedTuple):
-    """Per thread and row: what logits are relative to, what exponentials and the onehot are multiplied by,
-    the column of the target in the stripe, and whether the row counts."""
+    """For each row of a thread: what logits are relative to, the factors of exponentials and of the onehot,
+    the target's column in the stripe, and whether the row is valid."""
 
     ref: cute.Tensor
     factor: cute.Tensor
@@ -46,12 +46,12 @@ class DlogitsState(NamedTuple):
 
 
 class DlogitsEpilogue:
-    """dlogits = grad_scale (softmax - onehot), rounded once; an ignored row's are 0, whatever its logits.
+    """dlogits = grad_scale (softmax - onehot), rounded once; 0 in ignored rows, whatever their logits.
 
     Args:
         tile_n: columns of a tile.
-        scaled: whether grad_scale, a row's upstream gradient, is in the dlogits. float16 lacks the range
-            for it and leaves it to the gradients' epilogues.
+        scaled: whether dlogits include grad_scale. The range of float16 is too small for it: there the
+            gradients' epilogues apply it.
     """
 
     def __init__(self, tile_n: int, threads_per_row: int, scaled: bool):

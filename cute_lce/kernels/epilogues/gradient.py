@@ -10,11 +10,11 @@ from cute_lce.kernels.epilogues.store import add_pairs, store_pairs, store_rows
 
 
 class GradientTensors(NamedTuple):
-    """Global memory of a gradient's epilogue.
+    """Global memory that a gradient's epilogue accesses.
 
     out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`,
-    written unless `last`. factor (m,) fp32 with any stride (0: one number): what the product's rows are
-    multiplied by; at address 0: ones.
+    written unless `last`. factor (m,) fp32 with any stride (0: one number): multiplies the product's rows; at
+    address 0: ones.
     """
 
     out: cute.Tensor
@@ -25,8 +25,7 @@ class GradientTensors(NamedTuple):
 
 
 class GradientEpilogue:
-    """A product whose rows are scaled, added to those of earlier stripes in fp32, and after the last one
-    rounded once.
+    """Scale the product's rows, add those of earlier stripes in fp32, and round once, after the last stripe.
 
     Args:
         tile_n: columns of a tile.

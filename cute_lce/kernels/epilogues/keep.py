@@ -13,7 +13,7 @@ from cute_lce.kernels.keep import KeepTensors
 
 
 class KeepForwardTensors(NamedTuple):
-    """The forward's tensors, those of what it keeps, and the ignored target, whose rows keep zeros."""
+    """The forward's tensors, those of what it keeps, and ignore_index, whose rows are kept as zeros."""
 
     forward: ForwardTensors
     keep: KeepTensors
@@ -21,7 +21,7 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """The forward's state; per row, K and whether the row counts."""
+    """The forward's state and, for each row, K and whether the row is valid."""
 
     forward: ForwardState
     reference: cute.Tensor
@@ -32,8 +32,7 @@ class KeepEpilogue:
     """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
 
     A kept fragment's exponentials are computed once, relative to the row's K, for the operand and for the
-    statistics.
-    A fragment of a row has one j: `unit` columns, the tile or the slab that a visit sees.
+    statistics. A row of a fragment has one j: `unit` columns, those of one call of visit.
     """
 
     def __init__(self, tile_n: int, unit: int, threads_per_row: int):
@@ -96,9 +95,9 @@ class KeepEpilogue:
             row_stats.update(state.forward.row_max, state.forward.row_sum, frag)
 
     def _notes(self, tensors: KeepForwardTensors, cols: cute.Tensor, first: Int32):
-        """Whether this is the one of the threads that share a row that notes its j."""
+        """Whether this thread, of those that share a row, stores its j."""
         if self.unit < self.tile_n:
-            # A thread has the whole row; a slab of its tile may lie beyond the vocabulary, where no note is.
+            # A thread has the whole row; a slab of its tile may lie beyond the columns, where there is no j.
             return first + cols[0] < tensors.keep.columns
         return cols[0] % 8 == 0
 

@@ -12,11 +12,11 @@ NO_COLUMN = -(2**30)  # a target column that no tile contains
 
 
 class ForwardTensors(NamedTuple):
-    """Global memory of the forward's epilogue, and its sizes.
+    """Global memory that the forward's epilogue accesses, and sizes.
 
     target (n,) int32 or int64. partials (windows, n, 2) fp32: maximum and sum of every window. target_logit
     (n,) fp32: written for rows whose target lies in [0, vocab). arrived (1,) int32: the combine kernel's
-    counter, set to zero here.
+    counter, zeroed here.
     vocab: V; columns at and beyond it are masked with -inf.
     """
 
@@ -28,7 +28,7 @@ class ForwardTensors(NamedTuple):
 
 
 class ForwardState(NamedTuple):
-    """Per thread: statistics (rows,) of the columns seen in this run, and the rows' target columns."""
+    """For each row of a thread: statistics of the columns seen in this run, and the target's column."""
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -89,7 +89,7 @@ class ForwardEpilogue:
         cols: cute.Tensor,
         first: Int32,
     ):
-        """Columns beyond the vocabulary become -inf; a target's logit in the fragment is written."""
+        """Set columns beyond the vocabulary to -inf; store the target's logit if the fragment has it."""
         if first + self.tile_n > tensors.vocab:
             for c in cutlass.range_constexpr(cute.size(cols)):
                 if first + cols[c] >= tensors.vocab:

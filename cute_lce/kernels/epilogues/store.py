@@ -7,8 +7,7 @@ from cutlass import Float32, Int32, Int64
 
 @cute.jit
 def _pair(matrix: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    """Two neighbouring elements of a row-major matrix, the first of an even column of rows that are 16-byte
-    aligned."""
+    """Two adjacent elements of a row-major matrix with 16-byte aligned rows, the first in an even column."""
     pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
     return cute.make_tensor(
         cute.make_ptr(
@@ -23,9 +22,8 @@ def _pair(matrix: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
 
 @cute.jit
 def store_pairs(matrix: cute.Tensor, frag: cute.Tensor, rows: cute.Tensor, cols: cute.Tensor, first: Int32):
-    """Round a fragment to the matrix's type and store it; cols come in neighbouring pairs. Outside stays
-    untouched, except that where the matrix has an odd number of columns the padding of its rows gets one
-    more."""
+    """Round a fragment to the matrix's type and store it; cols are adjacent pairs. Nothing outside the matrix
+    is written, except one element of padding in each row if the number of columns is odd."""
     width = cute.size(matrix, mode=[1])
     for r in cutlass.range_constexpr(cute.size(rows)):
         if rows[r] < cute.size(matrix, mode=[0]):
@@ -49,10 +47,9 @@ def store_rows(
 ):
     """Round a fragment to the matrix's 16-bit type and store it, 16 bytes a thread at once.
 
-    The matrix's rows begin at multiples of 16 bytes and have room for a multiple of 8 columns; the room
-    beyond the last column gets numbers of no meaning. With 4 threads a row (WGMMA) a thread has 2 of every 8
-    columns: the four exchange them for 8 of every 32, a transposition of 4 x 4 words by two rounds of
-    shuffles.
+    The matrix's rows begin at multiples of 16 bytes and are padded to a multiple of 8 columns; arbitrary
+    numbers are written to the padding. With 4 threads a row (WGMMA) a thread has 2 of every 8 columns; the
+    four exchange them for 8 of every 32, a 4 x 4 transposition of words by two rounds of shuffles.
     """
     width = cute.size(matrix, mode=[1])
     lane = cute.arch.lane_idx() % threads_per_row
@@ -66,7 +63,7 @@ def store_rows(
             column = first + cols[c]
             if cutlass.const_expr(threads_per_row == 4):
                 _transpose_words(cute.recast_tensor(rounded, Int32), lane)
-                # This thread's pair of columns in the first of four blocks of 8 -> its block.
+                # From this thread's pair of columns in the first of four blocks of 8 to its own block.
                 column = first + cols[c] + 6 * lane
             if rows[r] < cute.size(matrix, mode=[0]) and column < width:
                 pointer = matrix.iterator + (Int64(rows[r]) * matrix.stride[0] + column)
@@ -78,7 +75,7 @@ def store_rows(
 
 @cute.jit
 def _transpose_words(words: cute.Tensor, lane: Int32):
-    """Word i of lane j of four neighbouring lanes <-> word j of lane i, in place."""
+    """Swap word i of lane j and word j of lane i, of four adjacent lanes, in place."""
     for step in cutlass.range_constexpr(1, 3):
         upper = (lane & step) != 0
         for i in cutlass.range_constexpr(4):
@@ -92,10 +89,10 @@ def _transpose_words(words: cute.Tensor, lane: Int32):
 
 @cute.jit
 def add_pairs(matrix: cute.Tensor, frag: cute.Tensor, rows: cute.Tensor, cols: cute.Tensor, first: Int32):
-    """Add the matrix's elements to a fragment, in place; cols come in neighbouring pairs.
+    """Add the matrix's elements to a fragment, in place; cols are adjacent pairs.
 
-    What lies outside of the matrix gets elements of its last row or columns: without a condition all loads
-    can be under way at once.
+    Elements outside the matrix get those of its last row or columns: unconditional loads can all be in flight
+    at once.
     """
     last_row, last_pair = cute.size(matrix, mode=[0]) - 1, cute.size(matrix, mode=[1]) - 2
     for r in cutlass.range_constexpr(cute.size(rows)):
