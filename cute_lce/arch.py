@@ -51,14 +51,17 @@ class Tiling:
 class KernelConfig(Tiling):
     """What a GEMM kernel is compiled for: a tiling on an architecture.
 
-    Raises ValueError when it is built, for an unknown architecture and for more shared memory, tensor memory
-    or registers than a CTA there has.
+    Raises ValueError when it is built, for an unknown architecture, for a number of warpgroups without a
+    division of registers, and for more shared memory, tensor memory or registers than a CTA there has.
     """
 
     arch: str
 
     def __post_init__(self) -> None:
         row = architecture(self.arch)
+        if not row.tmem_columns and self.warpgroups not in WARPGROUP_REGISTERS:
+            want = ", ".join(map(str, WARPGROUP_REGISTERS))
+            raise ValueError(f"config: got {self.warpgroups} warpgroups, want one of {want} on {self.arch}")
         for what, used, most in (
             ("bytes of shared memory", self.shared_memory, row.shared_memory),
             ("columns of tensor memory", self.tmem_columns, row.tmem_columns),

@@ -19,7 +19,7 @@ from cute_lce.plan.kernels import Key
 class Functions(Protocol):
     """What stands for the compiled functions."""
 
-    def get(self, key: Key, /) -> Callable[..., Any]: ...
+    def get(self, key: Key, /) -> Callable[..., Any] | None: ...
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""The CuTe DSL kernels. Only `cute_lce.compile.trace` imports these modules, in the call: they import cutlass."""
+"""The CuTe DSL kernels. They import cutlass: only `compile.trace` imports them, when it is called."""
