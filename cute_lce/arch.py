@@ -19,7 +19,7 @@ WARPGROUP_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers of a thread of the load warpgroup, and of a consumer (Hopper)."""
 
 EPILOGUE_REGISTERS = 32
-"""The least registers that a consumer thread needs besides its accumulators."""
+"""What a consumer thread needs beside its accumulators, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Tiling:
     """How a GEMM kernel cuts its work, whatever the architecture.
 
     tile_m, tile_n, tile_k: rows of A, rows of B and depth that a CTA takes at once; where accumulators are in
-        tensor memory, a tile_m of 256 is computed by a pair of CTAs.
+        tensor memory, a tile_m of 256 is taken by a pair of CTAs.
     warpgroups: consumer warpgroups of 128 threads, which hold the accumulators (Hopper; Blackwell: 1).
     pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind
         the MMAs of the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory.
-    pace: k tiles between two steps of a cluster's progress, by which clusters pace; 0: they do not.
+    pace: k tiles between two steps of a cluster's progress, by which clusters keep together; 0: they do not.
     """
 
     tile_m: int
@@ -51,8 +51,8 @@ class Tiling:
 class KernelConfig(Tiling):
     """What a GEMM kernel is compiled for: a tiling on an architecture.
 
-    Raises ValueError when it is built, for an unknown architecture, for a number of warpgroups that it has no
-    registers for, and for more shared memory, tensor memory or registers than a CTA there has.
+    Raises ValueError when it is built, for an unknown architecture, for a number of warpgroups without a
+    division of registers, and for more shared memory, tensor memory or registers than a CTA there has.
     """
 
     arch: str
@@ -60,10 +60,8 @@ class KernelConfig(Tiling):
     def __post_init__(self) -> None:
         row = architecture(self.arch)
         if not row.tmem_columns and self.warpgroups not in WARPGROUP_REGISTERS:
-            wanted = ", ".join(map(str, WARPGROUP_REGISTERS))
-            raise ValueError(
-                f"config: got {self.warpgroups} warpgroups, want one of {wanted} on {self.arch}: {self}"
-            )
+            want = ", ".join(map(str, WARPGROUP_REGISTERS))
+            raise ValueError(f"config: got {self.warpgroups} warpgroups, want one of {want} on {self.arch}")
         for what, used, most in (
             ("bytes of shared memory", self.shared_memory, row.shared_memory),
             ("columns of tensor memory", self.tmem_columns, row.tmem_columns),
@@ -113,12 +111,12 @@ class KernelConfig(Tiling):
 
     @property
     def tmem_columns(self) -> int:
-        """Columns of tensor memory for the accumulators, rounded up to the power of two that is allocated."""
+        """Columns of tensor memory, of which a power of two is allocated: the accumulators."""
         return 1 << (ACCUMULATOR_STAGES * self.tile_n - 1).bit_length() if self.row.tmem_columns else 0
 
     @property
     def accumulator_registers(self) -> int:
-        """Registers of a thread that hold accumulators; 0 if tensor memory holds them."""
+        """Registers of a thread that hold accumulators throughout; 0 where tensor memory holds them."""
         if self.row.tmem_columns:
             return 0
         return self.tile_m * self.tile_n * self.turns // (WARPGROUP * self.warpgroups)
@@ -143,17 +141,17 @@ class DataSheet:
 class Architecture:
     """A row.
 
-    name: what code is compiled for. capability: the compute capability of its GPUs. least_driver: the lowest
-        CUDA version that a driver must support to load its code (docs/kernels.md).
+    name: what code is compiled for. capability: the compute capability of its GPUs. least_driver: the CUDA
+        version whose drivers are the first that load its code (docs/kernels.md).
     mainloop: the module of cute_lce.kernels with its GEMM class.
     sms: of a whole GPU. shared_memory: bytes that a CTA may have. tmem_columns: of tensor memory, 0: none.
-    l2: bytes. panel: bytes of rows of H that stay in L2 while the vocabulary streams past. On an H100 each
-        half of the SMs is served by half of L2, part of which the windows in flight need; Blackwell's panel
-        is the same share of its L2.
+    l2: bytes. panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's
+        L2 serves each half of its SMs, and the windows in flight want the rest of it; Blackwell's is the same
+        share of its L2.
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
     data_sheet: peaks for `cute-lce plan`.
-    forward: the tilings that a forward chooses from: the first for many tokens, and for every forward that
-        keeps (its stores overlap with MMAs); the second where half of a pair would idle.
+    forward: tilings among which the forward chooses: the first for many tokens, which also keeps (it stores
+        between MMAs: its epilogue hides best), and one for what would leave half of a pair idle.
     gradients: the tiling of both gradients' GEMMs.
     """
 
@@ -173,7 +171,7 @@ class Architecture:
 
     @functools.cached_property
     def configs(self) -> tuple[KernelConfig, ...]:
-        """The configurations that a forward chooses from."""
+        """The configurations among which a forward chooses."""
         return tuple(self._configure(tiling) for tiling in self.forward)
 
     @property
@@ -194,7 +192,7 @@ _TILING = tuple(Tiling.__dataclass_fields__)
 
 
 class Gpu(NamedTuple):
-    """The GPU that a plan is made for: the name of its architecture, and the number of its SMs."""
+    """What a plan is made for: the name of an architecture, and how many SMs there are."""
 
     arch: str
     sms: int
@@ -253,8 +251,8 @@ _SM_90A = Architecture(
     dense_flops_per_clock=4096,
     data_sheet=DataSheet(gpu="H100 SXM", flops=989.4e12, memory=3.35e12, sms=132),
     forward=(_HOPPER, replace(_HOPPER, cluster_m=1)),
-    # Operands that are not major along k are loaded in slices of 64 columns, and each half of a multicast
-    # must consist of whole slices; 256 columns need the least bandwidth of shared memory.
+    # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
+    # halves; and 256 columns ask the least of shared memory.
     gradients=replace(_HOPPER, tile_n=256, pingpong=False, stages=4),
 )
 _SM_100A = Architecture(

@@ -1,1 +1,1 @@
-"""The CuTe DSL kernels, which import cutlass; only `compile.trace` imports them, when it is called."""
+"""The CuTe DSL kernels. They import cutlass: only `compile.trace` imports them, when it is called."""

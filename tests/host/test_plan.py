@@ -47,54 +47,49 @@ def sweep(arch: str, count: int = 150) -> Iterator[ForwardPlan]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_windows_cover_the_vocabulary_exactly_once(arch: str):
     for plan in sweep(arch):
+        windows, tiles_per_window = plan.sweep.gemm.windows, plan.sweep.tiles_per_window
         tiles = ceil_div(plan.vocab, plan.config.cluster_columns)
-        spans = [
-            schedule.run_tiles(w, plan.sweep.tiles_per_window, tiles) for w in range(plan.sweep.gemm.windows)
-        ]
+        spans = [schedule.run_tiles(window, tiles_per_window, tiles) for window in range(windows)]
         assert spans[0][0] == 0
         assert spans[-1][1] == tiles
         assert all(end == following for (_, end), (following, _) in pairwise(spans))
         assert all(first < end for first, end in spans), f"{plan}: a window without tiles"
-        assert (
-            (plan.sweep.gemm.windows - 1) * plan.window < plan.vocab <= plan.sweep.gemm.windows * plan.window
-        )
+        assert (windows - 1) * plan.window < plan.vocab <= windows * plan.window
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_groups_and_clusters_are_in_bounds(arch: str):
+    row = architecture(arch)
     for plan in sweep(arch):
-        rows = ceil_div(plan.n, plan.config.cluster_rows)
-        assert 1 <= plan.sweep.gemm.group_m <= rows
-        assert 1 <= plan.sweep.gemm.clusters <= rows * plan.sweep.gemm.windows
-        assert (
-            plan.sweep.gemm.clusters * plan.config.cluster_m * plan.config.cluster_n <= architecture(arch).sms
-        )
+        grid, config = plan.sweep.gemm, plan.config
+        rows = ceil_div(plan.n, config.cluster_rows)
+        assert 1 <= grid.group_m <= rows
+        assert 1 <= grid.clusters <= rows * grid.windows
+        assert grid.clusters * config.cluster_m * config.cluster_n <= row.sms
         # The rows of H of a group fit where the plan wants them, unless a single row of clusters does not.
-        panel = 2 * plan.d * plan.config.cluster_rows * plan.sweep.gemm.group_m
-        assert plan.sweep.gemm.group_m == 1 or panel <= architecture(arch).panel
-        assert plan.config.pace > 0 or not plan.sweep.gemm.paced
+        panel = 2 * plan.d * config.cluster_rows * grid.group_m
+        assert grid.group_m == 1 or panel <= row.panel
+        assert grid.paced in (0, 1)
+        assert config.pace > 0 or not grid.paced
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_busiest_cluster(arch: str):
     """`rounds` is what the schedule gives: counted here run by run."""
     for plan in sweep(arch, 40):
+        tiles_per_window, (windows, group_m, clusters, _) = plan.sweep
         rows = ceil_div(plan.n, plan.config.cluster_rows)
         tiles = ceil_div(plan.vocab, plan.config.cluster_columns)
-        if rows * plan.sweep.gemm.windows > 20_000:
+        if rows * windows > 20_000:
             continue
-        load = [0] * plan.sweep.gemm.clusters
-        for run in range(rows * plan.sweep.gemm.windows):
-            _, window = schedule.run_coord(run, rows, plan.sweep.gemm.windows, plan.sweep.gemm.group_m)
-            first, end = schedule.run_tiles(window, plan.sweep.tiles_per_window, tiles)
-            load[run % plan.sweep.gemm.clusters] += end - first
+        load = [0] * clusters
+        for run in range(rows * windows):
+            _, window = schedule.run_coord(run, rows, windows, group_m)
+            first, end = schedule.run_tiles(window, tiles_per_window, tiles)
+            load[run % clusters] += end - first
         assert sum(load) == rows * tiles
         # A last window that is shorter may spare the busiest cluster a few tiles.
-        assert (
-            max(load)
-            <= plan.rounds
-            < max(load) + plan.sweep.tiles_per_window * ceil_div(rows, plan.sweep.gemm.clusters) + 1
-        )
+        assert max(load) <= plan.rounds < max(load) + tiles_per_window * ceil_div(rows, clusters) + 1
 
 
 @pytest.mark.parametrize("n", TOKENS)
