@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 Tensor = Any
 Int32 = Annotated[int, 32]
 Int64 = Annotated[int, 64]
+Float32 = Annotated[float, 32]
 Address = Annotated[int, 64]
 """An address in global memory; 0 for something absent, where the group's docstring allows it."""
 
@@ -29,10 +30,16 @@ class Operands(NamedTuple):
 
 
 class LossArguments(NamedTuple):
-    """The fields of the loss that kernels read at run time; reduction: a number of REDUCTIONS."""
+    """The fields of options.LossOptions that kernels read at run time: its numbers, by their names, and the
+    reduction as a number of REDUCTIONS."""
 
-    ignore_index: Int64
     reduction: Int32
+    ignore_index: Int64
+
+    @classmethod
+    def of(cls, loss: Any) -> LossArguments:
+        """loss: LossOptions."""
+        return cls(REDUCTIONS[loss.reduction], *(getattr(loss, name) for name in cls._fields[1:]))
 
 
 class GemmPlan(NamedTuple):

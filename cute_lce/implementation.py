@@ -141,7 +141,7 @@ class Implementation(Protocol):
     def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated: ...
 
     def scale_gradients(
-        self, dloss: Tensor, accumulated: Accumulated, reduction: str, dtype: torch.dtype
+        self, dloss: Tensor, accumulated: Accumulated, loss: LossOptions, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """(dinput, dweight): the accumulators times the upstream gradient, rounded once. `loss` is unused."""
         ...

@@ -18,6 +18,19 @@ FAR = float(2**22)
 """Bound of |K|, within which references are finite and integers in fp32."""
 
 
+def logits(product, loss):
+    """What a product of hidden and weight becomes before the softmax: itself. A tensor is changed in place.
+
+    loss: LossOptions, or in kernels arguments.LossArguments, which has its numbers.
+    """
+    return product
+
+
+def product_gradient(gradient, loss):
+    """The gradient by a product, of one by its logit: the same."""
+    return gradient
+
+
 def exponential(z, reference, exp, subtract=lambda a, b: a - b):
     """exp(z - reference), in which a common offset of the logits loses nothing."""
     return exp(subtract(z, reference))

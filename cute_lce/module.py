@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .functional import call
-from .options import ComputeOptions, LossOptions
+from .options import CallOptions, split_options
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -20,8 +21,8 @@ class LinearCrossEntropy(nn.Linear):
         in_features: d.
         num_classes: V.
         bias: must be False: a bias is not implemented yet (NotImplementedError).
-        reduction, ignore_index, schedule, workspace_mb, window: as in linear_cross_entropy.
         device, dtype: of the weight.
+        options: reduction, ignore_index, schedule, workspace_mb, window, as in linear_cross_entropy.
     """
 
     bias: None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -32,19 +33,15 @@ class LinearCrossEntropy(nn.Linear):
         num_classes: int,
         bias: bool = False,
         *,
-        reduction: str = "mean",
-        ignore_index: int | None = -100,
-        schedule: str = "auto",
-        workspace_mb: float | None = None,
-        window: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[CallOptions],
     ):
         if bias:
             raise NotImplementedError(
                 "bias: got True, want False; a bias of the projection is not implemented yet"
             )
-        loss, compute = LossOptions(reduction, ignore_index), ComputeOptions(schedule, workspace_mb, window)
+        loss, compute = split_options(options)
         super().__init__(in_features, num_classes, bias=False, device=device, dtype=dtype)
         self.options, self.compute = loss, compute
 

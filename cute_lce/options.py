@@ -8,8 +8,9 @@ instead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 
@@ -106,6 +107,28 @@ class ComputeOptions(_ComputeFields):
         """The same in bytes and columns; 0 leaves a limit to the implementation."""
         workspace = 0 if self.workspace_mb is None else max(int(self.workspace_mb * MIB), 1)
         return Limits(window=0 if self.window is None else self.window, workspace=workspace)
+
+
+class CallOptions(TypedDict, total=False):
+    """The fields of both as keyword arguments."""
+
+    reduction: str
+    ignore_index: int | None
+    schedule: str
+    workspace_mb: float | None
+    window: int | None
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[LossOptions, ComputeOptions]:
+    """Both objects of keyword arguments. Raises TypeError for a name that neither has."""
+    known = (*LossOptions._fields, *ComputeOptions._fields)
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name}: not an option, want one of {', '.join(known)}")
+    return (
+        LossOptions(**{name: options[name] for name in LossOptions._fields if name in options}),
+        ComputeOptions(**{name: options[name] for name in ComputeOptions._fields if name in options}),
+    )
 
 
 def fields(options: type) -> dict[str, Field]:

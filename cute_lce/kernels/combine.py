@@ -8,10 +8,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_lce import maths
+from cute_lce.arguments import REDUCTIONS, LossArguments
 from cute_lce.kernels import row_stats
 
 ROWS = 32  # rows of a block: a warp's lanes, which read 256 consecutive bytes of a window's partials
-NONE, SUM, MEAN = 0, 1, 2
 WARPS = 16  # windows that a block reads at once
 
 
@@ -28,8 +28,7 @@ class CombineTensors(NamedTuple):
     """
 
     vocab: Int32
-    ignore_index: Int64
-    reduction: Int32
+    loss_options: LossArguments
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
@@ -91,7 +90,7 @@ class Combine:
             loss, valid = Float32(0.0), Float32(0.0)
             if row < n:
                 target = Int64(tensors.target[row])
-                if target != tensors.ignore_index:
+                if target != tensors.loss_options.ignore_index:
                     valid = Float32(1.0)
                     if target >= 0 and target < tensors.vocab:
                         loss = maths.row_loss(cute.math.log(row_sum), row_max, tensors.target_logit[row])
@@ -100,7 +99,7 @@ class Combine:
                         loss = Float32.nan
                 tensors.row_max[row] = row_max
                 tensors.row_sum[row] = row_sum
-                if tensors.reduction == NONE:
+                if tensors.loss_options.reduction == REDUCTIONS["none"]:
                     tensors.loss[row] = loss
             loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
             valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
@@ -134,7 +133,7 @@ class Combine:
                 loss += totals[other, 0]
                 valid += totals[other, 1]
             tensors.num_valid[0] = Int64(valid)
-            if tensors.reduction == SUM:
+            if tensors.loss_options.reduction == REDUCTIONS["sum"]:
                 tensors.loss[0] = Float32(loss)
-            if tensors.reduction == MEAN:
+            if tensors.loss_options.reduction == REDUCTIONS["mean"]:
                 tensors.loss[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))

@@ -291,3 +291,6 @@ def _load_slab(source: cute.Tensor, frag: cute.Tensor):
     )
     for i in range(count):
         frag[i] = Float32(llvm.extractvalue(Float32.mlir_type, values, [i]))
+
+
+MAINLOOP = GemmSm100

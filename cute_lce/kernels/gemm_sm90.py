@@ -246,3 +246,6 @@ def _rows_cols(acc: cute.Tensor) -> cute.Tensor:
             stride=((row_stride, m_stride), (pair_stride, block_stride, n_stride)),
         ),
     )
+
+
+MAINLOOP = GemmSm90

@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
+from cute_lce.arguments import LossArguments
 from cute_lce.kernels.row_stats import fma
 from cute_lce.maths import FAR, LOG2_E, STEP
 
@@ -57,14 +58,21 @@ class References:
     """
 
     @cute.jit
-    def __call__(self, hidden, weight, target, keep: KeepTensors, stream: cuda.CUstream):
+    def __call__(self, hidden, weight, target, keep: KeepTensors, loss: LossArguments, stream: cuda.CUstream):
         n = cute.size(target)
-        self.kernel(hidden, weight, target, keep).launch(
+        self.kernel(hidden, weight, target, keep, loss).launch(
             grid=(cute.ceil_div(n, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, hidden: cute.Tensor, weight: cute.Tensor, target: cute.Tensor, keep: KeepTensors):
+    def kernel(
+        self,
+        hidden: cute.Tensor,
+        weight: cute.Tensor,
+        target: cute.Tensor,
+        keep: KeepTensors,
+        loss: LossArguments,
+    ):
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < cute.size(target):
@@ -81,6 +89,7 @@ class References:
                     total += a[i].to(Float32) * b[i].to(Float32)
             total = cute.arch.warp_reduction(total, lambda a, b: a + b)
             if lane == 0:
+                total = maths.logits(total, loss)
                 bound = cute.arch.fmin(cute.arch.fmax(total * Float32(LOG2_E), Float32(-FAR)), Float32(FAR))
                 keep.reference[row] = cute.math.floor(bound)
                 keep.most_raised[row] = Int32(0)
@@ -94,9 +103,9 @@ class Finish:
 
     @cute.jit
     def __call__(
-        self, keep: KeepTensors, target, target_logit, row_max, row_sum, ignore_index, stream: cuda.CUstream
+        self, keep: KeepTensors, target, target_logit, row_max, row_sum, loss, stream: cuda.CUstream
     ):
-        self.kernel(keep, target, target_logit, row_max, row_sum, ignore_index).launch(
+        self.kernel(keep, target, target_logit, row_max, row_sum, loss).launch(
             grid=(cute.ceil_div(cute.size(target), ROWS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
@@ -108,7 +117,7 @@ class Finish:
         target_logit: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
-        ignore_index: Int64,
+        loss: LossArguments,
     ):
         thread = cute.arch.thread_idx()[0]
         first = cute.arch.block_idx()[0] * ROWS
@@ -125,7 +134,7 @@ class Finish:
                 cute.math.exp2(maths.base_exponent(row_max[row], k, fma)), row_sum[row]
             )
             index = Int64(target[row])
-            if index != ignore_index and index >= 0 and index < keep.columns:
+            if index != loss.ignore_index and index >= 0 and index < keep.columns:
                 own = cute.math.exp2(maths.kept_exponent(target_logit[row], k, fma), fastmath=True)
                 keep.kept[row, Int32(index)] = maths.dlogits(own, total).to(keep.kept.element_type)
 

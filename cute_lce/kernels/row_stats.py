@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_lce import maths
+from cute_lce.arguments import REDUCTIONS, LossArguments
 
 # Independent chains of maxima and sums; this width lets Blackwell use packed two-wide instructions.
 LANES = 8
@@ -22,6 +23,16 @@ LANES = 8
 def exp(exponent):
     """e^exponent, from exp2.approx."""
     return cute.math.exp2(exponent * Float32(maths.LOG2_E), fastmath=True)
+
+
+@cute.jit
+def grad_scale(dloss: cute.Tensor, num_valid: cute.Tensor, loss: LossArguments, row: Int32) -> Float32:
+    """The gradient of the loss by a valid row's products, but for the softmax: dloss, over num_valid for
+    "mean"."""
+    scale = dloss[row]
+    if loss.reduction == REDUCTIONS["mean"]:
+        scale = maths.mean_upstream(scale, Float32(num_valid[0]))
+    return maths.product_gradient(scale, loss)
 
 
 def fma(a, b: float, c):

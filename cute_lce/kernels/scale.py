@@ -7,8 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_lce import maths
+from cute_lce.arguments import LossArguments
 from cute_lce.kernels.keep import eight
+from cute_lce.kernels.row_stats import grad_scale
 
 WARPS = 4
 
@@ -17,7 +18,7 @@ class ScaleTensors(NamedTuple):
     """Global memory that the scaling kernel accesses, and the numbers that it needs.
 
     Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 with any stride (0: one number),
-    num_valid (1,) int64, kept_scale (n,) fp32. mean: whether the loss was divided by num_valid.
+    num_valid (1,) int64, kept_scale (n,) fp32.
     Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored; scaled (n, d), if
     `wanted`: hidden's rows times factor, zeros where the row is ignored, whatever hidden holds.
     """
@@ -29,8 +30,7 @@ class ScaleTensors(NamedTuple):
     kept_scale: cute.Tensor
     factor: cute.Tensor
     scaled: cute.Tensor
-    ignore_index: Int64
-    mean: Int32
+    loss: LossArguments
     wanted: Int32
 
 
@@ -48,11 +48,9 @@ class ScaleRows:
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < cute.size(tensors.target):
             factor = Float32(0.0)
-            counts = Int64(tensors.target[row]) != tensors.ignore_index
+            counts = Int64(tensors.target[row]) != tensors.loss.ignore_index
             if counts:
-                gradient = tensors.dloss[row]
-                if tensors.mean != 0:
-                    gradient = maths.mean_upstream(gradient, Float32(tensors.num_valid[0]))
+                gradient = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, row)
                 # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
                 factor = gradient * tensors.kept_scale[row]
             if lane == 0:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..arguments import (
-    REDUCTIONS,
     Dlogits,
     Gradients,
     LossArguments,
@@ -22,7 +21,7 @@ from ..options import LossOptions
 from ..plan import backward as plans
 from ..plan.kernels import BackwardKey
 from ..plan.problem import Limits, Problem, round_up
-from ..streaming.rows import row_upstream
+from ..streaming.rows import grad_scale
 from .device import aligned_rows, dtype_name, gpu_of, template
 
 ALIGNMENT = 256
@@ -161,7 +160,7 @@ class KernelBackward:
             )
         groups = (
             Operands(hidden, weight, target),
-            LossArguments(ignore_index=loss.ignore_index, reduction=REDUCTIONS[loss.reduction]),
+            LossArguments.of(loss),
             Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0),
             Statistics(
                 row_max=saved.row_max.data_ptr(),
@@ -199,7 +198,7 @@ def _split_factor(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For float16: (factors of dinput's rows, their maximum, hidden's rows times factor / maximum)."""
     ignored = target == loss.ignore_index
-    factor = torch.where(ignored, 0, row_upstream(dloss, num_valid, loss.reduction))
+    factor = torch.where(ignored, 0, grad_scale(dloss, num_valid, loss))
     greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
     scaled = hidden * (factor / greatest).unsqueeze(1)
     scaled = scaled.masked_fill_(ignored.unsqueeze(1), 0).to(hidden.dtype).contiguous()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import REDUCTIONS, ForwardOutputs, KeepOutputs, LossArguments, Operands
+from ..arguments import ForwardOutputs, KeepOutputs, LossArguments, Operands
 from ..compile import cache
 from ..implementation import Request, Results
 from ..options import LossOptions
@@ -78,7 +78,6 @@ class KernelForward:
         key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
         self.function = cache.get(key)
         self.sweep = chosen.sweep
-        self.reduction = REDUCTIONS[loss.reduction]
         self.wants_statistics, self.kept_columns = request.statistics, kept
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
         self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
@@ -129,7 +128,7 @@ class KernelForward:
             results = results._replace(kept=kept, kept_scale=kept_scale)
         self.function(
             Operands(hidden, weight, target),
-            LossArguments(ignore_index=loss.ignore_index, reduction=self.reduction),
+            LossArguments.of(loss),
             outputs,
             self.sweep,
             keep,

@@ -83,7 +83,7 @@ class GradInForwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, whole, loss, request, *operands):
         results = run(Operands(*operands), loss)
-        ctx.dtype, ctx.reduction = operands[0].dtype, loss.reduction
+        ctx.dtype, ctx.loss = operands[0].dtype, loss
         ctx.needed = request.need_dinput, request.need_dweight
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*results[1:])
@@ -99,7 +99,7 @@ class GradInForwardFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             # The gradients are constants here: a second derivative would silently omit them.
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
-        given = inner.scale_gradients(dresults[0], *ctx.saved_tensors, ctx.reduction, ctx.dtype, *ctx.needed)
+        given = inner.scale_gradients(dresults[0], *ctx.saved_tensors, *ctx.loss, ctx.dtype, *ctx.needed)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, ctx.needed, strict=True)))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import Request
-from ..options import ComputeOptions, LossOptions
+from ..options import ComputeOptions, LossOptions, split_options
 from ..plan.problem import Problem
 from . import autograd, inner, schemas
 from .plain import is_plain_eager
@@ -212,8 +212,7 @@ def _fused_linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
 ) -> Tensor:
     """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
-    loss = LossOptions(**{name: options[name] for name in LossOptions._fields if name in options})
-    compute = ComputeOptions(**{name: options[name] for name in ComputeOptions._fields if name in options})
+    loss, compute = split_options(options)
     watched = not is_plain_eager(input, linear_weight, target)
     return linear_cross_entropy(input, linear_weight, target, loss, compute, watched=watched)
 

@@ -124,9 +124,8 @@ def _fake_grad_in_forward(input, linear_weight, target, *arguments):
     )
 
 
-def _fake_scale_gradients(
-    dloss, num_valid, dinput_accumulator, dweight_accumulator, reduction, dtype, need_dinput, need_dweight
-):
+def _fake_scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
+    _, (dtype, need_dinput, need_dweight) = loss_of(arguments)
     return (
         dloss.new_empty(dinput_accumulator.shape if need_dinput else (0,), dtype=dtype),
         dloss.new_empty(dweight_accumulator.shape if need_dweight else (0,), dtype=dtype),
@@ -171,14 +170,13 @@ def grad_in_forward(input, linear_weight, target, *arguments):
 
 
 @_define(schemas.SCALE_GRADIENTS, _fake_scale_gradients)
-def scale_gradients(
-    dloss, num_valid, dinput_accumulator, dweight_accumulator, reduction, dtype, need_dinput, need_dweight
-):
+def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
+    loss, (dtype, need_dinput, need_dweight) = loss_of(arguments)
     accumulated = Accumulated(
         dloss,
         num_valid,
         dinput_accumulator if need_dinput else None,
         dweight_accumulator if need_dweight else None,
     )
-    scaled = implementation(dloss.device, dtype).scale_gradients(dloss, accumulated, reduction, dtype)
+    scaled = implementation(dloss.device, dtype).scale_gradients(dloss, accumulated, loss, dtype)
     return _present(scaled, dloss, dtype)

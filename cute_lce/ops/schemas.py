@@ -40,7 +40,7 @@ GRAD_IN_FORWARD = (
 )
 SCALE_GRADIENTS = (
     "scale_gradients(Tensor dloss, Tensor num_valid, Tensor? dinput_accumulator, "
-    f"Tensor? dweight_accumulator, str reduction, ScalarType dtype, {NEEDED})"
+    f"Tensor? dweight_accumulator, {LOSS}, ScalarType dtype, {NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight)"
 )
 

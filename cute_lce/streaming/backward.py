@@ -12,7 +12,7 @@ from ..implementation import Request, Saved
 from ..options import LossOptions
 from .memory import windows
 from .products import Factors, LogitsBuffer, add_mm, mm, without_autocast
-from .rows import row_upstream, subtract_target
+from .rows import grad_scale, subtract_target
 
 
 class StreamingBackward:
@@ -53,7 +53,7 @@ def _sweep(
     ranges = windows(saved.operands, request._replace(kept_columns=kept_columns))
     buffer = LogitsBuffer(n, ranges, hidden, acc)
 
-    upstream = torch.where(valid, row_upstream(dloss, saved.num_valid, loss.reduction), 0)
+    upstream = torch.where(valid, grad_scale(dloss, saved.num_valid, loss), 0)
     inner, outer = None, torch.where(valid, maths.softmax_factor(upstream, saved.row_sum), 0)
     if factors.rounded and dtype is torch.bfloat16:
         inner, outer = outer, None
@@ -78,7 +78,7 @@ def _sweep(
         dlogits = buffer.window(high - low)
         weight = factors.weight(low, high)
         if kept is None or low >= kept_columns:
-            logits = mm(factors.hidden, weight.mT, dlogits)
+            logits = maths.logits(mm(factors.hidden, weight.mT, dlogits), loss)
         else:
             logits = kept[:, low:high]
         subtract = functools.partial(torch.sub, out=dlogits)

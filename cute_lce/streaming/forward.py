@@ -54,7 +54,7 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     for low, high in ranges:
         exponentials = buffer.window(high - low)
         logits = exponentials if kept is None or low >= kept_columns else kept[:, low:high]
-        mm(factors.hidden, factors.weight(low, high).mT, logits)
+        maths.logits(mm(factors.hidden, factors.weight(low, high).mT, logits), loss)
         inside, column = in_window(classes, low, high)
         target_logit = torch.where(inside, logits.gather(1, column).squeeze(1), target_logit)
         new_max = torch.maximum(row_max, logits.amax(1))

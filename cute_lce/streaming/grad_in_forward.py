@@ -11,7 +11,7 @@ from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, chunks
 from .products import Factors, LogitsBuffer, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, reduce, row_upstream
+from .rows import classify, grad_scale, reduce
 
 
 @without_autocast
@@ -34,6 +34,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
         logits = buffer.window(stop - start).view(stop - start, V)
         for low, high in ranges:
             mm(factors.hidden, factors.weight(low, high).mT, logits[:, low:high])
+        logits = maths.logits(logits, loss)
         column = classes[start:stop].unsqueeze(1)
         target_logit[start:stop] = logits.gather(1, column).squeeze(1)
         maximum = logits.amax(1).clamp_(min=torch.finfo(acc).min)
@@ -64,13 +65,13 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
 
 @without_autocast
 def scale_gradients(
-    dloss: Tensor, accumulated: Accumulated, reduction: str, dtype: torch.dtype
+    dloss: Tensor, accumulated: Accumulated, loss: LossOptions, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """round(upstream * accumulator), out of place, in one pass that is also the only cast."""
-    upstream = row_upstream(dloss, accumulated.num_valid, reduction)
+    upstream = grad_scale(dloss, accumulated.num_valid, loss)
     dinput = dweight = None
     if accumulated.dinput is not None:
-        factor = upstream.unsqueeze(1) if reduction == "none" else upstream
+        factor = upstream.unsqueeze(1) if loss.reduction == "none" else upstream
         dinput = _scaled(accumulated.dinput, factor, dtype)
     if accumulated.dweight is not None:
         dweight = _scaled(accumulated.dweight, upstream, dtype)

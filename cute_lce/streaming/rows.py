@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import maths
+from ..options import LossOptions
 
 
 def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,6 +52,8 @@ def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
     return loss, row_sum, num_valid
 
 
-def row_upstream(dloss: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
-    """The gradient of the result by one row's loss: () or, for "none", (n,)."""
-    return maths.mean_upstream(dloss, num_valid.clamp(min=1)) if reduction == "mean" else dloss
+def grad_scale(dloss: Tensor, num_valid: Tensor, loss: LossOptions) -> Tensor:
+    """The gradient of the result by a row's products, but for the softmax: () or, for "none", (n,)."""
+    if loss.reduction == "mean":
+        dloss = maths.mean_upstream(dloss, num_valid.clamp(min=1))
+    return maths.product_gradient(dloss, loss)

@@ -79,7 +79,7 @@ def test_opcheck_grad_in_forward(needed, requires_grad):
     arguments = (*operands, "mean", -100, 0, 0, *needed)
     torch.library.opcheck(OPS.grad_in_forward.default, arguments)
     loss, *saved = OPS.grad_in_forward(*(t.detach() for t in operands), *arguments[3:])
-    torch.library.opcheck(OPS.scale_gradients.default, (loss, *saved, "mean", torch.bfloat16, *needed))
+    torch.library.opcheck(OPS.scale_gradients.default, (loss, *saved, "mean", -100, torch.bfloat16, *needed))
 
 
 def test_inner_ops_refuse_double_backward():
@@ -92,7 +92,8 @@ def test_inner_ops_refuse_double_backward():
         dinput.sum().backward()
     loss, *saved = OPS.grad_in_forward(hidden, weight, target, "mean", -100, 0, 0, True, True)
     dloss = torch.ones((), requires_grad=True)
-    dinput, _ = OPS.scale_gradients(dloss, *(t.detach() for t in saved), "mean", torch.float32, True, True)
+    arguments = (*(t.detach() for t in saved), "mean", -100, torch.float32, True, True)
+    dinput, _ = OPS.scale_gradients(dloss, *arguments)
     with pytest.raises(RuntimeError, match="double backward"):
         dinput.sum().backward()
 

@@ -12,6 +12,7 @@ import torch
 from cute_lce import linear_cross_entropy, ops, streaming
 from cute_lce.arguments import Operands
 from cute_lce.implementation import Request
+from cute_lce.options import LossOptions
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.streaming import STREAMING, memory, products
 from cute_lce.streaming import rows as row_functions
@@ -240,7 +241,8 @@ def train(case, how, dloss):
         if kept is None:
             loss, accumulated = None, passes.grad_in_forward(STREAMING, case, reduction="sum", window=64)
             one = torch.tensor(1.0)
-            dinput, dweight = STREAMING.scale_gradients(one, accumulated, "sum", case.input.dtype)
+            loss_options, dtype = LossOptions("sum"), case.input.dtype
+            dinput, dweight = STREAMING.scale_gradients(one, accumulated, loss_options, dtype)
         else:
             results = passes.forward(STREAMING, case, kept_columns=kept, window=64)
             assert (results.kept is None) == (kept == 0)
@@ -310,7 +312,7 @@ def test_accumulators_are_not_rounded():
     with torch.no_grad():
         accumulated = passes.grad_in_forward(STREAMING, case, reduction="mean")
         upstream = torch.tensor(math.pi)
-        got = STREAMING.scale_gradients(upstream, accumulated, "mean", torch.bfloat16)
+        got = STREAMING.scale_gradients(upstream, accumulated, LossOptions(), torch.bfloat16)
     for rounded, accumulator in zip(got, (accumulated.dinput, accumulated.dweight), strict=True):
         assert accumulator is not None
         assert rounded is not None

@@ -14,7 +14,6 @@ from cutlass import Float32, Int32, Int64
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
-    REDUCTIONS,
     Dlogits,
     Gradients,
     LossArguments,
@@ -37,12 +36,15 @@ class Backward:
     Args:
         logits: the configuration of the logits' GEMM.
         dhidden, dweight: the configurations of the gradients' GEMMs.
-        scaled: whether dlogits hold grad_scale (bfloat16), or the gradients' epilogues apply it (float16).
+        has_grad_scale: whether dlogits hold grad_scale (bfloat16), or the gradients' epilogues apply it
+            (float16).
     """
 
-    def __init__(self, logits: KernelConfig, dhidden: KernelConfig, dweight: KernelConfig, scaled: bool):
+    def __init__(
+        self, logits: KernelConfig, dhidden: KernelConfig, dweight: KernelConfig, has_grad_scale: bool
+    ):
         gemm = mainloop(logits)
-        self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, gemm.threads_per_row, scaled))
+        self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, gemm.threads_per_row, has_grad_scale))
         self.dhidden = gemm(dhidden, GradientEpilogue(dhidden.tile_n, gemm.threads_per_row))
         self.dweight = gemm(dweight, GradientEpilogue(dweight.tile_n, gemm.threads_per_row))
         self.scale = ScaleRows()
@@ -74,7 +76,6 @@ class Backward:
         dloss = strided(upstream.dloss, n, upstream.stride)
         factors = strided(source.factor, n, source.factor_stride)
         num_valid = vector(Int64, statistics.num_valid, 1)
-        mean = Int32(loss.reduction == REDUCTIONS["mean"])
         if source.kept_scale == 0:
             self.dlogits(
                 hidden,
@@ -86,10 +87,9 @@ class Backward:
                     dloss=dloss,
                     num_valid=num_valid,
                     dlogits=dlogits,
-                    ignore_index=loss.ignore_index,
+                    loss=loss,
                     first=first,
                     vocab=columns,
-                    mean=mean,
                 ),
                 counters[0],
                 Sweep(Int32(1), stripe.logits),
@@ -105,8 +105,7 @@ class Backward:
                     kept_scale=vector(Float32, source.kept_scale, n),
                     factor=factors,
                     scaled=scaled,
-                    ignore_index=loss.ignore_index,
-                    mean=mean,
+                    loss=loss,
                     wanted=Int32(gradients.dweight != 0),
                 ),
                 stream,
@@ -156,7 +155,7 @@ def compile_backward(
 ):
     """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
-        Backward(logits, dhidden, dweight, scaled=dtype == "bfloat16"),
+        Backward(logits, dhidden, dweight, has_grad_scale=dtype == "bfloat16"),
         example_operands(dtype, target_dtype),
         example(LossArguments),
         example(Upstream),

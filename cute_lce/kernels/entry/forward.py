@@ -72,17 +72,16 @@ class Forward:
         row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
         if sweep.gemm.paced != 0:
             clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-        tensors = ForwardTensors(target, partials, target_logit, arrived, vocab)
+        tensors = ForwardTensors(target, partials, target_logit, arrived, vocab, loss)
         kept = self._keep_tensors(keep, hidden.element_type, n)
         if cutlass.const_expr(self.keeps):
-            self.references(hidden, weight, target, kept, stream)
-            tensors = KeepForwardTensors(tensors, kept, loss.ignore_index)
+            self.references(hidden, weight, target, kept, loss, stream)
+            tensors = KeepForwardTensors(tensors, kept)
         self.gemm(hidden, weight, tensors, progress, sweep, stream)
         self.combine(
             CombineTensors(
                 vocab=vocab,
-                ignore_index=loss.ignore_index,
-                reduction=loss.reduction,
+                loss_options=loss,
                 target=target,
                 partials=partials,
                 target_logit=target_logit,
@@ -96,7 +95,7 @@ class Forward:
             stream,
         )
         if cutlass.const_expr(self.keeps):
-            self.finish(kept, target, target_logit, row_max, row_sum, loss.ignore_index, stream)
+            self.finish(kept, target, target_logit, row_max, row_sum, loss, stream)
 
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:

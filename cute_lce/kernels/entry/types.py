@@ -1,6 +1,6 @@
 """The DSL's types for the groups of cute_lce.arguments, and tensors at addresses."""
 
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import cutlass
 import cutlass.cute as cute
@@ -9,16 +9,16 @@ from cutlass import Float32, Int32, Int64
 from cute_lce import arguments
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+NUMBERS = {arguments.Int32: Int32, arguments.Int64: Int64, arguments.Float32: Float32}
 INDICES = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
 
 def example(group: type) -> Any:
     """A group without tensors for cute.compile: each number as a value of its DSL type."""
-    fields = {}
-    for name, hint in get_type_hints(group, include_extras=True).items():
-        width = get_args(hint)[1:]
-        fields[name] = {32: Int32, 64: Int64}[width[0]](0) if width else example(hint)
-    return group(**fields)
+    hints = get_type_hints(group, include_extras=True)
+    return group(
+        **{name: NUMBERS[hint](0) if hint in NUMBERS else example(hint) for name, hint in hints.items()}
+    )
 
 
 def example_operands(dtype: str, target_dtype: str) -> arguments.Operands:

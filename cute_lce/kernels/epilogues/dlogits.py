@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
+from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.statistics import NO_COLUMN
 from cute_lce.kernels.epilogues.store import store_rows
@@ -18,8 +19,7 @@ class DlogitsTensors(NamedTuple):
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
     one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned:
     what is written.
-    first: the stripe's first column. vocab: the stripe's columns. mean: whether the loss was divided by
-    num_valid.
+    first: the stripe's first column. vocab: the stripe's columns.
     """
 
     target: cute.Tensor
@@ -28,10 +28,9 @@ class DlogitsTensors(NamedTuple):
     dloss: cute.Tensor
     num_valid: cute.Tensor
     dlogits: cute.Tensor
-    ignore_index: Int64
+    loss: LossArguments
     first: Int32
     vocab: Int32
-    mean: Int32
 
 
 class DlogitsState(NamedTuple):
@@ -50,14 +49,14 @@ class DlogitsEpilogue:
 
     Args:
         tile_n: columns of a tile.
-        scaled: whether dlogits include grad_scale. The range of float16 is too small for it: there the
-            gradients' epilogues apply it.
+        has_grad_scale: whether dlogits include grad_scale. The range of float16 is too small for it: there
+            the gradients' epilogues apply it.
     """
 
-    def __init__(self, tile_n: int, threads_per_row: int, scaled: bool):
+    def __init__(self, tile_n: int, threads_per_row: int, has_grad_scale: bool):
         self.tile_n = tile_n
         self.threads_per_row = threads_per_row
-        self.scaled = scaled
+        self.has_grad_scale = has_grad_scale
 
     @cute.jit
     def begin(self, tensors: DlogitsTensors, rows: cute.Tensor) -> DlogitsState:
@@ -69,13 +68,11 @@ class DlogitsEpilogue:
             target[r], counts[r] = Int32(NO_COLUMN), Int32(0)
             if rows[r] < cute.size(tensors.target):
                 index = Int64(tensors.target[rows[r]])
-                if index != tensors.ignore_index:
+                if index != tensors.loss.ignore_index:
                     counts[r] = Int32(1)
                     scale = Float32(1.0)
-                    if cutlass.const_expr(self.scaled):
-                        scale = tensors.dloss[rows[r]]
-                        if tensors.mean != 0:
-                            scale = maths.mean_upstream(scale, Float32(tensors.num_valid[0]))
+                    if cutlass.const_expr(self.has_grad_scale):
+                        scale = row_stats.grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, rows[r])
                     ref[r] = row_stats.reference(tensors.row_max[rows[r]])
                     factor[r] = maths.softmax_factor(scale, tensors.row_sum[rows[r]])
                     onehot[r] = scale
@@ -95,6 +92,7 @@ class DlogitsEpilogue:
         tile: Int32,
     ):
         first = tile * self.tile_n
+        frag.store(maths.logits(frag.load(), tensors.loss))
         for r in cutlass.range_constexpr(cute.size(rows)):
             for c in cutlass.range_constexpr(cute.size(cols)):
                 frag[r, c] = state.factor[r] * maths.exponential(frag[r, c], state.ref[r], row_stats.exp)

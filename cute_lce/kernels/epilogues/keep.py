@@ -13,11 +13,10 @@ from cute_lce.kernels.keep import KeepTensors
 
 
 class KeepForwardTensors(NamedTuple):
-    """The forward's tensors, those of what it keeps, and ignore_index, whose rows are kept as zeros."""
+    """The forward's tensors, and those of what it keeps; ignored rows are kept as zeros."""
 
     forward: ForwardTensors
     keep: KeepTensors
-    ignore_index: Int64
 
 
 class KeepState(NamedTuple):
@@ -49,7 +48,7 @@ class KeepEpilogue:
             reference[r], counts[r] = Float32(0.0), Int32(0)
             if rows[r] < cute.size(tensors.forward.target):
                 reference[r] = tensors.keep.reference[rows[r]]
-                if Int64(tensors.forward.target[rows[r]]) != tensors.ignore_index:
+                if Int64(tensors.forward.target[rows[r]]) != tensors.forward.loss.ignore_index:
                     counts[r] = Int32(1)
         return KeepState(self.forward.begin(tensors.forward, rows), reference, counts)
 

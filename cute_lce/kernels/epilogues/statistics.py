@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_lce import maths
+from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 
 NO_COLUMN = -(2**30)  # a target column that no tile contains
@@ -17,7 +19,7 @@ class ForwardTensors(NamedTuple):
     target (n,) int32 or int64. partials (windows, n, 2) fp32: maximum and sum of every window. target_logit
     (n,) fp32: written for rows whose target lies in [0, vocab). arrived (1,) int32: the combine kernel's
     counter, zeroed here.
-    vocab: V; columns at and beyond it are masked with -inf.
+    vocab: V; columns at and beyond it are masked with -inf. loss: the loss's numbers.
     """
 
     target: cute.Tensor
@@ -25,6 +27,7 @@ class ForwardTensors(NamedTuple):
     target_logit: cute.Tensor
     arrived: cute.Tensor
     vocab: Int32
+    loss: LossArguments
 
 
 class ForwardState(NamedTuple):
@@ -89,7 +92,9 @@ class ForwardEpilogue:
         cols: cute.Tensor,
         first: Int32,
     ):
-        """Set columns beyond the vocabulary to -inf; store the target's logit if the fragment has it."""
+        """Products become logits, columns beyond the vocabulary -inf; the target's logit is stored if the
+        fragment has it."""
+        frag.store(maths.logits(frag.load(), tensors.loss))
         if first + self.tile_n > tensors.vocab:
             for c in cutlass.range_constexpr(cute.size(cols)):
                 if first + cols[c] >= tensors.vocab:
