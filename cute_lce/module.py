@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .functional import call
-from .options import CallOptions, split_options
+from .options import CallOptions, defaults, split_options
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -57,3 +59,15 @@ class LinearCrossEntropy(nn.Linear):
                 *(f"{name}={value!r}" for name, value in options.items()),
             ]
         )
+
+
+def _signature() -> inspect.Signature:
+    """Of the constructor, with every option by its name and default, for help() and editors."""
+    given = inspect.signature(LinearCrossEntropy.__init__)
+    kept = [p for p in list(given.parameters.values())[1:] if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [inspect.Parameter(name, keyword, default=value) for name, value in defaults().items()]
+    return given.replace(parameters=[*kept, *options])
+
+
+LinearCrossEntropy.__signature__ = _signature()  # pyright: ignore[reportAttributeAccessIssue]

@@ -119,9 +119,14 @@ class CallOptions(TypedDict, total=False):
     window: int | None
 
 
+def defaults() -> dict[str, Any]:
+    """Every option's default, by its name."""
+    return {**LossOptions._field_defaults, **ComputeOptions._field_defaults}
+
+
 def split_options(options: Mapping[str, Any]) -> tuple[LossOptions, ComputeOptions]:
     """Both objects of keyword arguments. Raises TypeError for a name that neither has."""
-    known = (*LossOptions._fields, *ComputeOptions._fields)
+    known = defaults()
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: not an option, want one of {', '.join(known)}")
