@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,8 +75,26 @@ def linear_cross_entropy(
             outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
             assertion there.
     """
+    if ops.is_plain_eager(input, linear_weight, target):
+        loss, compute = _options(reduction, ignore_index, schedule, workspace_mb, window)
+        return ops.linear_cross_entropy(input, linear_weight, target, loss, compute, watched=False)
     loss, compute = LossOptions(reduction, ignore_index), ComputeOptions(schedule, workspace_mb, window)
     return call(input, linear_weight, target, loss, compute)
+
+
+def _options(*values: Any) -> tuple[LossOptions, ComputeOptions]:
+    """Both objects of the fields' values, checked once for the same values."""
+    try:
+        return _make_options(*values)
+    except TypeError:
+        # A value without a hash, or one of a wrong type, which is refused here by its name.
+        return _make_options.__wrapped__(*values)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _make_options(*values: Any) -> tuple[LossOptions, ComputeOptions]:
+    fields = len(LossOptions._fields)
+    return LossOptions(*values[:fields]), ComputeOptions(*values[fields:])
 
 
 def call(

@@ -31,19 +31,17 @@ COUNTERS = 3
 
 
 class _Prepared:
-    """What is decided once for backwards of one kind: function, stripes, offsets in the workspace."""
+    """Decided once for backwards of one kind: the plan, and the layout of the workspace.
+
+    sizes: the fields of a Problem. limits: those of Limits.
+    """
 
     def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        target_dtype: torch.dtype,
-        problem: Problem,
-        kept: int,
-        limits: Limits,
+        self, device: torch.device, dtype: torch.dtype, target_dtype: torch.dtype, kept: int, sizes, limits
     ):
+        problem = Problem(*sizes)
         n, d = problem.n, problem.d
-        chosen = plans.plan(gpu_of(device), problem, kept, limits)
+        chosen = plans.plan(gpu_of(device), problem, kept, Limits(*limits))
         configs = chosen.logits, chosen.dhidden, chosen.dweight
         self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target_dtype)))
         self.kept, self.pitch, self.stripes = kept, chosen.pitch, chosen.stripes
@@ -108,59 +106,22 @@ class KernelBackward:
         self._dweight: Tensor | None = None
 
     def dinput(self) -> Tensor | None:
-        dloss, saved, loss = self._dloss, self._saved, self._loss
+        dloss, saved, request = self._dloss, self._saved, self._request
         hidden, weight = aligned_rows("input", saved.hidden), aligned_rows("linear_weight", saved.weight)
         target = saved.target if saved.target.stride(0) == 1 else saved.target.contiguous()
-        n, d = hidden.shape
-        V, device, dtype = weight.shape[0], hidden.device, hidden.dtype
-        half = dtype is torch.float16
-        need_dinput, need_dweight = self._request.need_dinput, self._request.need_dweight
-        prepared = _prepare(
-            device,
-            dtype,
-            target.dtype,
-            Problem(n, d, V, half, need_dinput, need_dweight),
-            0 if saved.kept is None else min(saved.kept.shape[1], V),
-            self._request.limits,
-        )
+        (n, d), V = hidden.shape, weight.shape[0]
+        device, dtype, half = hidden.device, hidden.dtype, hidden.dtype is torch.float16
+        sizes = n, d, V, half, request.need_dinput, request.need_dweight
+        kept = 0 if saved.kept is None else min(saved.kept.shape[1], V)
+        prepared = _prepare(device, dtype, target.dtype, kept, sizes, request.limits)
         scratch = torch.empty_like(prepared.workspace)
         start = scratch.data_ptr()
-        dinput = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_dinput else None
-        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_dweight else None
-        recomputed = Dlogits(
-            dlogits=start + prepared.dlogits,
-            pitch=prepared.pitch,
-            factor=0,
-            factor_stride=0,
-            weight_factor=0,
-            hidden=hidden.data_ptr(),
-            hidden_pitch=hidden.stride(0),
-            kept_scale=0,
-        )
-        if half:
-            factor, greatest, scaled_hidden = _split_factor(hidden, target, dloss, saved.num_valid, loss)
-            recomputed = recomputed._replace(
-                factor=factor.data_ptr(),
-                factor_stride=1,
-                weight_factor=greatest.data_ptr(),
-                hidden=scaled_hidden.data_ptr(),
-                hidden_pitch=d,
-            )
-        read = recomputed
-        if saved.kept is not None and saved.kept_scale is not None:
-            read = Dlogits(
-                dlogits=saved.kept.data_ptr(),
-                pitch=saved.kept.stride(0),
-                factor=start + prepared.kept_factor,
-                factor_stride=1,
-                weight_factor=0,
-                hidden=start + prepared.kept_hidden,
-                hidden_pitch=d,
-                kept_scale=saved.kept_scale.data_ptr(),
-            )
+        contiguous = torch.contiguous_format
+        dinput = torch.empty_like(hidden, memory_format=contiguous) if request.need_dinput else None
+        dweight = torch.empty_like(weight, memory_format=contiguous) if request.need_dweight else None
         groups = (
             Operands(hidden, weight, target),
-            LossArguments.of(loss),
+            LossArguments.of(self._loss),
             Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0),
             Statistics(
                 row_max=saved.row_max.data_ptr(),
@@ -177,12 +138,54 @@ class KernelBackward:
         if prepared.paced:
             counters = torch.zeros((COUNTERS * len(prepared.stripes),), dtype=torch.int32, device=device)
             progress = counters.data_ptr()
-        for stripe in prepared.stripes:
-            source = read if stripe.first < prepared.kept else recomputed
-            prepared.function(*groups, source, stripe, progress)
-            progress += 4 * COUNTERS
+        stripes = prepared.stripes
+        if kept:
+            prepared.function(*groups, self._kept_source(prepared, start, d), stripes[0], progress)
+            progress, stripes = progress + 4 * COUNTERS, stripes[1:]
+        if stripes:
+            # Of float16, the copies that the operand points to live until all is launched.
+            source, _copies = self._recomputed_source(prepared, start, hidden, target)
+            for stripe in stripes:
+                prepared.function(*groups, source, stripe, progress)
+                progress += 4 * COUNTERS
         self._dweight = dweight
         return self._without_padding(dinput)
+
+    def _kept_source(self, prepared: _Prepared, start: int, d: int) -> Dlogits:
+        kept, kept_scale = self._saved.kept, self._saved.kept_scale
+        assert kept is not None
+        assert kept_scale is not None
+        return Dlogits(
+            dlogits=kept.data_ptr(),
+            pitch=kept.stride(0),
+            factor=start + prepared.kept_factor,
+            factor_stride=1,
+            weight_factor=0,
+            hidden=start + prepared.kept_hidden,
+            hidden_pitch=d,
+            kept_scale=kept_scale.data_ptr(),
+        )
+
+    def _recomputed_source(
+        self, prepared: _Prepared, start: int, hidden: Tensor, target: Tensor
+    ) -> tuple[Dlogits, tuple[Tensor, ...]]:
+        """The operand of stripes that are recomputed, and what it points to beside the workspace."""
+        if hidden.dtype is not torch.float16:
+            factor, weight_factor, scaled, copies = 0, 0, hidden, ()
+        else:
+            copies = _split_factor(hidden, target, self._dloss, self._saved.num_valid, self._loss)
+            factor, weight_factor, scaled = copies[0].data_ptr(), copies[1].data_ptr(), copies[2]
+        source = Dlogits(
+            dlogits=start + prepared.dlogits,
+            pitch=prepared.pitch,
+            factor=factor,
+            factor_stride=1 if factor else 0,
+            weight_factor=weight_factor,
+            hidden=scaled.data_ptr(),
+            hidden_pitch=scaled.stride(0),
+            kept_scale=0,
+        )
+        return source, copies
 
     def dweight(self) -> Tensor | None:
         return self._without_padding(self._dweight)

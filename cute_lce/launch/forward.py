@@ -80,6 +80,7 @@ class KernelForward:
         self.sweep = chosen.sweep
         self.wants_statistics, self.kept_columns = request.statistics, kept
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
+        self.kept, self.row_bytes = template(device, hidden.dtype, n, round_up(kept, 8)), 4 * n
         self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
         # Statistics that are not requested go behind the workspace, num_valid at a multiple of 8 bytes.
         self.behind = 4 * round_up(chosen.workspace_floats, 2)
@@ -88,52 +89,49 @@ class KernelForward:
         self.notes = template(device, torch.uint8, note_bytes(n, kept))
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
-        hidden, weight, target = operands
-        if not self.in_place or (hidden.data_ptr() | weight.data_ptr()) % 16:
-            hidden, weight = aligned_rows("input", hidden), aligned_rows("linear_weight", weight)
-            target = target.contiguous()
+        if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
+            operands = _aligned(operands)
         total, scratch = torch.empty_like(self.loss), torch.empty_like(self.workspace)
         workspace = scratch.data_ptr()
-        if self.wants_statistics:
-            row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
-            num_valid = torch.empty_like(self.count)
-            results = Results(total, row_max, row_sum, num_valid)
-            outputs = ForwardOutputs(
-                loss=total.data_ptr(),
-                row_max=row_max.data_ptr(),
-                row_sum=row_sum.data_ptr(),
-                num_valid=num_valid.data_ptr(),
-                workspace=workspace,
-            )
-        else:
-            results, behind = Results(total), workspace + self.behind
+        if not self.wants_statistics:
+            behind = workspace + self.behind
             outputs = ForwardOutputs(
                 loss=total.data_ptr(),
                 row_max=behind + 8,
-                row_sum=behind + 8 + 4 * hidden.shape[0],
+                row_sum=behind + 8 + self.row_bytes,
                 num_valid=behind,
                 workspace=workspace,
             )
-        keep = _NOTHING_KEPT
-        if self.kept_columns:
-            kept, kept_scale = empty_kept(operands.hidden, self.kept_columns)
-            notes = torch.empty_like(self.notes)
-            keep = KeepOutputs(
-                kept=kept.data_ptr(),
-                kept_scale=kept_scale.data_ptr(),
-                workspace=notes.data_ptr(),
-                pitch=kept.stride(0),
-                columns=self.kept_columns,
-            )
-            results = results._replace(kept=kept, kept_scale=kept_scale)
-        self.function(
-            Operands(hidden, weight, target),
-            LossArguments.of(loss),
-            outputs,
-            self.sweep,
-            keep,
+            self.function(operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
+            return Results(total)
+        row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
+        num_valid = torch.empty_like(self.count)
+        outputs = ForwardOutputs(
+            loss=total.data_ptr(),
+            row_max=row_max.data_ptr(),
+            row_sum=row_sum.data_ptr(),
+            num_valid=num_valid.data_ptr(),
+            workspace=workspace,
         )
-        return results
+        if not self.kept_columns:
+            self.function(operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
+            return Results(total, row_max, row_sum, num_valid)
+        kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
+        notes = torch.empty_like(self.notes)
+        keep = KeepOutputs(
+            kept=kept.data_ptr(),
+            kept_scale=kept_scale.data_ptr(),
+            workspace=notes.data_ptr(),
+            pitch=self.kept.shape[1],
+            columns=self.kept_columns,
+        )
+        self.function(operands, LossArguments.of(loss), outputs, self.sweep, keep)
+        return Results(total, row_max, row_sum, num_valid, kept, kept_scale)
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
         return results
+
+
+def _aligned(operands: Operands) -> Operands:
+    hidden, weight, target = operands
+    return Operands(aligned_rows("input", hidden), aligned_rows("linear_weight", weight), target.contiguous())

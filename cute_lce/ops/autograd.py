@@ -52,7 +52,7 @@ class ForwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, whole, loss, request, *operands):
         results = run(Operands(*operands), loss)
-        ctx.whole, ctx.loss, ctx.limits = whole, loss, request.limits
+        ctx.whole, ctx.loss, ctx.request = whole, loss, request
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *results[1:])
         if not whole:
@@ -70,9 +70,11 @@ class ForwardFunction(torch.autograd.Function):
         saved = Saved(*ctx.saved_tensors)
         # Tensors saved under a transform outlive it, and only the dispatcher unwraps them.
         if ctx.whole or torch.is_grad_enabled() or not is_plain_eager(dloss, saved.hidden, saved.weight):
-            given = inner.backward(dloss, *saved, *ctx.loss, *ctx.limits, *needed)
+            given = inner.backward(dloss, *saved, *ctx.loss, *ctx.request.limits, *needed)
             return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
-        request = Request(ctx.limits, 0, *needed)
+        request = ctx.request
+        if needed != (request.need_dinput, request.need_dweight):
+            request = request._replace(need_dinput=needed[0], need_dweight=needed[1])
         return _gradients(*inner.run_backward(dloss, saved, ctx.loss, request))
 
 

@@ -52,7 +52,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, arch: str, version: tuple[int, int]
     for module in (launch.forward, launch.backward):
         monkeypatch.setattr(module, "template", lambda device, dtype, *shape: torch.empty((), dtype=dtype))
     device, dtype = torch.device("cuda", 0), torch.bfloat16
-    launch.backward._prepare(device, dtype, torch.int64, Problem(256, 64, 512), 0, NO_LIMITS)
+    launch.backward._prepare(device, dtype, torch.int64, 0, Problem(256, 64, 512), NO_LIMITS)
     with FakeTensorMode():
         hidden, weight = (torch.empty(rows, 64, dtype=dtype, device=device) for rows in (256, 512))
         operands = Operands(hidden, weight, torch.empty(256, dtype=torch.int64, device=device))
