@@ -14,6 +14,7 @@ from ..implementation import Accumulated, Forward, Request, Results, Saved
 from ..options import LossOptions
 from ..plan.problem import Limits
 from ..streaming.products import accumulate_dtype
+from ..streaming.rows import is_ignored
 from . import schemas
 from .schemas import loss_of
 from .select import implementation
@@ -50,7 +51,7 @@ def check_targets(operands: Operands, loss: LossOptions) -> None:
     """With CUTE_LCE_CHECK_TARGETS=1 a bad target is a device-side assertion, in a captured graph too."""
     target, V = operands.target, operands.weight.shape[0]
     if CHECK_TARGETS and target.device.type != "cpu":
-        in_range = ((target >= 0) & (target < V)) | (target == loss.ignore_index)
+        in_range = ((target >= 0) & (target < V)) | is_ignored(target, loss.ignore_index)
         message = f"target: found a class outside [0, {V}) that is not ignore_index={loss.ignore_index}"
         torch.ops.aten._assert_async.msg(in_range.all(), message)
 

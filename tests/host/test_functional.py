@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cute_lce import LinearCrossEntropy, linear_cross_entropy
+from cute_lce import LinearCrossEntropy, LossOptions, launch, linear_cross_entropy
+from cute_lce.arguments import Operands
+from cute_lce.ops import inner
 from tests import numerics
 from tests.numerics import CASES, DTYPES
 
@@ -364,6 +367,47 @@ def test_ignore_index_none_means_minus_100():
     arguments["target"][1] = -100
     expected = linear_cross_entropy(**arguments)
     assert torch.equal(linear_cross_entropy(**arguments, ignore_index=None), expected)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+@pytest.mark.parametrize("ignore_index", [2**32 + 3, -(2**32) + 3, 2**63 - 1, -(2**63)])
+def test_an_ignore_index_beyond_int32_ignores_no_int32_target(ignore_index, schedule):
+    """2**32 + 3 is 3 in int32, a class."""
+    case = numerics.make("ragged", torch.float32)
+    case = replace(case, target=case.target % 10, ignore_index=ignore_index)
+    assert (case.target == 3).any()
+    narrow = replace(case, target=case.target.int())
+    loss, dinput, dweight = narrow.expected()
+    for got, expected in zip((loss, dinput, dweight), case.expected(), strict=True):
+        assert torch.equal(got, expected)
+    narrow.check(linear_cross_entropy, schedule=schedule)
+
+
+def test_an_ignore_index_beyond_int32_is_no_target_on_request(monkeypatch):
+    """CUTE_LCE_CHECK_TARGETS, whose check is made where a device is not a CPU."""
+    checked = []
+    monkeypatch.setattr(inner, "CHECK_TARGETS", True)
+    monkeypatch.setattr(torch.ops.aten._assert_async, "msg", lambda found, message: checked.append(found))
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda")
+
+    target = torch.tensor([7, 20], dtype=torch.int32).as_subclass(Elsewhere)
+    for ignore_index in (2**32 + 20, 20):
+        loss = LossOptions(ignore_index=ignore_index)
+        inner.check_targets(Operands(torch.empty(2, 4), torch.empty(10, 4), target), loss)
+    assert [bool(found) for found in checked] == [False, True]
+
+
+def test_an_ignore_index_beyond_int32_scales_every_float16_row():
+    """The copy of the hidden rows that launch makes of float16."""
+    hidden = torch.ones(2, 8, dtype=torch.float16)
+    loss, target = LossOptions("sum", ignore_index=2**32 + 3), torch.tensor([3, 4], dtype=torch.int32)
+    factor, _, scaled = launch.backward._split_factor(
+        hidden, target, torch.tensor(2.0), torch.tensor(2), loss
+    )
+    assert factor.tolist() == [2, 2]
+    assert torch.equal(scaled, hidden)
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
