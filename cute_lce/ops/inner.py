@@ -151,7 +151,12 @@ def forward_keep(input, linear_weight, target, *arguments):
     operands = Operands(input, linear_weight, target)
     loss, (window, workspace, kept_columns) = loss_of(arguments)
     request = Request(Limits(window, workspace), kept_columns)
-    return tuple(run_forward(prepare_forward(operands, loss, request), operands, loss))
+    results = run_forward(prepare_forward(operands, loss, request), operands, loss)
+    if results.kept is None:
+        # A symbolic number of columns may come to 0.
+        kept, scale = implementation(input.device, input.dtype).empty_kept(input, 0)
+        results = results._replace(kept=kept, kept_scale=scale)
+    return tuple(results)
 
 
 @_define(schemas.BACKWARD, _fake_backward)
