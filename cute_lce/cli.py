@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from cute_lce.compile import cache
+from cute_lce.options import ComputeOptions
 from cute_lce.plan import backward, forward, schedule
 from cute_lce.plan.kernels import kernels
 from cute_lce.plan.problem import Limits, Problem
@@ -61,8 +63,15 @@ def info(args: argparse.Namespace) -> int:
 
 def _cache() -> str:
     folder = cache.cache_dir()
-    files = list(folder.glob("*.so")) if folder.is_dir() else []
-    return f"{len(files)} in {folder}, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB"
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        return f"none: {folder} is no folder"
+    sizes = []
+    # Other processes may remove what was listed.
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*.so"):
+            with contextlib.suppress(OSError):
+                sizes.append(file.stat().st_size)
+    return f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB"
 
 
 def _paths() -> list[tuple[str, str]]:
@@ -104,18 +113,23 @@ def _dtype(dtype: object) -> str:
 def show_plan(args: argparse.Namespace) -> int:
     """Print the plans of one forward and of one forward and backward, and the least work of each."""
     gpu = Gpu(args.arch, args.sms or architecture(args.arch).sms)
+    needed = args.frozen != "hidden", args.frozen != "weight"
+    problem = Problem(args.n, args.d, args.vocab, args.dtype == "float16", *needed)
     try:
-        _show_forward(args, gpu)
-        _show_backward(args, gpu)
+        limits = ComputeOptions(args.schedule, args.workspace_mb, args.window).limits
+        inference = forward.plan(gpu, args.n, args.d, args.vocab, Limits(window=limits.window))
+        found, kept = schedule.choose(problem, args.schedule, limits)
+        training = backward.plan(gpu, problem, kept, limits)
     except ValueError as error:
         # The message begins with the name of an argument of the Python call.
         print(f"cute-lce plan: {error}", file=sys.stderr)
         return 1
+    _show_forward(args, gpu, inference)
+    _show_backward(args, gpu, problem, found, training)
     return 0
 
 
-def _show_forward(args: argparse.Namespace, gpu: Gpu) -> None:
-    chosen = forward.plan(gpu, args.n, args.d, args.vocab, Limits(window=args.window or 0))
+def _show_forward(args: argparse.Namespace, gpu: Gpu, chosen: forward.ForwardPlan) -> None:
     config = chosen.config
     print("config, which the forward's kernel is compiled for")
     rows = [(field.name, str(getattr(config, field.name))) for field in dataclasses.fields(config)]
@@ -144,15 +158,12 @@ def _show_forward(args: argparse.Namespace, gpu: Gpu) -> None:
     _show_floor("what a forward costs", args, gpu, "2 n d V", args.vocab, least_bytes, "each operand once")
 
 
-def _show_backward(args: argparse.Namespace, gpu: Gpu) -> None:
-    """The backward's plan, as `launch` makes it."""
-    n, d, vocab = args.n, args.d, args.vocab
-    need_dinput, need_dweight = args.frozen != "hidden", args.frozen != "weight"
-    limits = Limits(window=args.window or 0, workspace=int((args.workspace_mb or 0) * 2**20))
-    problem = Problem(n, d, vocab, args.dtype == "float16", need_dinput, need_dweight)
-    found, kept = schedule.choose(problem, args.schedule, limits)
-    chosen = backward.plan(gpu, problem, kept, limits)
-
+def _show_backward(
+    args: argparse.Namespace, gpu: Gpu, problem: Problem, found: str, chosen: backward.BackwardPlan
+) -> None:
+    """The backward's plan, as `launch` makes it. found: its schedule."""
+    n, d, vocab, kept = problem.n, problem.d, problem.vocab, chosen.kept
+    need_dinput, need_dweight = problem.need_dinput, problem.need_dweight
     recomputed = len(chosen.stripes) - (kept > 0)
     print("plan of the backward")
     rows = [
@@ -220,7 +231,7 @@ def fill_cache(args: argparse.Namespace) -> int:
             started = time.perf_counter()
             try:
                 cache.get(key)
-            except PermissionError as error:
+            except OSError as error:
                 print(f"cute-lce compile: {error}", file=sys.stderr)
                 return 1
             print(f"{time.perf_counter() - started:6.2f} s  {key}", flush=True)
@@ -272,23 +283,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, want at least 1")
+        raise argparse.ArgumentTypeError(f"got {text}, want a whole number of at least 1")
     return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if sys.stdout is None:
+        # It was closed, as by `>&-`.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         try:
             args = _parser().parse_args(argv)
             return args.run(args)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader closed the pipe, as `head` does. Python flushes again at exit: let that go nowhere.
+    except OSError as error:
+        # Python flushes again at exit: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError):
+            # The reader closed the pipe, as `head` does.
+            return 128 + signal.SIGPIPE
+        print(f"cute-lce: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

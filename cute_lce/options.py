@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
 
 import torch
 
@@ -21,6 +21,9 @@ SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
 IGNORE_INDEX = -100
 """The ignore_index that ``None`` stands for, as in torch."""
 MIB = 1 << 20
+MOST_WORKSPACE_MB = 1 << 42
+MOST_WINDOW = (1 << 31) - 1
+"""More of either is taken as this much, which no machine has and which fits the ops' int64."""
 
 
 class Field(NamedTuple):
@@ -56,7 +59,12 @@ class LossOptions(_LossFields):
             isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
         ):
             raise TypeError(f"ignore_index: got {type(ignore_index).__name__}, want an int or None")
+        if not -(1 << 63) <= ignore_index < 1 << 63:
+            raise ValueError(f"ignore_index: got {ignore_index}, want a number in the range of int64")
         return tuple.__new__(cls, (reduction, ignore_index))
+
+    def _replace(self, **changes: Any) -> LossOptions:
+        return LossOptions(**{**self._asdict(), **changes})
 
     @property
     def static(self) -> Any:
@@ -95,12 +103,18 @@ class ComputeOptions(_ComputeFields):
             # This is also false for nan.
             if not 0 < workspace_mb < float("inf"):
                 raise ValueError(f"workspace_mb: got {workspace_mb}, want a positive number of MiB or None")
+            workspace_mb = min(workspace_mb, MOST_WORKSPACE_MB)
         if window is not None:
             if isinstance(window, bool) or not isinstance(window, int | torch.SymInt):
                 raise TypeError(f"window: got {type(window).__name__}, want an int or None")
             if window < 1:
                 raise ValueError(f"window: got {window}, want at least 1 column or None")
+            # Not min, which would compare: a symbolic window would be guarded.
+            window = cast("int", torch.sym_min(window, MOST_WINDOW))
         return tuple.__new__(cls, (schedule, workspace_mb, window))
+
+    def _replace(self, **changes: Any) -> ComputeOptions:
+        return ComputeOptions(**{**self._asdict(), **changes})
 
     @property
     def limits(self) -> Limits:

@@ -31,7 +31,7 @@ def linear_cross_entropy(
     """
     options = LossOptions(reduction, ignore_index)
     num_classes = linear_weight.shape[0]
-    ignored = target == options.ignore_index
+    ignored = target.long() == options.ignore_index
     if bool((~ignored & ((target < 0) | (target >= num_classes))).any()):
         raise ValueError(f"target: found a class outside [0, {num_classes}) that is not ignore_index")
     logits = input @ linear_weight.mT

@@ -11,14 +11,15 @@ whose hash does not match (truncated, altered, copied from another name) is a mi
 of processes may share a folder: each one that misses compiles, all write the same content, and the last
 rename wins. Stale temporary folders are deleted by the first compile an hour later.
 
-CUTE_LCE_CACHE_DIR names the folder; otherwise it is $XDG_CACHE_HOME/cute_lce or ~/.cache/cute_lce.
+CUTE_LCE_CACHE_DIR names the folder (`~` is the user's home); otherwise it is $XDG_CACHE_HOME/cute_lce or
+~/.cache/cute_lce.
 
-What is loaded is code, and a hash that anyone can compute does not authenticate it. So the folder is created
-for its owner alone (0700, its files 0600), and a folder or file that another user owns (root included), or
-that group or others may write, is refused with PermissionError. The path may contain symbolic links: the
-folder that they lead to is checked. A file that is a symbolic link is refused. A file is opened once; its
-owner, mode and hash are read from that descriptor, and the bytes that were hashed are the ones that are
-loaded, from memory (memfd_create).
+What is loaded is code, and a hash that anyone can compute does not authenticate it. So the folder
+and its missing parents are created for their owner alone (0700, files 0600), and a folder or file that
+another user owns (root included), or that group or others may write, is refused with PermissionError. The
+path may contain symbolic links: the folder that they lead to is checked. A file that is a symbolic link is
+refused. A file is opened once; its owner, mode and hash are read from that descriptor, and the bytes that
+were hashed are the ones that are loaded, from memory (memfd_create).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -61,7 +63,7 @@ def get(key: Key) -> Callable[..., None]:
 
     It takes the arguments of the class's __call__ except the stream, which is torch's current stream.
     Raises RuntimeError if there is no C compiler to link with, ImportError if the DSL is not installed,
-    PermissionError if others could have written to the cache.
+    PermissionError if others could have written to the cache, another OSError if it cannot be there.
     """
     return _functions.get(key) or _get(key)
 
@@ -70,7 +72,7 @@ def cache_dir() -> Path:
     """The folder of compiled kernels."""
     explicit = os.environ.get("CUTE_LCE_CACHE_DIR")
     if explicit:
-        return Path(explicit)
+        return Path(os.path.expanduser(explicit))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce"
 
 
@@ -79,7 +81,7 @@ def _get(key: Key) -> Callable[..., None]:
         function = _functions.get(key)
         if function is None:
             path = cache_dir() / f"{_digest(key)}.so"
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _create(path.parent)
             with _private(path.parent) as folder:
                 function = _load(path, folder)
                 if function is None:
@@ -90,6 +92,30 @@ def _get(key: Key) -> Callable[..., None]:
                 raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
             _functions[key] = function
         return function
+
+
+def _create(folder: Path) -> None:
+    """Create the folder, and those above it, if they are not there; each for its owner alone.
+
+    Raises OSError, of the class of what happened, naming what is in the way.
+    """
+    try:
+        # Path.mkdir gives `mode` to the last folder only.
+        for path in (*reversed(folder.parents), folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        # Of what is there, the deepest.
+        there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+        if os.path.isdir(there) or not os.path.lexists(there):
+            found = f"{error.strerror!r} from the system"
+        elif os.path.exists(there):
+            found = f"{there}, which is no folder"
+        else:
+            found = f"{there}, a symbolic link that leads nowhere"
+        raise type(error)(
+            f"{folder}: got {found}, want a folder for compiled kernels, or a path where one can be created; "
+            "name another in CUTE_LCE_CACHE_DIR"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -219,17 +245,19 @@ def _build(key: Key, path: Path) -> None:
         compiled = Path(folder, "kernel.o")
         trace(key).export_to_c(str(compiled), function_name="kernel", export_only_tvm_ffi_symbols=True)
         linked = Path(folder, "kernel.so")
-        compiler = os.environ.get("CC", "cc")
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
         try:
             subprocess.run(
-                [compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True
+                [*compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True
             )
         except FileNotFoundError:
             raise RuntimeError(
-                f"{compiler}: not found; a C compiler links the compiled kernels (set CC)"
+                f"{compiler[0]}: not found; a C compiler links the compiled kernels (set CC)"
             ) from None
         except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"{compiler}: could not link {compiled}: {error.stderr}") from error
+            raise RuntimeError(
+                f"{shlex.join(compiler)}: could not link {compiled}: {error.stderr}"
+            ) from error
         linked.write_bytes((library := linked.read_bytes()) + _seal(path.name, library))
         linked.chmod(0o600)
         os.replace(linked, path)

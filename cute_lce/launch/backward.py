@@ -21,7 +21,7 @@ from ..options import LossOptions
 from ..plan import backward as plans
 from ..plan.kernels import BackwardKey
 from ..plan.problem import Limits, Problem, round_up
-from ..streaming.rows import grad_scale
+from ..streaming.rows import grad_scale, is_ignored
 from .device import aligned_rows, dtype_name, gpu_of, template
 
 ALIGNMENT = 256
@@ -200,7 +200,7 @@ def _split_factor(
     hidden: Tensor, target: Tensor, dloss: Tensor, num_valid: Tensor, loss: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For float16: (factors of dinput's rows, their maximum, hidden's rows times factor / maximum)."""
-    ignored = target == loss.ignore_index
+    ignored = is_ignored(target, loss.ignore_index)
     factor = torch.where(ignored, 0, grad_scale(dloss, num_valid, loss))
     greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
     scaled = hidden * (factor / greatest).unsqueeze(1)

@@ -136,20 +136,25 @@ def _refuse_tangents(op, arguments: tuple) -> None:
             raise RuntimeError(_NO_FORWARD_MODE.format(op.name(), argument.name))
 
 
+def _requires_grad(operand: Tensor | None) -> bool:
+    return operand is not None and operand.requires_grad
+
+
 def _register(op, function: type[torch.autograd.Function], results: Callable[..., Any], options) -> None:
     """Register `function` as `op`'s autograd.
 
-    The op's first three arguments are tensors that may need a gradient. results: converts the op's results to
-    what function's `run` returns. options: converts the op's arguments after the first three to those that
-    function's forward takes between `run` and the operands.
+    The op's tensors, its first arguments, are all operands: any of them may need a gradient, if only to be
+    refused it. results: converts the op's results to what function's `run` returns. options: converts the
+    op's other arguments to those that function's forward takes between `run` and the operands.
 
     torch.func's transforms call this once for each level, with that level's wrappers: it records this level,
     and the op that is called below autograd continues with the next.
     """
     apply = apply_of(function)
+    tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
-    def autograd(first, second, third, *arguments):
-        operands = first, second, third
+    def autograd(*arguments):
+        operands, arguments = arguments[:tensors], arguments[tensors:]
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, (*operands, *arguments))
 
@@ -162,7 +167,7 @@ def _register(op, function: type[torch.autograd.Function], results: Callable[...
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 return run(operands)
 
-        if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)):
+        if not (torch.is_grad_enabled() and any(map(_requires_grad, operands))):
             with _below_autograd():
                 return op(*operands, *arguments)
         transformed = innermost_transform() is not None

@@ -177,6 +177,12 @@ def _implementation_of(schedule: str, operands: Operands, loss: LossOptions, req
 
 def _check_tensors(operands: Operands) -> None:
     input, linear_weight, target = operands
+    # First, since such tensors may have no shapes.
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        if tensor.is_nested:
+            raise ValueError(f"{name}: got a nested tensor, want a dense tensor")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor")
     if input.dtype not in DTYPES:
         raise TypeError(f"input: got {input.dtype}, want one of {', '.join(map(str, DTYPES))}")
     if linear_weight.dtype is not input.dtype:
@@ -197,10 +203,6 @@ def _check_tensors(operands: Operands) -> None:
             f"target: got shape {tuple(target.shape)}, want {tuple(input.shape[:-1])} "
             f"for input's shape {tuple(input.shape)}"
         )
-    if not (input.layout is linear_weight.layout is target.layout is torch.strided):
-        for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-            if tensor.layout is not torch.strided:
-                raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor")
     device = input.device
     if linear_weight.device != device:
         raise ValueError(f"linear_weight: got device {linear_weight.device}, want input's device, {device}")

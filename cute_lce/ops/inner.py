@@ -14,6 +14,7 @@ from ..implementation import Accumulated, Forward, Request, Results, Saved
 from ..options import LossOptions
 from ..plan.problem import Limits
 from ..streaming.products import accumulate_dtype
+from ..streaming.rows import is_ignored
 from . import schemas
 from .schemas import loss_of
 from .select import implementation
@@ -50,7 +51,7 @@ def check_targets(operands: Operands, loss: LossOptions) -> None:
     """With CUTE_LCE_CHECK_TARGETS=1 a bad target is a device-side assertion, in a captured graph too."""
     target, V = operands.target, operands.weight.shape[0]
     if CHECK_TARGETS and target.device.type != "cpu":
-        in_range = ((target >= 0) & (target < V)) | (target == loss.ignore_index)
+        in_range = ((target >= 0) & (target < V)) | is_ignored(target, loss.ignore_index)
         message = f"target: found a class outside [0, {V}) that is not ignore_index={loss.ignore_index}"
         torch.ops.aten._assert_async.msg(in_range.all(), message)
 
@@ -149,7 +150,12 @@ def forward_keep(input, linear_weight, target, *arguments):
     operands = Operands(input, linear_weight, target)
     loss, (window, workspace, kept_columns) = loss_of(arguments)
     request = Request(Limits(window, workspace), kept_columns)
-    return tuple(run_forward(prepare_forward(operands, loss, request), operands, loss))
+    results = run_forward(prepare_forward(operands, loss, request), operands, loss)
+    if results.kept is None:
+        # A symbolic number of columns may come to 0.
+        kept, scale = implementation(input.device, input.dtype).empty_kept(input, 0)
+        results = results._replace(kept=kept, kept_scale=scale)
+    return tuple(results)
 
 
 @_define(schemas.BACKWARD, _fake_backward)

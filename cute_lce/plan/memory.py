@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import decimal
+
 from .problem import Problem, ceil_div, round_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -14,9 +16,11 @@ NOTE_BYTES = 2
 
 def refuse_workspace(schedule: str, workspace: int, least: int) -> ValueError:
     """The error for a workspace smaller than the least that a schedule needs, in bytes."""
-    least_mb = -(-int(least) * 1000 // MIB) / 1000
+    # Rounded up, so that the printed number suffices.
+    up = decimal.Context(prec=6, rounding=decimal.ROUND_CEILING)
+    least_mb = up.divide(decimal.Decimal(int(least)), decimal.Decimal(MIB))
     return ValueError(
-        f"workspace_mb: got {int(workspace) / MIB:.3f}, want at least {least_mb:.3f} "
+        f"workspace_mb: got {int(workspace) / MIB:.6g}, want at least {least_mb:f} "
         f"for schedule={schedule!r} with these shapes, dtype and window"
     )
 

@@ -12,7 +12,7 @@ from ..implementation import Request, Saved
 from ..options import LossOptions
 from .memory import windows
 from .products import Factors, LogitsBuffer, add_mm, mm, without_autocast
-from .rows import grad_scale, subtract_target
+from .rows import grad_scale, is_ignored, subtract_target
 
 
 class StreamingBackward:
@@ -46,7 +46,7 @@ def _sweep(
     (n, d), V = hidden.shape, saved.weight.shape[0]
     factors = Factors(hidden, saved.weight)
     acc, dtype = factors.acc, hidden.dtype
-    valid = saved.target != loss.ignore_index
+    valid = ~is_ignored(saved.target, loss.ignore_index)
     ignored = ~valid.unsqueeze(1)
     classes = saved.target.long().clamp(0, V - 1)
     kept_columns = kept.shape[1] if kept is not None else 0

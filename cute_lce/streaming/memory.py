@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from ..arguments import Operands
@@ -65,8 +67,17 @@ def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str):
     return fixed, d * acc if narrow else 0, token
 
 
+def _min(a: int, b: int) -> int:
+    """min, without the guard that comparing symbolic integers makes."""
+    return cast("int", torch.sym_min(a, b))
+
+
+def _max(a: int, b: int) -> int:
+    return cast("int", torch.sym_max(a, b))
+
+
 def _least_window(V, window):
-    return min(window or _WINDOW_MULTIPLE, V)
+    return _min(window or _WINDOW_MULTIPLE, V)
 
 
 def choose(
@@ -75,9 +86,10 @@ def choose(
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
 
     "keep" keeps what fits into the workspace besides the windows. "auto" is "keep" if the caller gives a
-    workspace, else "recompute", which needs the least. Raises ValueError naming the least workspace_mb if the
-    given one is too small, and naming schedule for "grad_in_forward" with a per-token upstream gradient and a
-    weight that needs a gradient.
+    workspace, else "recompute", which needs the least. With a symbolic n the columns kept are an expression
+    that may come to 0, and no guard on n: an exported program has one graph for every n. Raises ValueError
+    naming the least workspace_mb if the given one is too small, and naming schedule for "grad_in_forward"
+    with a per-token upstream gradient and a weight that needs a gradient.
     """
     n, V = problem.n, problem.vocab
     window, workspace = limits
@@ -105,10 +117,11 @@ def choose(
     if schedule != "keep" or not problem.wants_gradient or n == 0:
         return "recompute", 0
     kept = ((workspace or DEFAULT_WORKSPACE) - least) // (n * accumulate_dtype(dtype).itemsize)
-    if kept >= V:
-        return "keep", V
-    kept = kept // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE
-    return ("keep", kept) if kept > 0 else ("recompute", 0)
+    # All of V, or whole windows; whether it is all is a number, 0 or 1, since a branch would be a guard.
+    everything = _max(_min(kept - V + 1, 1), 0)
+    kept = _min(kept, V) // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE + everything * (V % _WINDOW_MULTIPLE)
+    kept = _max(kept, 0)
+    return ("recompute", 0) if type(kept) is int and kept == 0 else ("keep", kept)
 
 
 def windows(operands: Operands, request: Request) -> list[tuple[int, int]]:

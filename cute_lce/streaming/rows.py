@@ -9,9 +9,14 @@ from .. import maths
 from ..options import LossOptions
 
 
+def is_ignored(target: Tensor, ignore_index: int) -> Tensor:
+    """Whether each target is ignore_index, in int64: int32 would wrap an ignore_index beyond its range."""
+    return target.long() == ignore_index
+
+
 def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
     """(valid, a class in [0, V) for each row, target out of range); on a CPU the last raises ValueError."""
-    valid = target != ignore_index
+    valid = ~is_ignored(target, ignore_index)
     out_of_range = valid & ((target < 0) | (target >= V))
     if target.device.type == "cpu":
         _refuse_targets(target, out_of_range, ignore_index, V)

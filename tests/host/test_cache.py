@@ -187,6 +187,8 @@ def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache.cache_dir() == tmp_path / ".cache" / "cute_lce"
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", "~/kernels")
+    assert cache.cache_dir() == tmp_path / "kernels"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -413,12 +415,9 @@ int __tvm_ffi_kernel(void *self, const struct any *arguments, int32_t count, str
 """
 
 
-@pytest.mark.parametrize("mask", [0o002, 0o000])
-def test_what_is_made_is_its_owners_alone(mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whatever the umask; and what this makes, it takes."""
-    folder = tmp_path / "parent" / "cache"
-    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(folder))
-    monkeypatch.setattr(cache, "_functions", {})
+@pytest.fixture
+def seven(monkeypatch: pytest.MonkeyPatch):
+    """What is compiled is a function that returns 7."""
 
     class Object:
         def export_to_c(self, path: str, **options):
@@ -427,15 +426,78 @@ def test_what_is_made_is_its_owners_alone(mask: int, tmp_path: Path, monkeypatch
             subprocess.run(["cc", "-fPIC", "-c", "-o", path, source], check=True)
             assert Path(path).parent.stat().st_mode & 0o777 == 0o700
 
+    monkeypatch.setattr(cache, "_functions", {})
     monkeypatch.setattr(cache, "trace", lambda key: Object())
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o000])
+def test_what_is_made_is_its_owners_alone(
+    mask: int, seven: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever the umask; and what this makes, it takes."""
+    folder = tmp_path / "grandparent" / "parent" / "cache"
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(folder))
     before = os.umask(mask)
     try:
         function: Any = cache.get(KEY)
     finally:
         os.umask(before)
     assert function() == 7
-    assert folder.stat().st_mode & 0o777 == 0o700
+    for made in (folder, folder.parent, folder.parent.parent):
+        assert made.stat().st_mode & 0o777 == 0o700
     assert only_file(folder).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("cc", "called"),
+    [("", ["cc"]), (" ", ["cc"]), ("cc -O1", ["cc", "-O1"]), ("'cc' \"-O1\"", ["cc", "-O1"])],
+)
+def test_the_compiler_is_a_command(
+    cc: str, called: list[str], seven: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", cc)
+    run, commands = subprocess.run, []
+
+    def noted(command: list[str], **options):
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(cache.subprocess, "run", noted)
+    function: Any = cache.get(KEY)
+    assert function() == 7
+    assert commands[-1][: len(called) + 1] == [*called, "-shared"]
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "found"),
+    [
+        ("file", FileExistsError, "{tmp}/file, which is no folder"),
+        ("file/below/it", OSError, "{tmp}/file, which is no folder"),
+        ("dangling", FileExistsError, "{tmp}/dangling, a symbolic link that leads nowhere"),
+        ("dangling/below", FileExistsError, "{tmp}/dangling, a symbolic link that leads nowhere"),
+        ("x" * 300, OSError, "'File name too long' from the system"),
+        ("new/" + "x" * 300 + "/below", OSError, "'File name too long' from the system"),
+    ],
+)
+def test_no_folder_can_be_there(
+    place: str,
+    error: type[OSError],
+    found: str,
+    nothing_is_compiled: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path / place))
+    monkeypatch.setattr(cache, "_functions", {})
+    with pytest.raises(error) as caught:
+        cache.get(KEY)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / place}: got {found.format(tmp=tmp_path)}, want a folder")
+    assert message.endswith("name another in CUTE_LCE_CACHE_DIR")
+    assert "Error" not in message
 
 
 # ----------------------------------------------------------------------------------------------------------

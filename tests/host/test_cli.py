@@ -1,10 +1,12 @@
 """The command line: what it prints is what the package does."""
 
 import dataclasses
+import errno
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -88,6 +90,23 @@ def test_a_reader_that_goes_ends_it_quietly(argv, unbuffered):
     assert (run.returncode, run.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("where", "status", "said"),
+    [(">&-", 0, ""), (">/dev/full", 1, f"cute-lce: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}\n")],
+)
+def test_nowhere_to_print(where, status, said, unbuffered):
+    command = f"{sys.executable} -m cute_lce.cli plan --n 64 --d 64 --vocab 1000 --arch sm_90a {where}"
+    run = subprocess.run(
+        ["sh", "-c", command],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stderr) == (status, said)
+
+
 def printed_tables(capsys) -> tuple[dict[str, str], dict[str, str]]:
     """(of the forward, of the backward): printed lines as name -> value; names end where two spaces begin."""
 
@@ -167,19 +186,26 @@ def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule,
 def test_plan_refuses_what_the_call_would_refuse(capsys):
     base = ["plan", "--arch", "sm_90a", "--n", "4096", "--d", "1024", "--vocab", "50257"]
     for options, named in (
-        (["--workspace-mb", "1"], "workspace_mb: got 1.000, want at least"),
+        (["--workspace-mb", "1"], "workspace_mb: got 1, want at least"),
         (["--schedule", "keep", "--dtype", "float16"], "schedule: got 'keep' with float16"),
+        (["--workspace-mb", "inf"], "workspace_mb: got inf, want a positive number"),
+        (["--workspace-mb", "nan"], "workspace_mb: got nan, want a positive number"),
+        (["--workspace-mb", "0"], "workspace_mb: got 0.0, want a positive number"),
         (["--sms", "1"], "sms: got 1, want at least the 2 of a cluster"),
     ):
         assert cli.main([*base, *options]) == 1
-        assert named in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("cute-lce plan: ")
+        assert named in printed.err
 
 
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
         ("plan --n 0 --d 8 --vocab 8 --arch sm_90a", "--n"),
-        ("plan --n 8 --d x --vocab 8 --arch sm_90a", "--d"),
+        ("plan --n 8 --d x --vocab 8 --arch sm_90a", "--d: got x, want a whole number of at least 1"),
+        ("plan --n 8 --d 8 --vocab 0.5 --arch sm_90a", "--vocab: got 0.5, want a whole number"),
         ("plan --n 8 --d 8 --vocab 8 --arch sm_70", "--arch"),
         ("plan --n 8 --d 8 --arch sm_90a", "--vocab"),
         ("compile --arch sm_90a --d 8 --vocab 8 --dtype float64", "--dtype"),
@@ -216,6 +242,49 @@ def test_compile_says_why_it_refuses_a_folder(tmp_path, monkeypatch, capsys):
     tmp_path.chmod(0o777)
     assert cli.main(["compile", "--arch", "sm_90a"]) == 1
     assert f"cute-lce compile: {tmp_path}: got owner" in capsys.readouterr().err
+
+
+def test_compile_says_what_is_in_the_folders_place(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "file"
+    path.write_text("")
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(path))
+    monkeypatch.setattr(cache, "_functions", {})
+    assert cli.main(["compile", "--arch", "sm_90a"]) == 1
+    message = f"cute-lce compile: {path}: got {path}, which is no folder, want a folder"
+    assert capsys.readouterr().err.startswith(message)
+
+
+def cached(capsys) -> str:
+    """What `info` says of the cache."""
+    capsys.readouterr()
+    assert cli.main(["info"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled kernels"))
+    return line.partition("  ")[2]
+
+
+def test_info_survives_whatever_is_in_the_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
+    (tmp_path / "good.so").write_bytes(bytes(2**20))
+    (tmp_path / "gone.so").write_bytes(bytes(2**20))
+    (tmp_path / "dangling.so").symlink_to(tmp_path / "nowhere")
+    stat = Path.stat
+
+    def removed_meanwhile(self, **options):
+        if self.name == "gone.so":
+            self.unlink(missing_ok=True)
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", removed_meanwhile)
+    assert cached(capsys) == f"1 in {tmp_path}, 1.0 MiB"
+    for path, said in (
+        (tmp_path / "good.so", "none: {} is no folder"),
+        (tmp_path / "dangling.so", "none: {} is no folder"),
+        (tmp_path / "good.so" / "below", "0 in {}, 0.0 MiB"),
+        (tmp_path / ("x" * 300), "0 in {}, 0.0 MiB"),
+        (tmp_path / "not yet", "0 in {}, 0.0 MiB"),
+    ):
+        monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(path))
+        assert cached(capsys) == said.format(path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the DSL is for Linux")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cute_lce import LinearCrossEntropy, linear_cross_entropy
+from cute_lce import LinearCrossEntropy, LossOptions, launch, linear_cross_entropy
+from cute_lce.arguments import Operands
+from cute_lce.ops import inner
+from cute_lce.options import ComputeOptions
+from cute_lce.plan.memory import refuse_workspace
 from tests import numerics
 from tests.numerics import CASES, DTYPES
 
@@ -269,6 +277,17 @@ def good() -> dict[str, Any]:
     return {"input": torch.randn(4, 8), "linear_weight": torch.randn(10, 8), "target": torch.arange(4)}
 
 
+def nested(tensor: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # Nested tensors are a prototype.
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([tensor, tensor[:2]], layout=layout)
+
+
+def jagged(tensor: torch.Tensor) -> torch.Tensor:
+    return nested(tensor, torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -297,6 +316,12 @@ def good() -> dict[str, Any]:
         ({"input": torch.ones(4, 8).to_sparse()}, ValueError, r"input: got layout torch\.sparse_coo"),
         ({"linear_weight": torch.ones(10, 8).to_sparse()}, ValueError, "linear_weight: got layout"),
         ({"target": torch.arange(4).to_sparse()}, ValueError, "target: got layout"),
+        ({"input": nested(torch.ones(4, 8))}, ValueError, "input: got a nested tensor, want a dense"),
+        ({"linear_weight": nested(torch.ones(5, 8))}, ValueError, "linear_weight: got a nested tensor"),
+        ({"target": nested(torch.arange(4))}, ValueError, "target: got a nested tensor"),
+        ({"input": jagged(torch.ones(4, 8))}, ValueError, "input: got a nested tensor"),
+        ({"linear_weight": jagged(torch.ones(5, 8))}, ValueError, "linear_weight: got a nested tensor"),
+        ({"target": jagged(torch.arange(4))}, ValueError, "target: got a nested tensor"),
         ({"reduction": "batchmean"}, ValueError, "reduction: got 'batchmean'"),
         ({"reduction": None}, TypeError, "reduction: got NoneType"),
         ({"schedule": "fast"}, ValueError, "schedule: got 'fast'"),
@@ -307,6 +332,9 @@ def good() -> dict[str, Any]:
         ({"ignore_index": 1.5}, TypeError, "ignore_index: got float"),
         ({"ignore_index": True}, TypeError, "ignore_index: got bool"),
         ({"ignore_index": torch.tensor(3)}, TypeError, "ignore_index: got Tensor"),
+        ({"ignore_index": 2**63}, ValueError, "ignore_index: got 9223372036854775808, want .* int64"),
+        ({"ignore_index": -(2**63) - 1}, ValueError, "ignore_index: got -9223372036854775809, want .* int64"),
+        ({"ignore_index": 10**400}, ValueError, "ignore_index: got 1000"),
         ({"workspace_mb": "1"}, TypeError, "workspace_mb: got str"),
         ({"workspace_mb": True}, TypeError, "workspace_mb: got bool"),
         ({"workspace_mb": torch.tensor(3.0)}, TypeError, "workspace_mb: got Tensor"),
@@ -367,12 +395,100 @@ def test_ignore_index_none_means_minus_100():
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+@pytest.mark.parametrize("ignore_index", [2**32 + 3, -(2**32) + 3, 2**63 - 1, -(2**63)])
+def test_an_ignore_index_beyond_int32_ignores_no_int32_target(ignore_index, schedule):
+    """2**32 + 3 is 3 in int32, a class."""
+    case = numerics.make("ragged", torch.float32)
+    case = replace(case, target=case.target % 10, ignore_index=ignore_index)
+    assert (case.target == 3).any()
+    narrow = replace(case, target=case.target.int())
+    loss, dinput, dweight = narrow.expected()
+    for got, expected in zip((loss, dinput, dweight), case.expected(), strict=True):
+        assert torch.equal(got, expected)
+    narrow.check(linear_cross_entropy, schedule=schedule)
+
+
+def test_an_ignore_index_beyond_int32_is_no_target_on_request(monkeypatch):
+    """CUTE_LCE_CHECK_TARGETS, whose check is made where a device is not a CPU."""
+    checked = []
+    monkeypatch.setattr(inner, "CHECK_TARGETS", True)
+    monkeypatch.setattr(torch.ops.aten._assert_async, "msg", lambda found, message: checked.append(found))
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda")
+
+    target = torch.tensor([7, 20], dtype=torch.int32).as_subclass(Elsewhere)
+    for ignore_index in (2**32 + 20, 20):
+        loss = LossOptions(ignore_index=ignore_index)
+        inner.check_targets(Operands(torch.empty(2, 4), torch.empty(10, 4), target), loss)
+    assert [bool(found) for found in checked] == [False, True]
+
+
+def test_an_ignore_index_beyond_int32_scales_every_float16_row():
+    """The copy of the hidden rows that launch makes of float16."""
+    hidden = torch.ones(2, 8, dtype=torch.float16)
+    loss, target = LossOptions("sum", ignore_index=2**32 + 3), torch.tensor([3, 4], dtype=torch.int32)
+    factor, _, scaled = launch.backward._split_factor(
+        hidden, target, torch.tensor(2.0), torch.tensor(2), loss
+    )
+    assert factor.tolist() == [2, 2]
+    assert torch.equal(scaled, hidden)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
 def test_least_workspace_is_named_and_fits(schedule):
     case = numerics.make("ragged", torch.float32)
     hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
-    with pytest.raises(ValueError, match=r"workspace_mb: got 0\.001, want at least") as caught:
+    with pytest.raises(ValueError, match=r"workspace_mb: got 0\.000999\d*, want at least") as caught:
         linear_cross_entropy(hidden, weight, case.target, schedule=schedule, workspace_mb=0.001)
     least = float(str(caught.value).split("at least ")[1].split()[0])
     case.check(linear_cross_entropy, schedule=schedule, workspace_mb=least)
     with pytest.raises(ValueError, match="want at least"):
-        linear_cross_entropy(hidden, weight, case.target, schedule=schedule, workspace_mb=least - 0.002)
+        linear_cross_entropy(hidden, weight, case.target, schedule=schedule, workspace_mb=least * 0.9999)
+
+
+@pytest.mark.parametrize("least", [1, 1023, 2**20 - 1, 2**20, 123456789, 10**12 + 1])
+@pytest.mark.parametrize("share", [1e-6, 0.999])
+def test_the_least_workspace_that_is_named_suffices(least, share):
+    got = max(int(least * share), 1)
+    text = str(refuse_workspace("keep", got, least))
+    shown, named = re.findall(r"[-+.\de]*\d", text.partition(" for ")[0])
+    assert float(shown) * 2**20 == pytest.approx(got, rel=1e-5)
+    bytes_named = ComputeOptions(workspace_mb=float(named)).limits.workspace
+    assert least <= bytes_named <= least * 1.00001 + 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "workspace_mb", [1e13, 1e300, 1.7e308, 10**400], ids=["1e13", "1e300", "1.7e308", "10**400"]
+)
+def test_any_workspace_however_large(workspace_mb, schedule):
+    case = numerics.make("ragged", torch.float32)
+    case.check(linear_cross_entropy, schedule=schedule, workspace_mb=workspace_mb)
+    compute = ComputeOptions(schedule, workspace_mb)
+    assert compute.limits.workspace == 2**62
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        loss = linear_cross_entropy(
+            case.input.requires_grad_(), case.linear_weight, case.target, **compute._asdict()
+        )
+        loss.backward()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "window",
+    [2**31 - 1, 2**31, 2**63 - 1, 2**63, 10**400],
+    ids=["2**31-1", "2**31", "2**63-1", "2**63", "10**400"],
+)
+def test_any_window_however_wide(window, schedule):
+    numerics.make("ragged", torch.float32).check(linear_cross_entropy, schedule=schedule, window=window)
+    assert ComputeOptions(schedule, None, window).limits.window == 2**31 - 1
+
+
+def test_replace_checks_as_the_call_does():
+    assert LossOptions()._replace(reduction="sum", ignore_index=None) == ("sum", -100)
+    assert ComputeOptions()._replace(window=3) == ComputeOptions(window=3)
+    with pytest.raises(ValueError, match="reduction: got 'batchmean'"):
+        LossOptions()._replace(reduction="batchmean")
+    with pytest.raises(TypeError, match="window: got float"):
+        ComputeOptions()._replace(window=2.0)

@@ -17,6 +17,7 @@ from cute_lce import launch, linear_cross_entropy, ops, streaming
 from cute_lce.implementation import Backward, Forward, Implementation, Results, Saved
 from cute_lce.launch import KERNELS
 from cute_lce.options import ComputeOptions, LossOptions, fields
+from cute_lce.plan.problem import Problem
 from cute_lce.streaming import STREAMING, Streaming, products
 from tests import numerics
 from tests.numerics import assert_close, random_case
@@ -55,7 +56,7 @@ def test_opcheck_public(schedule, reduction):
 def test_opcheck_forward(dtype, reduction, requires_grad):
     operands = sample(dtype, requires_grad)
     torch.library.opcheck(OPS.forward.default, (*operands, reduction, -100, 0, 0))
-    for kept in (64, 100):
+    for kept in (0, 64, 100):
         torch.library.opcheck(OPS.forward_keep.default, (*operands, reduction, -100, 0, 0, kept))
 
 
@@ -96,6 +97,29 @@ def test_inner_ops_refuse_double_backward():
     dinput, _ = OPS.scale_gradients(dloss, *arguments)
     with pytest.raises(RuntimeError, match="double backward"):
         dinput.sum().backward()
+
+
+@pytest.mark.parametrize("name", [*STATISTICS[:2], "kept", "kept_scale"])
+def test_the_backward_refuses_the_derivative_by_any_tensor(name):
+    hidden, weight, target = sample(requires_grad=False)
+    loss, *others = OPS.forward_keep(hidden, weight, target, "mean", -100, 0, 0, 64)
+    given = dict(zip([*STATISTICS, "kept", "kept_scale"], others, strict=True))
+    given[name].requires_grad_()
+    arguments = (torch.ones_like(loss), hidden, weight, target, *given.values(), "mean", -100, 0, 0)
+    for gradient in OPS.backward(*arguments, True, True):
+        with pytest.raises(RuntimeError, match="double backward"):
+            gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["dinput_accumulator", "dweight_accumulator"])
+def test_scale_gradients_refuses_the_derivative_by_its_accumulators(name):
+    loss, *saved = OPS.grad_in_forward(*sample(requires_grad=False), "mean", -100, 0, 0, True, True)
+    given = dict(zip(["num_valid", "dinput_accumulator", "dweight_accumulator"], saved, strict=True))
+    given[name].requires_grad_()
+    arguments = (torch.ones_like(loss), *given.values(), "mean", torch.float32)
+    for gradient in OPS.scale_gradients(*arguments, True, True):
+        with pytest.raises(RuntimeError, match="double backward"):
+            gradient.sum().backward()
 
 
 def test_only_the_loss_is_differentiable():
@@ -202,6 +226,84 @@ def test_compile_with_a_workspace_and_a_window():
         case.check(compiled, schedule="keep", workspace_mb=0.9, window=64)
     # All is kept, some is kept, nothing is kept.
     assert len(graphs) <= 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_with_changing_windows(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
+    for window in (3, 4, 5):
+        random_case(13, 8, 100, torch.float32).check(compiled, window=window)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_with_a_window_of_the_shapes(backend):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    def call(hidden, weight, target, **options):
+        return linear_cross_entropy(hidden, weight, target, window=hidden.shape[0] + 1, **options)
+
+    for n in (13, 14, 20):
+        random_case(n, 8, 100, torch.float32).check(call)
+
+
+class Head(torch.nn.Module):
+    def __init__(self, options: dict[str, Any]):
+        super().__init__()
+        self.options = options
+
+    def forward(self, hidden, weight, target, reduction="mean", ignore_index=-100):
+        return linear_cross_entropy(
+            hidden, weight, target, reduction=reduction, ignore_index=ignore_index, **self.options
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"schedule": "keep"}, None),
+        ({"schedule": "keep", "window": 64}, None),
+        ({"schedule": "recompute"}, None),
+        ({"schedule": "grad_in_forward"}, None),
+        ({"schedule": "keep", "workspace_mb": 1}, 1000),
+    ],
+)
+def test_export_with_a_dynamic_batch(options, most, strict, monkeypatch):
+    """One program for every n: it keeps all columns, some and none."""
+    V, kept = 300, []
+    if most is None:
+        # Small enough that few tokens reach it.
+        monkeypatch.setattr(streaming.memory, "DEFAULT_WORKSPACE", 1 << 20)
+    case = random_case(13, 24, V, torch.float32)
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    n = torch.export.Dim("n", min=2, max=most)
+    shapes = ({0: n}, None, {0: n})
+    exported = torch.export.export(
+        Head(options), (hidden, weight, case.target), dynamic_shapes=shapes, strict=strict
+    )
+    module = exported.module()
+
+    def call(hidden, weight, target, **options):
+        return module(hidden, weight, target)
+
+    with Watching() as watching:
+        for tokens in (13, 800, 900 if most else 2500):
+            random_case(tokens, 24, V, torch.float32, seed=tokens).check(call)
+            kept.append(choose_kept(tokens, 24, V, options))
+    if options["schedule"] == "keep":
+        assert kept[0] == V
+        assert 0 < kept[1] < V
+        assert most or kept[2] == 0
+        # Exported, the public op is one node, which decides when it runs.
+        assert watching.seen.count("cute_lce::forward_keep") == sum(columns > 0 for columns in kept)
+
+
+def choose_kept(n: int, d: int, V: int, options: dict[str, Any]) -> int:
+    compute = ComputeOptions(**options)
+    problem = Problem(n, d, V)
+    return STREAMING.choose(problem, torch.float32, "cpu", compute.schedule, "mean", compute.limits)[1]
 
 
 def test_compile_inductor(fresh_inductor):

@@ -109,6 +109,22 @@ def test_choose():
         assert choose(schedule, "none", needed=(True, False))[0] != "auto"
 
 
+@pytest.mark.parametrize("V", [1, 63, 64, 65, 200, 5000])
+def test_choose_keeps_whole_windows_or_everything(V):
+    """What the expression without branches comes to, by branches."""
+    problem, seen = Problem(10, 4, V), set()
+    fixed, column = memory._costs(problem, torch.float32, "cpu")
+    least = fixed + column * min(64, V)
+    for workspace in range(least, least + (V + 2) * 40, 8):
+        limits = Limits(0, workspace)
+        schedule, kept = STREAMING.choose(problem, torch.float32, "cpu", "keep", "mean", limits)
+        fit = (workspace - least) // (10 * 4)
+        wanted = V if fit >= V else fit // 64 * 64
+        assert (schedule, kept) == (("keep", wanted) if wanted else ("recompute", 0))
+        seen.add(kept)
+    assert {0, V} <= seen
+
+
 def test_choose_keeps_in_proportion_to_the_workspace():
     kept = [choose("keep", workspace=workspace)[1] for workspace in range(200_000, 3_000_000, 100_000)]
     assert kept == sorted(kept)
