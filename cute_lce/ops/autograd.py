@@ -143,9 +143,9 @@ def _requires_grad(operand: Tensor | None) -> bool:
 def _register(op, function: type[torch.autograd.Function], results: Callable[..., Any], options) -> None:
     """Register `function` as `op`'s autograd.
 
-    The op's tensors, its first arguments, are all operands: any of them may need a gradient, if only to be
-    refused it. results: converts the op's results to what function's `run` returns. options: converts the
-    op's other arguments to those that function's forward takes between `run` and the operands.
+    The operands are the op's first arguments, all of its tensors; any of them may require a gradient.
+    results: converts the op's results to what function's `run` returns. options: converts the op's other
+    arguments to those that function's forward takes between `run` and the operands.
 
     torch.func's transforms call this once for each level, with that level's wrappers: it records this level,
     and the op that is called below autograd continues with the next.
