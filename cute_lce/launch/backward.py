@@ -11,7 +11,6 @@ from ..arguments import (
     Dlogits,
     Gradients,
     LossArguments,
-    Operands,
     Statistics,
     Upstream,
 )
@@ -120,7 +119,7 @@ class KernelBackward:
         dinput = torch.empty_like(hidden, memory_format=contiguous) if request.need_dinput else None
         dweight = torch.empty_like(weight, memory_format=contiguous) if request.need_dweight else None
         groups = (
-            Operands(hidden, weight, target),
+            *(hidden, weight, target),
             LossArguments.of(self._loss),
             Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0),
             Statistics(

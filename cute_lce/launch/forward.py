@@ -102,7 +102,7 @@ class KernelForward:
                 num_valid=behind,
                 workspace=workspace,
             )
-            self.function(operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
+            self.function(*operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
             return Results(total)
         row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
         num_valid = torch.empty_like(self.count)
@@ -114,7 +114,7 @@ class KernelForward:
             workspace=workspace,
         )
         if not self.kept_columns:
-            self.function(operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
+            self.function(*operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
             return Results(total, row_max, row_sum, num_valid)
         kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
         notes = torch.empty_like(self.notes)
@@ -125,7 +125,7 @@ class KernelForward:
             pitch=self.kept.shape[1],
             columns=self.kept_columns,
         )
-        self.function(operands, LossArguments.of(loss), outputs, self.sweep, keep)
+        self.function(*operands, LossArguments.of(loss), outputs, self.sweep, keep)
         return Results(total, row_max, row_sum, num_valid, kept, kept_scale)
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:

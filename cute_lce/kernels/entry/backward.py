@@ -17,7 +17,6 @@ from cute_lce.arguments import (
     Dlogits,
     Gradients,
     LossArguments,
-    Operands,
     Statistics,
     Stripe,
     Sweep,
@@ -52,7 +51,9 @@ class Backward:
     @cute.jit
     def __call__(
         self,
-        operands: Operands,
+        hidden: cute.Tensor,  # (n, d)
+        weight: cute.Tensor,  # (V, d)
+        target: cute.Tensor,  # (n,)
         loss: LossArguments,
         upstream: Upstream,
         statistics: Statistics,
@@ -62,7 +63,6 @@ class Backward:
         progress: Int64,  # three zeroed int32 if a GEMM is paced
         stream: cuda.CUstream,
     ):
-        hidden, weight, target = operands
         dtype = hidden.element_type
         n, d = cute.size(hidden, mode=[0]), cute.size(hidden, mode=[1])
         first, columns = stripe.first, stripe.columns
@@ -156,7 +156,7 @@ def compile_backward(
     """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
         Backward(logits, dhidden, dweight, has_grad_scale=dtype == "bfloat16"),
-        example_operands(dtype, target_dtype),
+        *example_operands(dtype, target_dtype),
         example(LossArguments),
         example(Upstream),
         example(Statistics),

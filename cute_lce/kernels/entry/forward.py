@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16
 
 from cute_lce.arch import KernelConfig
-from cute_lce.arguments import ForwardOutputs, KeepOutputs, LossArguments, Operands, Sweep
+from cute_lce.arguments import ForwardOutputs, KeepOutputs, LossArguments, Sweep
 from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
@@ -49,14 +49,15 @@ class Forward:
     @cute.jit
     def __call__(
         self,
-        operands: Operands,
+        hidden: cute.Tensor,  # (n, d)
+        weight: cute.Tensor,  # (V, d)
+        target: cute.Tensor,  # (n,)
         loss: LossArguments,
         outputs: ForwardOutputs,
         sweep: Sweep,
         keep: KeepOutputs,
         stream: cuda.CUstream,
     ):
-        hidden, weight, target = operands
         n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
         count = sweep.gemm.windows * self.partials_per_window
         # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
@@ -118,7 +119,7 @@ def compile_forward(
     """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
         Forward(config, keeps),
-        example_operands(dtype, target_dtype),
+        *example_operands(dtype, target_dtype),
         example(LossArguments),
         example(ForwardOutputs),
         example(Sweep),
