@@ -38,8 +38,8 @@ class LossArguments(NamedTuple):
 
     @classmethod
     def of(cls, loss: Any) -> LossArguments:
-        """loss: LossOptions, whose fields these are, in their order."""
-        return tuple.__new__(cls, (REDUCTIONS[loss[0]], *loss[1:]))
+        """loss: LossOptions."""
+        return cls(REDUCTIONS[loss.reduction], *[getattr(loss, name) for name in cls._fields[1:]])
 
 
 class GemmPlan(NamedTuple):

@@ -75,36 +75,42 @@ def linear_cross_entropy(
             outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
             assertion there.
     """
-    if ops.is_plain_eager(input, linear_weight, target):
-        loss, compute = _options(reduction, ignore_index, schedule, workspace_mb, window)
-        return ops.linear_cross_entropy(input, linear_weight, target, loss, compute, watched=False)
-    loss, compute = LossOptions(reduction, ignore_index), ComputeOptions(schedule, workspace_mb, window)
-    return call(input, linear_weight, target, loss, compute)
+    values = reduction, ignore_index, schedule, workspace_mb, window
+    plain = ops.is_plain_eager(input, linear_weight, target)
+    loss, compute = _remembered_options(values) if plain else _options(*values)
+    return call(input, linear_weight, target, loss, compute, plain)
 
 
 def _options(*values: Any) -> tuple[LossOptions, ComputeOptions]:
-    """Both objects of the fields' values, checked once for the same values."""
-    try:
-        return _make_options(*values)
-    except TypeError:
-        # A value without a hash, or one of a wrong type, which is refused here by its name.
-        return _make_options.__wrapped__(*values)
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _make_options(*values: Any) -> tuple[LossOptions, ComputeOptions]:
+    """Both objects of their fields' values, in order."""
     fields = len(LossOptions._fields)
     return LossOptions(*values[:fields]), ComputeOptions(*values[fields:])
 
 
+_known_options = functools.lru_cache(maxsize=1024, typed=True)(_options)
+
+
+def _remembered_options(values: tuple) -> tuple[LossOptions, ComputeOptions]:
+    """The same, checked once for the same values."""
+    try:
+        hash(values)
+    except TypeError:
+        return _options(*values)
+    return _known_options(*values)
+
+
 def call(
-    input: Tensor, linear_weight: Tensor, target: Tensor, loss: LossOptions, compute: ComputeOptions
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss: LossOptions,
+    compute: ComputeOptions,
+    plain: bool,
 ) -> Tensor:
-    """linear_cross_entropy with options that are made already."""
-    if not (isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor)):
-        for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
-    if ops.is_plain_eager(input, linear_weight, target):
+    """linear_cross_entropy with options that are made already. plain: ops.is_plain_eager of the tensors."""
+    if plain:
         return ops.linear_cross_entropy(input, linear_weight, target, loss, compute, watched=False)
+    for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
     return _fused_linear_cross_entropy(input, linear_weight, target, **loss._asdict(), **compute._asdict())

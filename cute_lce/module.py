@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .functional import call
-from .options import CallOptions, defaults, split_options
+from .ops import is_plain_eager
+from .options import CallOptions, LossOptions, defaults, split_options
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -49,7 +51,8 @@ class LinearCrossEntropy(nn.Linear):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The loss of input (..., d) for target (...)."""
-        return call(input, self.weight, target, self.options, self.compute)
+        plain = is_plain_eager(input, self.weight, target)
+        return call(input, self.weight, target, self.options, self.compute, plain)
 
     def extra_repr(self) -> str:
         options = {**self.options._asdict(), "schedule": self.compute.schedule}
@@ -70,4 +73,19 @@ def _signature() -> inspect.Signature:
     return given.replace(parameters=[*kept, *options])
 
 
+def _option(name: str) -> property:
+    """An option as an attribute of the module, to be read and set."""
+    holder = "options" if name in LossOptions._fields else "compute"
+
+    def read(module: LinearCrossEntropy) -> Any:
+        return getattr(getattr(module, holder), name)
+
+    def write(module: LinearCrossEntropy, value: Any) -> None:
+        setattr(module, holder, getattr(module, holder)._replace(**{name: value}))
+
+    return property(read, write)
+
+
+for _name in defaults():
+    setattr(LinearCrossEntropy, _name, _option(_name))
 LinearCrossEntropy.__signature__ = _signature()  # pyright: ignore[reportAttributeAccessIssue]

@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
 class _LossFields(NamedTuple):
     reduction: Annotated[str, Field("str", "str", static=True)] = "mean"
-    ignore_index: Annotated[int, Field("int?", "SymInt", static=False)] = IGNORE_INDEX
+    ignore_index: Annotated[int, Field("SymInt?", "SymInt", static=False)] = IGNORE_INDEX
 
 
 class LossOptions(_LossFields):
@@ -55,9 +55,9 @@ class LossOptions(_LossFields):
             _check_choice("reduction", reduction, REDUCTIONS)
         if ignore_index is None:
             ignore_index = IGNORE_INDEX
-        elif type(ignore_index) is not int and (
-            isinstance(ignore_index, bool) or not isinstance(ignore_index, int)
-        ):
+        elif isinstance(ignore_index, torch.SymInt):
+            return tuple.__new__(cls, (reduction, ignore_index))
+        elif isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
             raise TypeError(f"ignore_index: got {type(ignore_index).__name__}, want an int or None")
         if not -(1 << 63) <= ignore_index < 1 << 63:
             raise ValueError(f"ignore_index: got {ignore_index}, want a number in the range of int64")

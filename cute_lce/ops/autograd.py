@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from ..arguments import Operands
 from ..implementation import Accumulated, Request, Results, Saved
 from ..options import LossOptions
+from ..plan.problem import Limits
 from . import inner
 from .plain import innermost_transform, is_plain_eager
 from .schemas import loss_of
@@ -183,12 +184,12 @@ def _register(op, function: type[torch.autograd.Function], results: Callable[...
 
 def _forward_options(arguments: tuple) -> tuple[bool, LossOptions, Request]:
     loss, (window, workspace, *_) = loss_of(arguments)
-    return True, loss, Request(inner.Limits(window, workspace))
+    return True, loss, Request(Limits(window, workspace))
 
 
 def _grad_in_forward_options(arguments: tuple) -> tuple[bool, LossOptions, Request]:
     loss, (window, workspace, *needed) = loss_of(arguments)
-    return True, loss, Request(inner.Limits(window, workspace), 0, *needed)
+    return True, loss, Request(Limits(window, workspace), 0, *needed)
 
 
 def _no_options(arguments: tuple) -> tuple[()]:

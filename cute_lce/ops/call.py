@@ -142,37 +142,62 @@ def _prepare(
         problem, hidden.dtype, hidden.device.type, compute.schedule, loss.reduction, limits
     )
     request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient)
-    bind = _bind_op if watched else _bind_eager
-    return _Prepared(bind(schedule, _flatten(operands), loss, request), hidden.dim() == 2)
+    run = _bind_op(schedule, request) if watched else _bind_eager(schedule, _flatten(operands), loss, request)
+    return _Prepared(run, hidden.dim() == 2)
 
 
-def _bind_op(schedule: str, operands: Operands, loss: LossOptions, request: Request):
+_OPS = {
+    "recompute": (inner.forward, ()),
+    "keep": (inner.forward_keep, ("kept_columns",)),
+    "grad_in_forward": (inner.grad_in_forward, ("need_dinput", "need_dweight")),
+}
+"""Schedule -> the inner op, and the fields of the Request that it takes beside the limits."""
+
+
+def _bind_op(schedule: str, request: Request) -> Callable[[Operands, LossOptions], Tensor]:
     """Through the dispatcher: the inner op of a schedule."""
-    if schedule == "recompute":
-        op, more = inner.forward, ()
-    elif schedule == "keep":
-        op, more = inner.forward_keep, (request.kept_columns,)
-    else:
-        op, more = inner.grad_in_forward, (request.need_dinput, request.need_dweight)
-    return lambda operands, loss: op(*operands, *loss, *request.limits, *more)[0]
+    op, names = _OPS[schedule]
+    arguments = *request.limits, *(getattr(request, name) for name in names)
+    return functools.partial(_run_op, op, arguments)
 
 
-def _bind_eager(schedule: str, operands: Operands, loss: LossOptions, request: Request):
-    """Without the dispatcher: the implementation, in an autograd.Function if a gradient is needed."""
-    function, run = _implementation_of(schedule, operands, loss, request)
-    if not request.statistics:
-        return lambda operands, loss: run(operands, loss).loss
-    apply = autograd.apply_of(function)
-    return lambda operands, loss: apply(run, False, loss, request, *operands)
+def _run_op(op, arguments: tuple, operands: Operands, loss: LossOptions) -> Tensor:
+    return op(*operands, *loss, *arguments)[0]
 
 
-def _implementation_of(schedule: str, operands: Operands, loss: LossOptions, request: Request):
-    """(autograd.Function, its run of operands and loss)."""
-    if schedule == "grad_in_forward":
-        run = lambda operands, loss: inner.run_grad_in_forward(operands, loss, request)  # noqa: E731
-        return autograd.GradInForwardFunction, run
+def _bind_forward(operands: Operands, loss: LossOptions, request: Request):
     forward = inner.prepare_forward(operands, loss, request)
     return autograd.ForwardFunction, functools.partial(inner.run_forward, forward)
+
+
+def _bind_grad_in_forward(operands: Operands, loss: LossOptions, request: Request):
+    return autograd.GradInForwardFunction, functools.partial(inner.run_grad_in_forward, request)
+
+
+_EAGER = {
+    "recompute": _bind_forward,
+    "keep": _bind_forward,
+    "grad_in_forward": _bind_grad_in_forward,
+}
+"""Schedule -> what gives its autograd.Function, and the Function's `run`, of operands and loss."""
+
+
+def _bind_eager(
+    schedule: str, operands: Operands, loss: LossOptions, request: Request
+) -> Callable[[Operands, LossOptions], Tensor]:
+    """Without the dispatcher: the implementation, in an autograd.Function if a gradient is needed."""
+    function, run = _EAGER[schedule](operands, loss, request)
+    if not request.statistics:
+        return functools.partial(_run_for_loss, run)
+    return functools.partial(_run_differentiable, autograd.apply_of(function), run, request)
+
+
+def _run_for_loss(run, operands: Operands, loss: LossOptions) -> Tensor:
+    return run(operands, loss).loss
+
+
+def _run_differentiable(apply, run, request: Request, operands: Operands, loss: LossOptions) -> Tensor:
+    return apply(run, False, loss, request, *operands)
 
 
 def _check_tensors(operands: Operands) -> None:

@@ -78,7 +78,7 @@ def run_backward(
     return backward.dinput(), backward.dweight()
 
 
-def run_grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
+def run_grad_in_forward(request: Request, operands: Operands, loss: LossOptions) -> Accumulated:
     if CHECK_TARGETS:
         check_targets(operands, loss)
     hidden = operands.hidden
@@ -171,7 +171,7 @@ def backward(dloss, *arguments):
 def grad_in_forward(input, linear_weight, target, *arguments):
     loss, (window, workspace, *needed) = loss_of(arguments)
     request = Request(Limits(window, workspace), 0, *needed)
-    given = run_grad_in_forward(Operands(input, linear_weight, target), loss, request)
+    given = run_grad_in_forward(request, Operands(input, linear_weight, target), loss)
     return given.loss, given.num_valid, *_present(given[2:], given.loss, given.loss.dtype)
 
 
