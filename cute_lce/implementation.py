@@ -2,8 +2,8 @@
 
 A forward passes to its backward only the row statistics and what was kept. The format of the latter is
 private to an implementation; apart from it a forward of one and a backward of another may be combined. Both
-passes have phases, between which collectives belong where the vocabulary is sharded. On one device they run back
-to back, and both implementations do a pass's work in its first phase.
+passes have phases, between which collectives belong where the vocabulary is sharded. On one device they run
+back to back, and both implementations do a pass's work in its first phase.
 
 Shapes, with "acc" for float32 (float64 for float64):
     hidden (n, d), weight (V, d): one dtype, any strides. target (n,): int64 or int32, any stride.
