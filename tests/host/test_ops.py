@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_lce
@@ -116,7 +117,7 @@ def test_scale_gradients_refuses_the_derivative_by_its_accumulators(name):
     loss, *saved = OPS.grad_in_forward(*sample(requires_grad=False), "mean", -100, 0, 0, True, True)
     given = dict(zip(["num_valid", "dinput_accumulator", "dweight_accumulator"], saved, strict=True))
     given[name].requires_grad_()
-    arguments = (torch.ones_like(loss), *given.values(), "mean", torch.float32)
+    arguments = (torch.ones_like(loss), *given.values(), "mean", -100, torch.float32)
     for gradient in OPS.scale_gradients(*arguments, True, True):
         with pytest.raises(RuntimeError, match="double backward"):
             gradient.sum().backward()
@@ -572,7 +573,7 @@ def test_the_public_ops_schema_names_every_option():
     types = {name: type_ for name, (type_, _) in found.items() if name in options}
     assert types == {
         "reduction": "str",
-        "ignore_index": "int?",
+        "ignore_index": "SymInt?",
         "schedule": "str",
         "workspace_mb": "float?",
         "window": "SymInt?",
@@ -640,3 +641,17 @@ def test_module_exports():
         "__version__",
         "linear_cross_entropy",
     }
+
+
+def test_a_number_of_the_loss_stays_symbolic_under_compile():
+    """Other values of ignore_index compile nothing anew, once it has been seen to change."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(linear_cross_entropy, fullgraph=True, backend=counter)
+    hidden, weight, target = sample()
+    target[4] = 1
+    for ignored in (-100, 0, 3, 5, 7, 2):
+        loss = call(hidden, weight, target, ignore_index=ignored, reduction="none")
+        expected = linear_cross_entropy(hidden, weight, target, ignore_index=ignored, reduction="none")
+        torch.testing.assert_close(loss, expected)
+    assert counter.frame_count <= 2

@@ -128,7 +128,7 @@ def inner_calls(reduction: str) -> dict[str, tuple]:
     needs = (True, reduction != "none")
     loss, *saved = OPS.grad_in_forward(*operands, *options, *needs)
     calls["grad_in_forward"] = (*operands, *options, *needs)
-    calls["scale_gradients"] = (torch.ones_like(loss), *saved, reduction, torch.float32, *needs)
+    calls["scale_gradients"] = (torch.ones_like(loss), *saved, reduction, -100, torch.float32, *needs)
     return calls
 
 
