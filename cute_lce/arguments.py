@@ -1,9 +1,10 @@
 """The arguments of the kernels' host functions, declared once and without cutlass.
 
-A host function (kernels/entry) takes a few groups. Each is a NamedTuple whose annotations say what its fields
-are: tensors, numbers of 32 or 64 bits, addresses in global memory, or another group. `kernels.entry.types`
-derives the DSL's types from these declarations, plan/ builds the groups that depend on sizes only, and
-launch/ builds the rest, by keyword: swapped addresses have the same type and would go unnoticed.
+A host function (kernels/entry) takes the three tensors of `Operands`, each as an argument of its own, and a
+few groups. A group is a NamedTuple whose annotations say what its fields are: numbers of 32 or 64 bits,
+addresses in global memory, or another group. `kernels.entry.types` derives the DSL's types from these
+declarations, plan/ builds the groups that depend on sizes only, and launch/ builds the rest, by keyword:
+swapped addresses have the same type and would go unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 
 
 class Operands(NamedTuple):
-    """hidden (n, d) and weight (V, d), rows at multiples of 16 bytes; target (n,) int32 or int64."""
+    """The tensors of a call: hidden (n, d), weight (V, d), target (n,) int32 or int64.
+
+    A launch wants rows of hidden and weight at multiples of 16 bytes, and takes the tensors as arguments of
+    their own: in a group each would become a managed copy at every launch.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -77,7 +82,7 @@ class KeepOutputs(NamedTuple):
     """What a forward that keeps writes in addition; all zero if it keeps nothing.
 
     kept (n, columns) bf16, rows of `pitch` elements. kept_scale (n,) fp32. workspace: reference (n,) fp32,
-    most_raised (n,) int32, raised (units, n) uint16.
+    most_raised (n,) int32, notes (units, n) uint16.
     """
 
     kept: Address
@@ -111,7 +116,7 @@ class Gradients(NamedTuple):
     accumulator: Address
 
 
-class Dlogits(NamedTuple):
+class GradientOperands(NamedTuple):
     """The operands of a stripe's gradient GEMMs, and the factors of their products.
 
     dlogits (n, columns) in the operands' dtype, rows of `pitch` elements: written, or what was kept.

@@ -1,8 +1,9 @@
-"""The only module that compiles kernels; a call's key is looked up in memory, then on disk.
+"""Compiled kernels by key: a call's key is looked up in memory, then on disk.
 
-What neither holds is compiled and stored in both. A file is a shared library that the host's C compiler
-(`cc`, or what CC names) links from the object that the DSL exports. Loading it needs apache-tvm-ffi and the
-DSL's runtime library but not the DSL itself, so the first call of a second process does not import cutlass.
+What neither holds is compiled (trace.py) and stored in both. A file is a shared library that the host's C
+compiler (`cc`, or what CC names) links from the object that the DSL exports. Loading it needs apache-tvm-ffi
+and the DSL's runtime library but not the DSL itself, so the first call of a second process does not import
+cutlass.
 
 A file's name is a hash of everything that it depends on: the key, the versions of the DSL, of its CUDA
 toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture. A file is written

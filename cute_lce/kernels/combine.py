@@ -19,22 +19,22 @@ class CombineTensors(NamedTuple):
     """Global memory that the combine kernel accesses, and the numbers that it needs.
 
     vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan.
-    reduction: NONE, SUM or MEAN, which divides by max(num_valid, 1).
+    loss: the reduction, of which "mean" divides by max(num_valid, 1), and ignore_index.
     Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
-    Written: row_max and row_sum (n,) fp32, row_sum nan where the target is out of range; loss fp32, (n,) or
+    Written: row_max and row_sum (n,) fp32, row_sum nan where the target is out of range; losses fp32, (n,) or
     (1,); num_valid (1,) int64, the targets that are not ignored.
     Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32, zero
     before the launch, counts the blocks that are done.
     """
 
     vocab: Int32
-    loss_options: LossArguments
+    loss: LossArguments
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
-    loss: cute.Tensor
+    losses: cute.Tensor
     num_valid: cute.Tensor
     blocks: cute.Tensor
     arrived: cute.Tensor
@@ -90,7 +90,7 @@ class Combine:
             loss, valid = Float32(0.0), Float32(0.0)
             if row < n:
                 target = Int64(tensors.target[row])
-                if target != tensors.loss_options.ignore_index:
+                if target != tensors.loss.ignore_index:
                     valid = Float32(1.0)
                     if target >= 0 and target < tensors.vocab:
                         loss = maths.row_loss(cute.math.log(row_sum), row_max, tensors.target_logit[row])
@@ -99,8 +99,8 @@ class Combine:
                         loss = Float32.nan
                 tensors.row_max[row] = row_max
                 tensors.row_sum[row] = row_sum
-                if tensors.loss_options.reduction == REDUCTIONS["none"]:
-                    tensors.loss[row] = loss
+                if tensors.loss.reduction == REDUCTIONS["none"]:
+                    tensors.losses[row] = loss
             loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
             valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
             if lane == 0:
@@ -133,7 +133,7 @@ class Combine:
                 loss += totals[other, 0]
                 valid += totals[other, 1]
             tensors.num_valid[0] = Int64(valid)
-            if tensors.loss_options.reduction == REDUCTIONS["sum"]:
-                tensors.loss[0] = Float32(loss)
-            if tensors.loss_options.reduction == REDUCTIONS["mean"]:
-                tensors.loss[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))
+            if tensors.loss.reduction == REDUCTIONS["sum"]:
+                tensors.losses[0] = Float32(loss)
+            if tensors.loss.reduction == REDUCTIONS["mean"]:
+                tensors.losses[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))

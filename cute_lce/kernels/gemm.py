@@ -48,6 +48,17 @@ class Stream(NamedTuple):
     mask: Any
 
 
+class Runs(NamedTuple):
+    """The order of a launch's runs: rows of clusters, windows, tiles of a window, rows of clusters in a group
+    (schedule.py), and whether clusters pace (0 or 1)."""
+
+    rows: Int32
+    windows: Int32
+    tiles_per_window: Int32
+    group_m: Int32
+    paced: Int32
+
+
 class Gemm:
     """Persistent GEMM: A (m, k) times B (n, k) transposed, whose fp32 tiles an epilogue processes.
 
@@ -110,7 +121,13 @@ class Gemm:
             tensors,
             tiled_mma,
             progress,
-            (rows, grid.windows, sweep.tiles_per_window, grid.group_m, grid.paced),
+            Runs(
+                rows=rows,
+                windows=grid.windows,
+                tiles_per_window=sweep.tiles_per_window,
+                group_m=grid.group_m,
+                paced=grid.paced,
+            ),
         ).launch(
             grid=(grid.clusters * config.cluster_m, config.cluster_n, 1),
             block=(self.threads, 1, 1),
@@ -147,15 +164,14 @@ class Gemm:
             cute.local_tile(b.coords, (tile_n, tile_k), (None, None)),
         )
 
-    def walk(self, runs, coord, n_tiles: Int32) -> schedule.Walk:
+    def walk(self, runs: Runs, coord, n_tiles: Int32) -> schedule.Walk:
         """This CTA's runs and tiles; coord: its coordinate in cluster_layout."""
         config = self.config
-        rows, windows, tiles_per_window, group_m, _ = runs
         return schedule.Walk(
-            rows,
-            windows,
-            tiles_per_window,
-            group_m,
+            rows=runs.rows,
+            windows=runs.windows,
+            tiles_per_window=runs.tiles_per_window,
+            group_m=runs.group_m,
             tiles=cute.ceil_div(n_tiles, config.cluster_n),
             cluster=cute.arch.block_idx()[0] // config.cluster_m,
             clusters=cute.arch.grid_dim()[0] // config.cluster_m,
@@ -180,14 +196,13 @@ class Gemm:
         return Stream(operand.tma, source, shared, mask)
 
     @cute.jit
-    def load(self, a: Stream, b: Stream, ring, coord, progress, runs):
+    def load(self, a: Stream, b: Stream, ring, coord, progress, runs: Runs):
         """Load warp: this CTA's part of the k tiles of A and B of every tile of every run, into the ring."""
         config = self.config
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord, cute.size(b.tiles, mode=[1]))
         k_tiles = cute.size(a.tiles, mode=[2])
-        *_, paced = runs
-        counts = paced != 0 and coord[0] + coord[1] + coord[2] == 0 and cute.arch.lane_idx() == 0
+        paces = runs.paced != 0 and coord[0] + coord[1] + coord[2] == 0 and cute.arch.lane_idx() == 0
         steps, patience = Int32(0), Int32(PATIENCE)
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
             m_tile, _, first, end = walk.run(run)
@@ -197,7 +212,7 @@ class Gemm:
                     if cutlass.const_expr(config.pace > 0):
                         if k % config.pace == 0:
                             steps += 1
-                            if counts:
+                            if paces:
                                 enough = steps * walk.clusters - walk.clusters // SLACK
                                 patience = _keep_pace(progress, enough, patience)
                     ring.producer_acquire(slot)
@@ -219,7 +234,7 @@ class Gemm:
                     )
                     slot.advance()
         if cutlass.const_expr(config.pace > 0):
-            if counts:
+            if paces:
                 most = cute.ceil_div(walk.runs, walk.clusters) * (
                     walk.tiles_per_window * cute.ceil_div(k_tiles, config.pace)
                 )

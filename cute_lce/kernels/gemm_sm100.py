@@ -132,7 +132,13 @@ class GemmSm100(gemm.Gemm):
 
     @cute.kernel
     def kernel(
-        self, a: gemm.Operand, b: gemm.Operand, tensors, tiled_mma: cute.TiledMma, progress: cute.Tensor, runs
+        self,
+        a: gemm.Operand,
+        b: gemm.Operand,
+        tensors,
+        tiled_mma: cute.TiledMma,
+        progress: cute.Tensor,
+        runs: gemm.Runs,
     ):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -202,7 +208,19 @@ class GemmSm100(gemm.Gemm):
             tmem.free(base)
 
     @cute.jit
-    def _mma(self, tiled_mma, sA, sB, acc, ring, accumulators, coord, runs, n_tiles: Int32, k_tiles: Int32):
+    def _mma(
+        self,
+        tiled_mma,
+        sA,
+        sB,
+        acc,
+        ring,
+        accumulators,
+        coord,
+        runs: gemm.Runs,
+        n_tiles: Int32,
+        k_tiles: Int32,
+    ):
         """MMA warp of the pair's first CTA: every tile of every run into the next free accumulator."""
         config = self.config
         tCrA = tiled_mma.make_fragment_A(sA)  # (MMA, MMA_M, MMA_K, stages)
@@ -229,7 +247,7 @@ class GemmSm100(gemm.Gemm):
         accumulators.producer_tail(free)
 
     @cute.jit
-    def _epilogue(self, tiled, acc, accumulators, tensors, coord, runs, n_tiles: Int32):
+    def _epilogue(self, tiled, acc, accumulators, tensors, coord, runs: gemm.Runs, n_tiles: Int32):
         """Epilogue warps: every tile's 128 rows of this CTA, a row to a thread, slab by slab."""
         config = self.config
         thread = cute.arch.thread_idx()[0]

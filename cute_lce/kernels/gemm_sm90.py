@@ -47,7 +47,7 @@ class GemmSm90(gemm.Gemm):
 
     Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
     rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). A consumer thread holds 192 accumulators in
-    the forward, 128 x 192 a warpgroup, and 128 in the gradients' GEMMs, 64 x 256. Nothing is spilled and no
+    the forward, 128 x 192 per warpgroup, and 128 in the gradients' GEMMs, 64 x 256. Nothing is spilled and no
     local memory used (tests/compiled/test_sm90.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes a stage,
     40 KiB for 128 x 192 x 64 and 5 stages, 48 KiB for 128 x 256 x 64 and 4; one more stage would not fit into
     227 KiB. All of it is the ring; logits are never in shared memory.
@@ -95,7 +95,13 @@ class GemmSm90(gemm.Gemm):
 
     @cute.kernel
     def kernel(
-        self, a: gemm.Operand, b: gemm.Operand, tensors, tiled_mma: cute.TiledMma, progress: cute.Tensor, runs
+        self,
+        a: gemm.Operand,
+        b: gemm.Operand,
+        tensors,
+        tiled_mma: cute.TiledMma,
+        progress: cute.Tensor,
+        runs: gemm.Runs,
     ):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -141,7 +147,19 @@ class GemmSm90(gemm.Gemm):
             self._mma(tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs, n_tiles, k_tiles)
 
     @cute.jit
-    def _mma(self, tiled_mma, sA, sB, ring, tensors, group, coord, runs, n_tiles: Int32, k_tiles: Int32):
+    def _mma(
+        self,
+        tiled_mma,
+        sA,
+        sB,
+        ring,
+        tensors,
+        group,
+        coord,
+        runs: gemm.Runs,
+        n_tiles: Int32,
+        k_tiles: Int32,
+    ):
         """Consumer warpgroups: a tile's WGMMAs, then the epilogue on the accumulators."""
         config = self.config
         turns = self.turns

@@ -37,14 +37,14 @@ ROWS = 32
 class KeepTensors(NamedTuple):
     """Global memory of a forward that keeps.
 
-    kept (n, columns) bf16: E. reference (n,) fp32: K. raised (units, n) uint16: j of a row and a unit of
+    kept (n, columns) bf16: E. reference (n,) fp32: K. notes (units, n) uint16: j of a row and a unit of
     columns. most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse) with the
     raised K, which is v without grad_scale. columns: how many are kept: whole tiles, or V.
     """
 
     kept: cute.Tensor
     reference: cute.Tensor
-    raised: cute.Tensor
+    notes: cute.Tensor
     most_raised: cute.Tensor
     kept_scale: cute.Tensor
     columns: Int32
@@ -145,7 +145,7 @@ class Finish:
         if most > 0:
             for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
                 # The DSL sign-extends even an unsigned type.
-                behind = most - (keep.raised[column // self.unit, row].to(Int32) & 65535)
+                behind = most - (keep.notes[column // self.unit, row].to(Int32) & 65535)
                 if behind > 0:
                     value = (
                         keep.kept[row, column].to(Float32)

@@ -41,7 +41,7 @@ def fma(a, b: float, c):
 
 
 @cute.jit
-def reference(row_max: Float32) -> Float32:
+def finite_max(row_max: Float32) -> Float32:
     """What elements are relative to: the maximum, or 0 for a row that has seen only -inf."""
     return Float32(cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max))
 
@@ -50,7 +50,7 @@ def reference(row_max: Float32) -> Float32:
 def merge(row_max: Float32, row_sum: Float32, other_max: Float32, other_sum: Float32):
     """(maximum, sum) of two sets of columns of a row."""
     both = cute.arch.fmax(row_max, other_max)
-    ref = reference(both)
+    ref = finite_max(both)
     return both, maths.rescaled(row_sum, row_max, ref, exp) + maths.rescaled(other_sum, other_max, ref, exp)
 
 
@@ -63,7 +63,7 @@ def update(row_max: cute.Tensor, row_sum: cute.Tensor, frag: cute.Tensor):
         for c in cutlass.range_constexpr(cols):
             chains[c % LANES] = cute.arch.fmax(chains[c % LANES], frag[r, c])
         both = _tree(chains, cute.arch.fmax)
-        ref = reference(both)
+        ref = finite_max(both)
         lanes = cute.make_rmem_tensor(LANES, Float32)
         total = cute.make_rmem_tensor(LANES, Float32)
         for block in cutlass.range_constexpr(cols // LANES):
@@ -103,7 +103,7 @@ def update_relative(
     steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
     base = maths.raised(reference_exponent, steps)
     both = cute.arch.fmax(row_max[r], highest)
-    ref = reference(both)
+    ref = finite_max(both)
     lanes = cute.make_rmem_tensor(LANES, Float32)
     total = cute.make_rmem_tensor(LANES, Float32)
     for block in cutlass.range_constexpr(cols // LANES):

@@ -48,8 +48,8 @@ class ScaleRows:
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < cute.size(tensors.target):
             factor = Float32(0.0)
-            counts = Int64(tensors.target[row]) != tensors.loss.ignore_index
-            if counts:
+            valid = Int64(tensors.target[row]) != tensors.loss.ignore_index
+            if valid:
                 gradient = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, row)
                 # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
                 factor = gradient * tensors.kept_scale[row]
@@ -59,7 +59,7 @@ class ScaleRows:
                 for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
                     source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
                     source.fill(0.0)
-                    if counts:
+                    if valid:
                         cute.autovec_copy(eight(tensors.hidden, Int64(row), chunk * 8), source)
                         source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
                     cute.autovec_copy(source, eight(tensors.scaled, Int64(row), chunk * 8))

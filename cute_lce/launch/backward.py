@@ -7,17 +7,11 @@ import functools
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    Dlogits,
-    Gradients,
-    LossArguments,
-    Statistics,
-    Upstream,
-)
+from ..arguments import GradientOperands, Gradients, LossArguments, Statistics, Upstream
 from ..compile import cache
 from ..implementation import Request, Saved
 from ..options import LossOptions
-from ..plan import backward as plans
+from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
 from ..plan.problem import Limits, Problem, round_up
 from ..streaming.rows import grad_scale, is_ignored
@@ -40,7 +34,7 @@ class _Prepared:
     ):
         problem = Problem(*sizes)
         n, d = problem.n, problem.d
-        chosen = plans.plan(gpu_of(device), problem, kept, Limits(*limits))
+        chosen = backward_plan.plan(gpu_of(device), problem, kept, Limits(*limits))
         configs = chosen.logits, chosen.dhidden, chosen.dweight
         self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target_dtype)))
         self.kept, self.pitch, self.stripes = kept, chosen.pitch, chosen.stripes
@@ -142,7 +136,7 @@ class KernelBackward:
             prepared.function(*groups, self._kept_source(prepared, start, d), stripes[0], progress)
             progress, stripes = progress + 4 * COUNTERS, stripes[1:]
         if stripes:
-            # Of float16, the copies that the operand points to live until all is launched.
+            # float16: keep the copies alive until every stripe is launched.
             source, _copies = self._recomputed_source(prepared, start, hidden, target)
             for stripe in stripes:
                 prepared.function(*groups, source, stripe, progress)
@@ -150,11 +144,11 @@ class KernelBackward:
         self._dweight = dweight
         return self._without_padding(dinput)
 
-    def _kept_source(self, prepared: _Prepared, start: int, d: int) -> Dlogits:
+    def _kept_source(self, prepared: _Prepared, start: int, d: int) -> GradientOperands:
         kept, kept_scale = self._saved.kept, self._saved.kept_scale
         assert kept is not None
         assert kept_scale is not None
-        return Dlogits(
+        return GradientOperands(
             dlogits=kept.data_ptr(),
             pitch=kept.stride(0),
             factor=start + prepared.kept_factor,
@@ -167,14 +161,14 @@ class KernelBackward:
 
     def _recomputed_source(
         self, prepared: _Prepared, start: int, hidden: Tensor, target: Tensor
-    ) -> tuple[Dlogits, tuple[Tensor, ...]]:
+    ) -> tuple[GradientOperands, tuple[Tensor, ...]]:
         """The operand of stripes that are recomputed, and what it points to beside the workspace."""
         if hidden.dtype is not torch.float16:
             factor, weight_factor, scaled, copies = 0, 0, hidden, ()
         else:
             copies = _split_factor(hidden, target, self._dloss, self._saved.num_valid, self._loss)
             factor, weight_factor, scaled = copies[0].data_ptr(), copies[1].data_ptr(), copies[2]
-        source = Dlogits(
+        source = GradientOperands(
             dlogits=start + prepared.dlogits,
             pitch=prepared.pitch,
             factor=factor,

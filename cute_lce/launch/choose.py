@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..plan import schedule as plans
+from ..plan import schedule as schedule_plan
 from ..plan.problem import Limits, Problem
 from ..streaming import STREAMING
 
@@ -15,4 +15,4 @@ def choose(
     """The plan's choice; "grad_in_forward" is the streaming implementation's."""
     if schedule == "grad_in_forward" and problem.wants_gradient:
         return STREAMING.choose(problem, dtype, device_type, schedule, reduction, limits)
-    return plans.choose(problem, schedule, limits)
+    return schedule_plan.choose(problem, schedule, limits)

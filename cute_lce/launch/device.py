@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import arch
 from ..arch import Gpu
 from ..compile import driver
+from ..plan.problem import round_up
 
 _logger = logging.getLogger("cute_lce")
 
@@ -62,7 +63,7 @@ def aligned_rows(name: str, tensor: Tensor) -> Tensor:
     if in_place(tensor) and tensor.data_ptr() % 16 == 0:
         return tensor
     rows, d = tensor.shape
-    copy = tensor.new_zeros(rows, -(-d // 8) * 8)
+    copy = tensor.new_zeros(rows, round_up(d, 8))
     copy[:, :d] = tensor
     _log_copy(name, tuple(tensor.shape), tuple(tensor.stride()), copy.nbytes)
     return copy

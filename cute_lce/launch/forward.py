@@ -11,7 +11,7 @@ from ..arguments import ForwardOutputs, KeepOutputs, LossArguments, Operands
 from ..compile import cache
 from ..implementation import Request, Results
 from ..options import LossOptions
-from ..plan import forward as plans
+from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
 from ..plan.memory import kept_bytes, note_bytes
 from ..plan.problem import round_up
@@ -48,12 +48,16 @@ class EmptyForward:
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
         rows = operands.hidden.new_zeros((0,), dtype=torch.float32)
+        kept = kept_scale = None
+        if self.kept_columns:
+            kept, kept_scale = empty_kept(operands.hidden, self.kept_columns)
         return Results(
-            rows if loss.reduction == "none" else rows.new_zeros(()),
-            rows.new_empty((0,)),
-            rows.new_empty((0,)),
-            rows.new_zeros((), dtype=torch.int64),
-            *(empty_kept(operands.hidden, self.kept_columns) if self.kept_columns else ()),
+            loss=rows if loss.reduction == "none" else rows.new_zeros(()),
+            row_max=rows.new_empty((0,)),
+            row_sum=rows.new_empty((0,)),
+            num_valid=rows.new_zeros((), dtype=torch.int64),
+            kept=kept,
+            kept_scale=kept_scale,
         )
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
@@ -74,7 +78,7 @@ class KernelForward:
             left = limits.workspace - kept_bytes(n, kept) - note_bytes(n, kept)
             limits = limits._replace(workspace=max(left, 1))
         config = gpu.row.keep_config if kept else None
-        chosen = plans.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, config)
+        chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, config)
         key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
         self.function = cache.get(key)
         self.sweep = chosen.sweep
@@ -103,7 +107,7 @@ class KernelForward:
                 workspace=workspace,
             )
             self.function(*operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
-            return Results(total)
+            return Results(loss=total)
         row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
         num_valid = torch.empty_like(self.count)
         outputs = ForwardOutputs(
@@ -115,7 +119,7 @@ class KernelForward:
         )
         if not self.kept_columns:
             self.function(*operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
-            return Results(total, row_max, row_sum, num_valid)
+            return Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
         kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
         notes = torch.empty_like(self.notes)
         keep = KeepOutputs(
@@ -126,7 +130,14 @@ class KernelForward:
             columns=self.kept_columns,
         )
         self.function(*operands, LossArguments.of(loss), outputs, self.sweep, keep)
-        return Results(total, row_max, row_sum, num_valid, kept, kept_scale)
+        return Results(
+            loss=total,
+            row_max=row_max,
+            row_sum=row_sum,
+            num_valid=num_valid,
+            kept=kept,
+            kept_scale=kept_scale,
+        )
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
         return results
@@ -134,4 +145,8 @@ class KernelForward:
 
 def _aligned(operands: Operands) -> Operands:
     hidden, weight, target = operands
-    return Operands(aligned_rows("input", hidden), aligned_rows("linear_weight", weight), target.contiguous())
+    return Operands(
+        hidden=aligned_rows("input", hidden),
+        weight=aligned_rows("linear_weight", weight),
+        target=target.contiguous(),
+    )

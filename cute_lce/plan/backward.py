@@ -13,8 +13,8 @@ from .memory import backward_bytes
 from .problem import Limits, Problem, round_up
 from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
 
-# What a stripe costs besides its GEMMs on an H100, in clocks: the accumulator, 8 bytes an element read and
-# written at half of DRAM's rate, and three launches.
+# What a stripe costs besides its GEMMs, in clocks: the accumulator, 8 bytes per element read and written at
+# half of DRAM's rate, and three launches. An H100's estimates, used for every architecture.
 ACCUMULATED_PER_CLOCK = 160  # elements
 LAUNCH_CLOCKS = 3 * 6000
 

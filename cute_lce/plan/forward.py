@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan, Sweep
 from .gemm import cluster_count, is_paced
-from .memory import MIB, forward_bytes
-from .problem import NO_LIMITS, Limits, ceil_div
+from .memory import forward_bytes
+from .problem import MIB, NO_LIMITS, Limits, ceil_div
 
 MAX_TILES_PER_WINDOW = 16
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more do not improve any plan noticeably."""
 PARTIAL_NS = 32
-"""What the combine kernel takes for a partial of up to 8192 rows, measured on an H100."""
+"""What the combine kernel takes for a partial of up to 8192 rows: measured on an H100, used for every
+architecture."""
 COMBINE_ROWS = 32
 """Rows that a block of the combine kernel processes."""
 
@@ -89,7 +90,7 @@ def plan(
                 windows=windows,
                 group_m=max(1, min(rows, gpu.row.panel // (2 * d * config.cluster_rows))),
                 clusters=max(1, min(clusters, rows * windows)),
-                paced=int(config.pace > 0 and is_paced(gpu, n, vocab, d, rows)),
+                paced=int(is_paced(gpu, config, n, vocab, d)),
             ),
         ),
         rounds=rounds,
@@ -110,6 +111,6 @@ def _rounds(tiles: int, rows: int, clusters: int, tiles_per_window: int) -> tupl
 
 
 def _round_ns(config: KernelConfig, d: int) -> int:
-    """About how long a CTA's tile takes, at 1.5 GHz."""
+    """About how long a CTA's tile takes, at an H100's 1.5 GHz, which is used for every architecture."""
     cycles = 2 * config.tile_m * config.tile_n * d // config.row.dense_flops_per_clock
     return cycles * 2 // 3

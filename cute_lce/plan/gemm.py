@@ -14,9 +14,10 @@ def cluster_count(config: KernelConfig, sms: int) -> int:
     return sms // config.cluster_size
 
 
-def is_paced(gpu: Gpu, m: int, n: int, k: int, rows: int) -> bool:
-    """Whether clusters pace: if several rows of clusters share operands that do not fit L2."""
-    return 2 * k * (m + n) > gpu.row.l2 // 2 and rows > 1
+def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> bool:
+    """Whether clusters pace: if the kernel can, and several rows of clusters share operands that do not fit
+    L2."""
+    return config.pace > 0 and m > config.cluster_rows and 2 * k * (m + n) > gpu.row.l2 // 2
 
 
 def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> GemmPlan:
@@ -28,7 +29,7 @@ def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> GemmPlan:
         windows=windows,
         group_m=min(rows, side),
         clusters=clusters,
-        paced=int(is_paced(gpu, m, n, k, rows)),
+        paced=int(is_paced(gpu, config, m, n, k)),
     )
 
 

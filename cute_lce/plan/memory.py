@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import decimal
 
-from .problem import Problem, ceil_div, round_up
+from .problem import KIB, MIB, Problem, ceil_div, round_up
 
-KIB, MIB = 1 << 10, 1 << 20
 DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes; raised if the schedule needs more."""
 LEAST_UNIT = 64

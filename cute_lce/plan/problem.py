@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+KIB, MIB = 1 << 10, 1 << 20
+
 
 class Problem(NamedTuple):
     """The sizes of a call and the gradients that it needs.

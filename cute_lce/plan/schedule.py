@@ -18,7 +18,8 @@ STRIPE_MULTIPLE = 768
 LEAST_STRIPE = 64
 STRIPE_COLUMNS = 1400
 """What a stripe costs besides its GEMMs (reading and writing the accumulator), in columns of a logits GEMM:
-on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s."""
+on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s.
+The estimate is used for every architecture."""
 LEAST_KEPT = 1 << 33
 """n d V below which "auto" does not keep: keeping takes longer than the logits' GEMM that it saves."""
 
@@ -78,7 +79,7 @@ def kept_columns(problem: Problem, limits: Limits) -> int:
     if backward_bytes(problem, 0, vocab) + forward_bytes(n) <= workspace:
         return vocab
     rest = backward_bytes(problem, 0, LEAST_UNIT) + forward_bytes(n)
-    # Columns that fit: two bytes a row each, and their share of the raises.
+    # Columns that fit: two bytes per row each, and their share of the raises.
     fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + NOTE_BYTES) * max(n, 1)), 0)
     # The alternative: keep nothing, and use the whole workspace for stripes.
     recomputed = stripe_columns(problem, 0, limits._replace(workspace=workspace))

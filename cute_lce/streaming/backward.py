@@ -11,7 +11,7 @@ from .. import maths
 from ..implementation import Request, Saved
 from ..options import LossOptions
 from .memory import windows
-from .products import Factors, LogitsBuffer, add_mm, mm, without_autocast
+from .products import LogitsBuffer, Products, add_mm, mm, without_autocast
 from .rows import grad_scale, is_ignored, subtract_target
 
 
@@ -44,8 +44,8 @@ def _sweep(
     """
     hidden, kept = saved.hidden, saved.kept
     (n, d), V = hidden.shape, saved.weight.shape[0]
-    factors = Factors(hidden, saved.weight)
-    acc, dtype = factors.acc, hidden.dtype
+    products = Products(hidden, saved.weight)
+    acc, dtype = products.acc, hidden.dtype
     valid = ~is_ignored(saved.target, loss.ignore_index)
     ignored = ~valid.unsqueeze(1)
     classes = saved.target.long().clamp(0, V - 1)
@@ -55,9 +55,9 @@ def _sweep(
 
     upstream = torch.where(valid, grad_scale(dloss, saved.num_valid, loss), 0)
     inner, outer = None, torch.where(valid, maths.softmax_factor(upstream, saved.row_sum), 0)
-    if factors.rounded and dtype is torch.bfloat16:
+    if products.rounded and dtype is torch.bfloat16:
         inner, outer = outer, None
-    elif factors.rounded:
+    elif products.rounded:
         inner, outer = torch.where(valid, maths.softmax_factor(1, saved.row_sum), 0), upstream
 
     dinput = dweight = scaled_hidden = weight_scale = None
@@ -65,20 +65,20 @@ def _sweep(
         dinput = hidden.new_zeros((n, d), dtype=acc)
     if request.need_dweight:
         dweight = saved.weight.new_empty((V, d))
-        scaled_hidden = factors.hidden
-        if outer is not None and factors.rounded:
+        scaled_hidden = products.hidden
+        if outer is not None and products.rounded:
             # The largest factor is left out of the rounded copy and applied in float32.
             weight_scale = outer.abs().amax().clamp(min=torch.finfo(acc).tiny) if n else outer.new_ones(())
-            scaled_hidden = factors.hidden * (outer / weight_scale).unsqueeze(1)
+            scaled_hidden = products.hidden * (outer / weight_scale).unsqueeze(1)
             scaled_hidden = scaled_hidden.masked_fill_(ignored, 0).to(dtype)
         elif outer is not None:
-            scaled_hidden = (factors.hidden * outer.unsqueeze(1)).masked_fill_(ignored, 0)
+            scaled_hidden = (products.hidden * outer.unsqueeze(1)).masked_fill_(ignored, 0)
 
     for low, high in ranges:
         dlogits = buffer.window(high - low)
-        weight = factors.weight(low, high)
+        weight = products.weight(low, high)
         if kept is None or low >= kept_columns:
-            logits = maths.logits(mm(factors.hidden, weight.mT, dlogits), loss)
+            logits = maths.logits(mm(products.hidden, weight.mT, dlogits), loss)
         else:
             logits = kept[:, low:high]
         subtract = functools.partial(torch.sub, out=dlogits)
@@ -87,7 +87,7 @@ def _sweep(
         dlogits.masked_fill_(ignored, 0)
         if inner is not None:
             dlogits.mul_(inner.unsqueeze(1))
-        if factors.rounded:
+        if products.rounded:
             dlogits = dlogits.to(dtype)
         if dinput is not None:
             add_mm(dinput, dlogits, weight)

@@ -12,7 +12,7 @@ from ..arguments import Operands
 from ..implementation import Request, Results
 from ..options import LossOptions
 from .memory import windows
-from .products import Factors, LogitsBuffer, accumulate_dtype, mm, without_autocast
+from .products import LogitsBuffer, Products, accumulate_dtype, mm, without_autocast
 from .rows import classify, in_window, reduce
 
 
@@ -41,20 +41,20 @@ class StreamingForward:
 @without_autocast
 def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     n, V = operands.hidden.shape[0], operands.weight.shape[0]
-    factors = Factors(operands.hidden, operands.weight)
+    products = Products(operands.hidden, operands.weight)
     valid, classes, out_of_range = classify(operands.target, loss.ignore_index, V)
     kept_columns = request.kept_columns
     kept, kept_scale = empty_kept(operands.hidden, kept_columns) if kept_columns else (None, None)
     ranges = windows(operands, request)
-    buffer = LogitsBuffer(n, ranges, operands.hidden, factors.acc)
+    buffer = LogitsBuffer(n, ranges, operands.hidden, products.acc)
     # Not -inf, with which a window of -inf would become nan.
-    row_max = operands.hidden.new_full((n,), torch.finfo(factors.acc).min, dtype=factors.acc)
+    row_max = operands.hidden.new_full((n,), torch.finfo(products.acc).min, dtype=products.acc)
     row_sum = torch.zeros_like(row_max)
     target_logit = torch.zeros_like(row_max)
     for low, high in ranges:
         exponentials = buffer.window(high - low)
         logits = exponentials if kept is None or low >= kept_columns else kept[:, low:high]
-        maths.logits(mm(factors.hidden, factors.weight(low, high).mT, logits), loss)
+        maths.logits(mm(products.hidden, products.weight(low, high).mT, logits), loss)
         inside, column = in_window(classes, low, high)
         target_logit = torch.where(inside, logits.gather(1, column).squeeze(1), target_logit)
         new_max = torch.maximum(row_max, logits.amax(1))

@@ -10,8 +10,8 @@ from ..arguments import Operands
 from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, chunks
-from .products import Factors, LogitsBuffer, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, grad_scale, reduce
+from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
+from .rows import classify, grad_scale, reduce, subtract_target
 
 
 @without_autocast
@@ -30,10 +30,10 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     dweight = weight.new_zeros((V, d), dtype=acc) if request.need_dweight else None
     buffer = LogitsBuffer(V, token_ranges, hidden, acc)
     for start, stop in token_ranges:
-        factors = Factors(hidden[start:stop], weight)
+        products = Products(hidden[start:stop], weight)
         logits = buffer.window(stop - start).view(stop - start, V)
         for low, high in ranges:
-            mm(factors.hidden, factors.weight(low, high).mT, logits[:, low:high])
+            mm(products.hidden, products.weight(low, high).mT, logits[:, low:high])
         logits = maths.logits(logits, loss)
         column = classes[start:stop].unsqueeze(1)
         target_logit[start:stop] = logits.gather(1, column).squeeze(1)
@@ -41,23 +41,23 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
         total = maths.exponential(logits, maximum.unsqueeze(1), torch.exp_, torch.Tensor.sub_).sum(1)
         row_max[start:stop], row_sum[start:stop] = maximum, total
         total = total.masked_fill(out_of_range[start:stop], torch.nan)
-        logits.scatter_(1, column, maths.dlogits(logits.gather(1, column), total.unsqueeze(1)))
+        subtract_target(logits, classes[start:stop], total, 0, V)
         factor = torch.where(valid[start:stop], maths.softmax_factor(1, total), 0).unsqueeze(1)
         ignored = ~valid[start:stop].unsqueeze(1)
         logits.masked_fill_(ignored, 0)
-        if factors.rounded:
-            dlogits, scaled_hidden = logits.mul_(factor).to(hidden.dtype), factors.hidden
+        if products.rounded:
+            dlogits, scaled_hidden = logits.mul_(factor).to(hidden.dtype), products.hidden
         else:
             dlogits = logits
             scaled_hidden = (
-                (factors.hidden * factor).masked_fill_(ignored, 0) if dweight is not None else None
+                (products.hidden * factor).masked_fill_(ignored, 0) if dweight is not None else None
             )
         for low, high in ranges:
             if dinput is not None:
-                add_mm(dinput[start:stop], dlogits[:, low:high], factors.weight(low, high))
+                add_mm(dinput[start:stop], dlogits[:, low:high], products.weight(low, high))
             if dweight is not None and scaled_hidden is not None:
                 add_mm(dweight[low:high], dlogits[:, low:high].mT, scaled_hidden)
-        if dinput is not None and not factors.rounded:
+        if dinput is not None and not products.rounded:
             dinput[start:stop].mul_(factor)
     total, _, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
     return Accumulated(total, num_valid, dinput, dweight)
@@ -72,13 +72,13 @@ def scale_gradients(
     dinput = dweight = None
     if accumulated.dinput is not None:
         factor = upstream.unsqueeze(1) if loss.reduction == "none" else upstream
-        dinput = _scaled(accumulated.dinput, factor, dtype)
+        dinput = _multiplied(accumulated.dinput, factor, dtype)
     if accumulated.dweight is not None:
-        dweight = _scaled(accumulated.dweight, upstream, dtype)
+        dweight = _multiplied(accumulated.dweight, upstream, dtype)
     return dinput, dweight
 
 
-def _scaled(accumulator: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _multiplied(accumulator: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """round(factor * accumulator), some rows at a time: on a CPU torch casts from a temporary in acc."""
     out = accumulator.new_empty(accumulator.shape, dtype=dtype)
     rows = accumulator.shape[0]

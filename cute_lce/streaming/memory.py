@@ -9,20 +9,21 @@ import torch
 from ..arguments import Operands
 from ..implementation import Request
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
-from ..plan.problem import Limits, Problem
+from ..plan.problem import MIB, Limits, Problem
 from .products import accumulate_dtype, multiplies_narrow
 
 # Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
-CPU_LOGITS_BYTES = 8 << 20
-_GPU_LOGITS_BYTES = 256 << 20
-# Bytes of a chunk of tokens times the whole vocabulary in grad_in_forward, which updates all of dW a chunk.
-_CHUNK_BYTES = 128 << 20
+CPU_LOGITS_BYTES = 8 * MIB
+_GPU_LOGITS_BYTES = 256 * MIB
+# Bytes of a chunk of tokens times the whole vocabulary in grad_in_forward, which updates all of dW once per
+# chunk.
+_CHUNK_BYTES = 128 * MIB
 _WINDOW_MULTIPLE = 64
 _LEAST_CHUNK = 16
 # Bytes a row of the (n,) vectors that are alive at once: statistics, targets, masks and temporaries.
 ROW_BYTES = 128
 # Bytes that CUDA's reductions over long rows allocate.
-_REDUCTION_BYTES = 4 << 20
+_REDUCTION_BYTES = 4 * MIB
 
 
 def problem_of(operands: Operands, request: Request) -> Problem:

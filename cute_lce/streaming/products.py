@@ -33,7 +33,7 @@ def without_autocast(function):
     return wrapper
 
 
-class Factors:
+class Products:
     """hidden and weight in the dtype in which the device multiplies them with accumulation in acc."""
 
     def __init__(self, hidden: Tensor, weight: Tensor):

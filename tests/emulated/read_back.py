@@ -1,5 +1,6 @@
 # type: ignore  # The DSL traces Python: its types are not Python's.
-"""Host functions of one group of cute_lce.arguments, whose kernels write what each field's name reads."""
+"""Host functions of one group of cute_lce.arguments, or of its operands, whose kernels write what each name
+reads."""
 
 import operator
 
@@ -8,7 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 
-from cute_lce.arguments import Operands
 from cute_lce.compile.trace import compile_options
 from cute_lce.kernels.entry.types import example, example_operands
 
@@ -44,24 +44,30 @@ class Firsts:
     """Writes the first elements of hidden, weight and target to out."""
 
     @cute.jit
-    def __call__(self, operands: Operands, out: cute.Tensor, stream: cuda.CUstream):
-        firsts = store_firsts(operands.hidden, operands.weight, operands.target, out)
-        firsts.launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+    def __call__(
+        self,
+        hidden: cute.Tensor,
+        weight: cute.Tensor,
+        target: cute.Tensor,
+        out: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        store_firsts(hidden, weight, target, out).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
 
 def compile_numbers(group: type, paths: list[str], folder: str):
-    return _compile(Numbers(paths), example(group), folder)
+    return _compile(Numbers(paths), [example(group)], folder)
 
 
 def compile_firsts(folder: str):
     return _compile(Firsts(), example_operands("bfloat16", "int64"), folder)
 
 
-def _compile(function, group, folder: str):
-    """With its PTX; out: int64, of any length."""
+def _compile(function, arguments, folder: str):
+    """With its PTX; arguments: those before out, which is int64, of any length."""
     return cute.compile(
         function,
-        group,
+        *arguments,
         cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int(),)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"{compile_options('sm_90a')} --keep-ptx --dump-dir {folder}",

@@ -13,12 +13,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from cute_lce import arguments
+from cute_lce import arguments as declarations
 from cute_lce.arch import KernelConfig, architecture
 from cute_lce.arguments import (
-    Dlogits,
     ForwardOutputs,
     GemmPlan,
+    GradientOperands,
     Gradients,
     KeepOutputs,
     LossArguments,
@@ -42,7 +42,7 @@ GROUPS = [
     Upstream,
     Statistics,
     Gradients,
-    Dlogits,
+    GradientOperands,
     Stripe,
 ]
 
@@ -67,7 +67,7 @@ def built(group: Any, values: Iterator[int]) -> Any:
 
 
 def test_every_group_is_read_back():
-    declared = [each for each in vars(arguments).values() if hasattr(each, "_fields")]
+    declared = [each for each in vars(declarations).values() if hasattr(each, "_fields")]
     assert set(declared) == {Operands, *GROUPS}
 
 
@@ -90,7 +90,7 @@ def test_operands_arrive_under_their_names(tmp_path):
         target=torch.full((3,), 7),
     )
     out = torch.full((3,), -1)
-    emulator.run(read_back.compile_firsts(str(tmp_path)), operands, out)
+    emulator.run(read_back.compile_firsts(str(tmp_path)), *operands, out)
     assert out.tolist() == [5, 6, 7]
 
 
@@ -105,21 +105,21 @@ def _narrow(config: KernelConfig) -> KernelConfig:
 HOPPER = architecture("sm_90a")
 FORWARD = ForwardKey(_narrow(HOPPER.keep_config), keeps=True)
 BACKWARD = BackwardKey(_narrow(HOPPER.keep_config), HOPPER.gradient_config, HOPPER.gradient_config)
-# What they take, in this order; the backward the address of its counters behind.
+# The groups that they take behind the operands, in this order.
 TAKEN = {
-    FORWARD: (Operands, LossArguments, ForwardOutputs, Sweep, KeepOutputs),
-    BACKWARD: (Operands, LossArguments, Upstream, Statistics, Gradients, Dlogits, Stripe, int),
+    FORWARD: (LossArguments, ForwardOutputs, Sweep, KeepOutputs),
+    BACKWARD: (LossArguments, Upstream, Statistics, Gradients, GradientOperands, Stripe),
 }
-ARGUMENTS = [(key, i) for key, taken in TAKEN.items() for i, group in enumerate(taken) if group is not int]
+# The backward's address of its counters.
+LAST = {FORWARD: (), BACKWARD: (0,)}
+FIRST_GROUP = len(Operands._fields)
+ARGUMENTS = [(key, FIRST_GROUP + i) for key, taken in TAKEN.items() for i in range(len(taken))]
 
 
-def _group(group: Any) -> Any:
-    if group is int:
-        return 0
-    if group is Operands:
-        hidden, weight = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
-        return Operands(hidden, weight, torch.zeros(4, dtype=torch.int64))
-    return built(group, itertools.repeat(0))
+def _arguments(key: Key) -> list[Any]:
+    hidden, weight = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
+    operands = Operands(hidden=hidden, weight=weight, target=torch.zeros(4, dtype=torch.int64))
+    return [*operands, *(built(group, itertools.repeat(0)) for group in TAKEN[key]), *LAST[key]]
 
 
 @pytest.mark.parametrize("change", [-1, 1], ids=["one too few", "one too many"])
@@ -128,17 +128,17 @@ def _group(group: Any) -> Any:
 )
 def test_a_group_of_another_size_is_refused(key: Key, position: int, change: int):
     """By TVM-FFI, which names the argument, before anything is launched."""
-    groups = [_group(group) for group in TAKEN[key]]
-    right = tuple(groups[position])
-    groups[position] = right[:-1] if change < 0 else (*right, right[-1])
+    arguments = _arguments(key)
+    right = tuple(arguments[position])
+    arguments[position] = right[:-1] if change < 0 else (*right, right[-1])
     size = rf"argument #{position} .*expected tuple size={len(right)}$"
     with pytest.raises(ValueError, match=f"Mismatched tuple size on {size}"):
-        emulated(key).capture(*groups)
+        emulated(key).capture(*arguments)
 
 
 @pytest.mark.parametrize(("key", "position"), ARGUMENTS[-1:], ids=["BackwardKey"])
 def test_a_group_inside_a_group_of_another_size_is_refused(key: Key, position: int):
-    groups = [_group(group) for group in TAKEN[key]]
-    groups[position] = groups[position]._replace(dhidden=(0, 0, 0))
+    arguments = _arguments(key)
+    arguments[position] = arguments[position]._replace(dhidden=(0, 0, 0))
     with pytest.raises(ValueError, match=rf"Mismatched tuple size on stripe\[5\] in argument #{position} "):
-        emulated(key).capture(*groups)
+        emulated(key).capture(*arguments)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cute_lce import launch, linear_cross_entropy
 from cute_lce.launch import KERNELS
+from cute_lce.plan.problem import MIB
 from cute_lce.plan.schedule import STRIPE_MULTIPLE
 from tests import passes
 from tests.gpu.test_forward import (
@@ -39,7 +40,6 @@ from tests.numerics import (
 
 NARROW = (torch.bfloat16, torch.float16)
 BF16 = torch.bfloat16
-MIB = 1 << 20
 
 pytestmark = [
     pytest.mark.gpu,

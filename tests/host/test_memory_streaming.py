@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from cute_lce import linear_cross_entropy
+from cute_lce.plan.problem import MIB
 from cute_lce.streaming.memory import CPU_LOGITS_BYTES, ROW_BYTES
 
-MIB = 1 << 20
 n, d, V = 512, 32, 32768
 LOGITS = n * V * 4
 

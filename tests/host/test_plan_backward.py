@@ -23,10 +23,9 @@ from cute_lce.options import LossOptions
 from cute_lce.plan import backward, gemm, schedule
 from cute_lce.plan.backward import BackwardPlan
 from cute_lce.plan.kernels import Key
-from cute_lce.plan.problem import Limits, Problem, ceil_div
+from cute_lce.plan.problem import MIB, Limits, Problem, ceil_div
 from tests.device import planned_for
 
-MIB = 1 << 20
 NEEDS = ((True, True), (True, False), (False, True))
 TABLE = (
     (8192, 4096, 131072),

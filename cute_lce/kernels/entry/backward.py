@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
-    Dlogits,
+    GradientOperands,
     Gradients,
     LossArguments,
     Statistics,
@@ -58,7 +58,7 @@ class Backward:
         upstream: Upstream,
         statistics: Statistics,
         gradients: Gradients,
-        source: Dlogits,
+        source: GradientOperands,
         stripe: Stripe,
         progress: Int64,  # three zeroed int32 if a GEMM is paced
         stream: cuda.CUstream,
@@ -71,7 +71,7 @@ class Backward:
             weight.iterator + Int64(first) * row_pitch, cute.make_layout((columns, d), stride=(row_pitch, 1))
         )
         dlogits = matrix(dtype, source.dlogits, n, columns, source.pitch)
-        scaled = matrix(dtype, source.hidden, n, d, source.hidden_pitch)
+        hidden_rows = matrix(dtype, source.hidden, n, d, source.hidden_pitch)
         counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
         dloss = strided(upstream.dloss, n, upstream.stride)
         factors = strided(source.factor, n, source.factor_stride)
@@ -89,10 +89,10 @@ class Backward:
                     dlogits=dlogits,
                     loss=loss,
                     first=first,
-                    vocab=columns,
+                    columns=columns,
                 ),
                 counters[0],
-                Sweep(Int32(1), stripe.logits),
+                Sweep(tiles_per_window=Int32(1), gemm=stripe.logits),
                 stream,
             )
         else:
@@ -104,7 +104,7 @@ class Backward:
                     num_valid=num_valid,
                     kept_scale=vector(Float32, source.kept_scale, n),
                     factor=factors,
-                    scaled=scaled,
+                    scaled=hidden_rows,
                     loss=loss,
                     wanted=Int32(gradients.dweight != 0),
                 ),
@@ -118,28 +118,28 @@ class Backward:
                     out=matrix(dtype, gradients.dhidden, n, d, d),
                     accumulator=matrix(Float32, gradients.accumulator, n, d, d),
                     factor=factors,
-                    first=stripe.is_first,
-                    last=stripe.is_last,
+                    is_first=stripe.is_first,
+                    is_last=stripe.is_last,
                 ),
                 counters[1],
-                Sweep(Int32(1), stripe.dhidden),
+                Sweep(tiles_per_window=Int32(1), gemm=stripe.dhidden),
                 stream,
             )
         if gradients.dweight != 0:
             self.dweight(
                 transposed(dlogits),
-                transposed(scaled),
+                transposed(hidden_rows),
                 GradientTensors(
                     out=matrix(
                         dtype, gradients.dweight + Int64(first) * d * (dtype.width // 8), columns, d, d
                     ),
                     accumulator=matrix(Float32, gradients.accumulator, columns, d, d),
                     factor=strided(source.weight_factor, columns, 0),
-                    first=Int32(1),
-                    last=Int32(1),
+                    is_first=Int32(1),
+                    is_last=Int32(1),
                 ),
                 counters[2],
-                Sweep(Int32(1), stripe.dweight),
+                Sweep(tiles_per_window=Int32(1), gemm=stripe.dweight),
                 stream,
             )
 
@@ -161,7 +161,7 @@ def compile_backward(
         example(Upstream),
         example(Statistics),
         example(Gradients),
-        example(Dlogits),
+        example(GradientOperands),
         example(Stripe),
         Int64(0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -73,22 +73,29 @@ class Forward:
         row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
         if sweep.gemm.paced != 0:
             clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-        tensors = ForwardTensors(target, partials, target_logit, arrived, vocab, loss)
+        tensors = ForwardTensors(
+            target=target,
+            partials=partials,
+            target_logit=target_logit,
+            arrived=arrived,
+            vocab=vocab,
+            loss=loss,
+        )
         kept = self._keep_tensors(keep, hidden.element_type, n)
         if cutlass.const_expr(self.keeps):
             self.references(hidden, weight, target, kept, loss, stream)
-            tensors = KeepForwardTensors(tensors, kept)
+            tensors = KeepForwardTensors(forward=tensors, keep=kept)
         self.gemm(hidden, weight, tensors, progress, sweep, stream)
         self.combine(
             CombineTensors(
                 vocab=vocab,
-                loss_options=loss,
+                loss=loss,
                 target=target,
                 partials=partials,
                 target_logit=target_logit,
                 row_max=row_max,
                 row_sum=row_sum,
-                loss=vector(Float32, outputs.loss, n),
+                losses=vector(Float32, outputs.loss, n),
                 num_valid=vector(Int64, outputs.num_valid, 1),
                 blocks=blocks,
                 arrived=arrived,
@@ -104,7 +111,7 @@ class Forward:
         return KeepTensors(
             kept=matrix(element, keep.kept, n, keep.columns, keep.pitch),
             reference=vector(Float32, keep.workspace, n),
-            raised=cute.make_tensor(
+            notes=cute.make_tensor(
                 notes, cute.make_layout((cute.ceil_div(keep.columns, self.unit), n), stride=(Int64(n), 1))
             ),
             most_raised=vector(Int32, keep.workspace + Int64(n) * 4, n),

@@ -19,7 +19,7 @@ class DlogitsTensors(NamedTuple):
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
     one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned:
     what is written.
-    first: the stripe's first column. vocab: the stripe's columns.
+    first, columns: the stripe's first column, and how many it has.
     """
 
     target: cute.Tensor
@@ -30,7 +30,7 @@ class DlogitsTensors(NamedTuple):
     dlogits: cute.Tensor
     loss: LossArguments
     first: Int32
-    vocab: Int32
+    columns: Int32
 
 
 class DlogitsState(NamedTuple):
@@ -41,7 +41,7 @@ class DlogitsState(NamedTuple):
     factor: cute.Tensor
     onehot: cute.Tensor
     target: cute.Tensor
-    counts: cute.Tensor
+    valid: cute.Tensor
 
 
 class DlogitsEpilogue:
@@ -49,6 +49,7 @@ class DlogitsEpilogue:
 
     Args:
         tile_n: columns of a tile.
+        threads_per_row: threads that share a row, adjacent lanes.
         has_grad_scale: whether dlogits include grad_scale. The range of float16 is too small for it: there
             the gradients' epilogues apply it.
     """
@@ -62,24 +63,24 @@ class DlogitsEpilogue:
     def begin(self, tensors: DlogitsTensors, rows: cute.Tensor) -> DlogitsState:
         count = cute.size(rows)
         ref, factor, onehot = (cute.make_rmem_tensor(count, Float32) for _ in range(3))
-        target, counts = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
+        target, valid = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
         for r in cutlass.range_constexpr(count):
             ref[r], factor[r], onehot[r] = Float32(0.0), Float32(0.0), Float32(0.0)
-            target[r], counts[r] = Int32(NO_COLUMN), Int32(0)
+            target[r], valid[r] = Int32(NO_COLUMN), Int32(0)
             if rows[r] < cute.size(tensors.target):
                 index = Int64(tensors.target[rows[r]])
                 if index != tensors.loss.ignore_index:
-                    counts[r] = Int32(1)
+                    valid[r] = Int32(1)
                     scale = Float32(1.0)
                     if cutlass.const_expr(self.has_grad_scale):
                         scale = row_stats.grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, rows[r])
-                    ref[r] = row_stats.reference(tensors.row_max[rows[r]])
+                    ref[r] = row_stats.finite_max(tensors.row_max[rows[r]])
                     factor[r] = maths.softmax_factor(scale, tensors.row_sum[rows[r]])
                     onehot[r] = scale
                     index = index - tensors.first
-                    if index >= 0 and index < tensors.vocab:
+                    if index >= 0 and index < tensors.columns:
                         target[r] = Int32(index)
-        return DlogitsState(ref, factor, onehot, target, counts)
+        return DlogitsState(ref, factor, onehot, target, valid)
 
     @cute.jit
     def visit(
@@ -101,7 +102,7 @@ class DlogitsEpilogue:
                 for c in cutlass.range_constexpr(cute.size(cols)):
                     if cols[c] == column:
                         frag[r, c] = maths.dlogits(frag[r, c], state.onehot[r])
-            if state.counts[r] == 0:
+            if state.valid[r] == 0:
                 for c in cutlass.range_constexpr(cute.size(cols)):
                     frag[r, c] = Float32(0.0)
         store_rows(tensors.dlogits, frag, rows, cols, first, self.threads_per_row)

@@ -12,16 +12,16 @@ from cute_lce.kernels.epilogues.store import add_pairs, store_pairs, store_rows
 class GradientTensors(NamedTuple):
     """Global memory that a gradient's epilogue accesses.
 
-    out (m, n) in the operands' dtype, written when `last`. accumulator (m, n) fp32: read unless `first`,
-    written unless `last`. factor (m,) fp32 with any stride (0: one number): multiplies the product's rows; at
-    address 0: ones.
+    out (m, n) in the operands' dtype, written when `is_last`. accumulator (m, n) fp32: read unless
+    `is_first`, written unless `is_last`. factor (m,) fp32 with any stride (0: one number): multiplies the
+    product's rows; at address 0: ones.
     """
 
     out: cute.Tensor
     accumulator: cute.Tensor
     factor: cute.Tensor
-    first: Int32
-    last: Int32
+    is_first: Int32
+    is_last: Int32
 
 
 class GradientEpilogue:
@@ -29,6 +29,7 @@ class GradientEpilogue:
 
     Args:
         tile_n: columns of a tile.
+        threads_per_row: threads that share a row, adjacent lanes.
     """
 
     def __init__(self, tile_n: int, threads_per_row: int):
@@ -38,10 +39,10 @@ class GradientEpilogue:
     @cute.jit
     def begin(self, tensors: GradientTensors, rows: cute.Tensor):
         factor = cute.make_rmem_tensor(cute.size(rows), Float32)
-        scaled = tensors.factor.iterator.toint() != 0
+        has_factor = tensors.factor.iterator.toint() != 0
         for r in cutlass.range_constexpr(cute.size(rows)):
             factor[r] = Float32(1.0)
-            if scaled and rows[r] < cute.size(tensors.out, mode=[0]):
+            if has_factor and rows[r] < cute.size(tensors.out, mode=[0]):
                 factor[r] = tensors.factor[rows[r]]
         return factor
 
@@ -59,9 +60,9 @@ class GradientEpilogue:
         for r in cutlass.range_constexpr(cute.size(rows)):
             for c in cutlass.range_constexpr(cute.size(cols)):
                 frag[r, c] = frag[r, c] * factor[r]
-        if tensors.first == 0:
+        if tensors.is_first == 0:
             add_pairs(tensors.accumulator, frag, rows, cols, first)
-        if tensors.last == 0:
+        if tensors.is_last == 0:
             store_pairs(tensors.accumulator, frag, rows, cols, first)
         else:
             store_rows(tensors.out, frag, rows, cols, first, self.threads_per_row)

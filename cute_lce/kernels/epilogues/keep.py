@@ -24,7 +24,7 @@ class KeepState(NamedTuple):
 
     forward: ForwardState
     reference: cute.Tensor
-    counts: cute.Tensor
+    valid: cute.Tensor
 
 
 class KeepEpilogue:
@@ -43,14 +43,14 @@ class KeepEpilogue:
     @cute.jit
     def begin(self, tensors: KeepForwardTensors, rows: cute.Tensor) -> KeepState:
         count = cute.size(rows)
-        reference, counts = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Int32)
+        reference, valid = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Int32)
         for r in cutlass.range_constexpr(count):
-            reference[r], counts[r] = Float32(0.0), Int32(0)
+            reference[r], valid[r] = Float32(0.0), Int32(0)
             if rows[r] < cute.size(tensors.forward.target):
                 reference[r] = tensors.keep.reference[rows[r]]
                 if Int64(tensors.forward.target[rows[r]]) != tensors.forward.loss.ignore_index:
-                    counts[r] = Int32(1)
-        return KeepState(self.forward.begin(tensors.forward, rows), reference, counts)
+                    valid[r] = Int32(1)
+        return KeepState(self.forward.begin(tensors.forward, rows), reference, valid)
 
     @cute.jit
     def visit(
@@ -74,12 +74,12 @@ class KeepEpilogue:
                     r,
                     self.threads_per_row,
                 )
-                if state.counts[r] == 0:
+                if state.valid[r] == 0:
                     for c in cutlass.range_constexpr(cute.size(cols)):
                         frag[r, c] = Float32(0.0)
                 if rows[r] < cute.size(tensors.forward.target):
                     if self._notes(tensors, cols, first):
-                        tensors.keep.raised[(first + cols[0]) // self.unit, rows[r]] = Uint16(steps)
+                        tensors.keep.notes[(first + cols[0]) // self.unit, rows[r]] = Uint16(steps)
                         if steps > 0:
                             cute.arch.red(
                                 (tensors.keep.most_raised.iterator + rows[r]),
