@@ -13,7 +13,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
-from ..plan.memory import kept_bytes, note_bytes
+from ..plan.memory import keep_workspace_bytes, kept_bytes
 from ..plan.problem import round_up
 from .device import aligned_rows, dtype_name, gpu_of, in_place, template
 
@@ -75,7 +75,7 @@ class KernelForward:
         self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         gpu, limits = gpu_of(device), request.limits
         if kept and limits.workspace:
-            left = limits.workspace - kept_bytes(n, kept) - note_bytes(n, kept)
+            left = limits.workspace - kept_bytes(n, kept) - keep_workspace_bytes(n, kept)
             limits = limits._replace(workspace=max(left, 1))
         config = gpu.row.keep_config if kept else None
         chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, config)
@@ -90,7 +90,7 @@ class KernelForward:
         self.behind = 4 * round_up(chosen.workspace_floats, 2)
         extra = 0 if self.wants_statistics else 2 * n + 3
         self.workspace = template(device, torch.float32, chosen.workspace_floats + extra)
-        self.notes = template(device, torch.uint8, note_bytes(n, kept))
+        self.keep_workspace = template(device, torch.uint8, keep_workspace_bytes(n, kept))
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
         if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
@@ -121,11 +121,11 @@ class KernelForward:
             self.function(*operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
             return Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
         kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
-        notes = torch.empty_like(self.notes)
+        keep_workspace = torch.empty_like(self.keep_workspace)
         keep = KeepOutputs(
             kept=kept.data_ptr(),
             kept_scale=kept_scale.data_ptr(),
-            workspace=notes.data_ptr(),
+            workspace=keep_workspace.data_ptr(),
             pitch=self.kept.shape[1],
             columns=self.kept_columns,
         )

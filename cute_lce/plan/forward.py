@@ -45,7 +45,7 @@ class ForwardPlan:
 
     @property
     def workspace_floats(self) -> int:
-        """fp32 numbers: 2 counters, partials, target logits, and two a block of the combine kernel."""
+        """fp32 numbers: 2 counters, partials, target logits, and two per block of the combine kernel."""
         partials = self.sweep.gemm.windows * self.config.partials_per_window
         return 2 + self.n * (2 * partials + 1) + 2 * ceil_div(self.n, COMBINE_ROWS)
 

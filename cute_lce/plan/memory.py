@@ -37,8 +37,8 @@ def forward_bytes(n: int) -> int:
     return 128 * n + 4 * KIB
 
 
-def note_bytes(n: int, kept: int) -> int:
-    """Bytes of a keeping forward's notes: each row's reference and largest raise, and a raise a unit."""
+def keep_workspace_bytes(n: int, kept: int) -> int:
+    """Bytes of KeepOutputs.workspace: each row's reference and largest raise, and a note per unit."""
     return n * (8 + NOTE_BYTES * ceil_div(kept, LEAST_UNIT))
 
 
