@@ -14,13 +14,12 @@ from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
 
 import torch
 
-from .plan.problem import Limits
+from .plan.problem import MIB, Limits
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
 IGNORE_INDEX = -100
 """The ignore_index that ``None`` stands for, as in torch."""
-MIB = 1 << 20
 MOST_WORKSPACE_MB = 1 << 42
 MOST_WINDOW = (1 << 31) - 1
 """More of either is taken as this much, which no machine has and which fits the ops' int64."""

@@ -16,7 +16,8 @@ from cute_lce import reference
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """RMS of the error over RMS of what is expected, in float64; nan where actual has one."""
-    return float((actual.double() - expected).norm() / expected.norm())
+    actual, expected = actual.detach().double(), expected.detach()
+    return float((actual - expected).norm() / expected.norm())
 
 
 # The RMS of one rounding for the types that are rounded to last, some more for those that sums are taken in:
