@@ -51,11 +51,17 @@ def template(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return like
 
 
-def in_place(tensor: Tensor) -> bool:
+@functools.lru_cache(maxsize=4096)
+def strides_in_place(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether TMA can read a matrix with these strides, if it begins at a multiple of 16 bytes."""
-    rows, d = tensor.shape
-    pitch = tensor.stride(0) if rows > 1 else d
-    return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
+    rows, d = shape
+    pitch = strides[0] if rows > 1 else d
+    return strides[1] == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
+
+
+def in_place(tensor: Tensor) -> bool:
+    """Whether TMA can read a matrix, if it begins at a multiple of 16 bytes."""
+    return strides_in_place(tensor.shape, tensor.stride())
 
 
 def aligned_rows(name: str, tensor: Tensor) -> Tensor:
