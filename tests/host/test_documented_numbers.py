@@ -283,9 +283,23 @@ def host_time(file: str) -> Rows:
     return rows
 
 
+def host_side(file: str) -> Rows:
+    cases = {
+        "fwd": "forward without a gradient",
+        "recompute fwd_grad": "forward, recompute",
+        "keep fwd_grad": "forward, keep",
+        "recompute bwd": "backward, recompute, 1 stripe",
+        "keep bwd": "backward, keep",
+        "8 stripes bwd": "backward, recompute, 8 stripes",
+    }
+    found = [(name, get(file, case=case)) for case, name in cases.items()]
+    # Of minimum, 5th percentile, first quartile and median the third.
+    return [[name, str(record["before"][2]), str(record["after"][2])] for name, record in found]
+
+
 TABLES: dict[str, Callable[[str], Rows]] = {
     function.__name__: function
-    for function in (forward, sustained, backward, frozen, peers, readme, errors, host_time)
+    for function in (forward, sustained, backward, frozen, peers, readme, errors, host_time, host_side)
 }
 
 
