@@ -12,7 +12,7 @@ FLOOR_TOKENS = 4096  # the GEMMs take at most so many tokens at once
 
 
 class Floor:
-    """The GEMMs as cuBLAS does them, over slices of at most 4096 tokens, V rounded up to a multiple of 64."""
+    """The GEMMs as cuBLAS does them, over equal slices of at most 4096 tokens; V rounded up to 64s."""
 
     def __init__(self, inputs: Inputs, backward: bool, frozen: str):
         self.backward = backward
@@ -20,7 +20,8 @@ class Floor:
         vocab = 64 * math.ceil(weight.shape[0] / 64)
         if vocab != weight.shape[0]:
             weight = torch.cat((weight, weight.new_zeros(vocab - weight.shape[0], weight.shape[1])))
-        rows = min(len(hidden), FLOOR_TOKENS)
+        # Equal slices: a last one of few tokens would be slow, and what is compared with it look fast.
+        rows = math.ceil(len(hidden) / math.ceil(len(hidden) / FLOOR_TOKENS))
         self._slices, self._weight = hidden.split(rows), weight
         self._logits = hidden.new_empty(rows, vocab)
         self._dh = hidden.new_empty(rows, hidden.shape[1]) if backward and frozen != "hidden" else None

@@ -266,7 +266,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     tables, names = ", ".join(shapes.TABLES), ", ".join(providers.PROVIDERS)
-    add("--shapes", nargs="+", help=f"{tables}, or n,d,V[,weight|hidden] (the frozen operand)")
+    add(
+        "--shapes",
+        nargs="+",
+        help=f"{tables}, {shapes.RANDOM}, or n,d,V[,weight|hidden] (the frozen operand)",
+    )
     add("--providers", nargs="+", default=["cute_lce"], metavar="NAME", help=f"all, or {names}")
     add("--pass", nargs="+", dest="passes", default=["fwd"], choices=("fwd", "fwd_bwd"))
     add("--schedule", nargs="+", default=["auto"], choices=providers.SCHEDULES, help="of cute_lce")

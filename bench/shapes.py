@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from random import Random
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,44 @@ BACKWARD = (
 # Small enough for a CPU, ragged in every dimension.
 TINY = (Shape(48, 32, 517),)
 
+# Output layers of models that people train: name -> (d, V), as their configurations give them.
+ZOO = {
+    "GPT-2": (768, 50257),
+    "Llama 3 8B": (4096, 128256),
+    "Llama 3 70B": (8192, 128256),
+    "Qwen2.5 7B": (3584, 152064),
+    "Qwen3 8B": (4096, 151936),
+    "Qwen3 32B": (5120, 151936),
+    "Gemma 2 9B": (3584, 256000),
+    "Gemma 3 27B": (5376, 262208),
+    "gpt-oss": (2880, 201088),
+    "DeepSeek-V3": (7168, 129280),
+    "Mistral Small 3": (5120, 131072),
+}
+
 TABLES = {"forward": FORWARD, "backward": BACKWARD, "tiny": TINY}
+
+RANDOM = "random:SEED:COUNT"
+LEAST_TOKENS, MOST_TOKENS = 16, 32768
+
+
+def draw(seed: int, count: int) -> tuple[Shape, ...]:
+    """Shapes that nobody rounded: a model of the ZOO, and tokens from 16 to 32768, log-uniformly."""
+    random = Random(seed)
+    shapes = []
+    for _ in range(count):
+        tokens = round(math.exp(random.uniform(math.log(LEAST_TOKENS), math.log(MOST_TOKENS))))
+        shapes.append(Shape(tokens, *random.choice(list(ZOO.values()))))
+    return tuple(shapes)
 
 
 def parse(text: str) -> tuple[Shape, ...]:
-    """A table's name, or "n,d,V" with ",weight" or ",hidden" behind it for the operand that is frozen."""
+    """A table's name, "random:SEED:COUNT" (`draw`), or "n,d,V" with ",weight" or ",hidden" behind it for the
+    operand that is frozen."""
     if text in TABLES:
         return TABLES[text]
+    if match := re.fullmatch(r"random:(\d+):(\d+)", text):
+        return draw(int(match[1]), int(match[2]))
     numbers, frozen = text.split(","), ""
     if numbers[-1] in ("weight", "hidden"):
         frozen = numbers.pop()
@@ -68,7 +102,7 @@ def parse(text: str) -> tuple[Shape, ...]:
         n, d, vocab = (int(number) for number in numbers)
     except ValueError:
         raise ValueError(
-            f"shape must be one of {', '.join(TABLES)} or n,d,V[,weight|hidden], got {text!r}"
+            f"shape must be one of {', '.join(TABLES)}, {RANDOM} or n,d,V[,weight|hidden], got {text!r}"
         ) from None
     if min(n, d, vocab) < 1:
         raise ValueError(f"shape must have n, d and V of at least 1, got {text!r}")

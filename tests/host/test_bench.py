@@ -88,6 +88,29 @@ def test_shapes_are_read_by_table_and_by_number():
             shapes.parse(text)
 
 
+def test_random_shapes_repeat_and_are_not_rounded():
+    drawn = shapes.parse("random:7:400")
+    assert drawn == shapes.parse("random:7:400")
+    assert drawn[:40] == shapes.parse("random:7:40")
+    assert drawn != shapes.parse("random:8:400")
+    assert {(shape.d, shape.vocab) for shape in drawn} == set(shapes.ZOO.values())
+    tokens = [shape.n for shape in drawn]
+    assert shapes.LEAST_TOKENS <= min(tokens) <= 24
+    assert 16384 < max(tokens) <= shapes.MOST_TOKENS
+    # Log-uniformly: as many in each of the 11 doublings, and few that a tile divides.
+    assert all(
+        400 / 11 / 2 < sum(low <= n < 2 * low for n in tokens) < 400 / 11 * 2 for low in (16, 512, 8192)
+    )
+    assert sum(n % 128 == 0 for n in tokens) < 40
+
+
+def test_the_floor_slices_tokens_evenly(monkeypatch):
+    inputs = make_inputs(shapes.Shape(4100, 16, 70), torch.float32, "untrained", CPU)
+    assert [len(rows) for rows in Floor(inputs, True, "")._slices] == [2050, 2050]
+    monkeypatch.setattr("bench.floor.FLOOR_TOKENS", 1000)
+    assert [len(rows) for rows in Floor(inputs, True, "")._slices] == [820] * 5
+
+
 # run
 
 
@@ -125,16 +148,16 @@ def test_floor_multiplies_every_token_with_the_padded_vocabulary(monkeypatch):
     monkeypatch.setattr(torch, "mm", counted)
     Floor(inputs, backward=True, frozen="")()
     assert products == [
-        *((4096, 8, 128), (8, 8, 128)),
-        *((4096, 128, 8), (8, 128, 8)),
-        *((128, 4096, 8), (128, 8, 8)),
+        *((2052, 8, 128), (2052, 8, 128)),
+        *((2052, 128, 8), (2052, 128, 8)),
+        *((128, 2052, 8), (128, 2052, 8)),
     ]
     products.clear()
     Floor(inputs, backward=True, frozen="weight")()
     assert len(products) == 4
     products.clear()
     Floor(inputs, backward=False, frozen="")()
-    assert products == [(4096, 8, 128), (8, 8, 128)]
+    assert products == [(2052, 8, 128), (2052, 8, 128)]
 
 
 BENCH = ("--device", "cpu", "--seconds", "0.01", "--shapes", "tiny")
