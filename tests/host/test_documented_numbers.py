@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -297,9 +298,36 @@ def host_side(file: str) -> Rows:
     return [[name, str(record["before"][2]), str(record["after"][2])] for name, record in found]
 
 
+def by_tokens(file: str) -> Rows:
+    rows: Rows = []
+    for name, low, high in (("16 to 128", 16, 129), ("129 to 511", 129, 512), ("512 and more", 512, 1 << 20)):
+        row: list[Cell] = [name]
+        for step in ("fwd", "fwd_bwd"):
+            found = [
+                ratio(record)
+                for record in records(file)
+                # Of shorter calls launches are the most of it.
+                if record["pass"] == step and low <= record["n"] < high and record["floor_ms"] >= 0.3
+            ]
+            row.append(f"{geometric_mean(found):.2f}, {max(found):.2f}, {len(found)}")
+        rows.append(row)
+    return rows
+
+
 TABLES: dict[str, Callable[[str], Rows]] = {
     function.__name__: function
-    for function in (forward, sustained, backward, frozen, peers, readme, errors, host_time, host_side)
+    for function in (
+        forward,
+        sustained,
+        backward,
+        frozen,
+        peers,
+        readme,
+        errors,
+        host_time,
+        host_side,
+        by_tokens,
+    )
 }
 
 
