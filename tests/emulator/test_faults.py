@@ -156,6 +156,50 @@ def test_shuffle_without_all_lanes():
     )
 
 
+EXCHANGES = [
+    "shfl.sync.idx.b32 %r2|%p3, %r0, 0, 31, {};",
+    "vote.sync.any.pred %p3, %p2, {};",
+    "vote.sync.all.pred %p3, %p2, {};",
+    "vote.sync.ballot.b32 %r2, %p2, {};",
+    "redux.sync.add.s32 %r2, %r0, {};",
+    "redux.sync.min.u32 %r2, %r0, {};",
+]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("mask", "code"),
+    [("-1", "divergence"), ("0x7fff", "divergence"), ("0x1ffff", "divergence"), ("%r0", "mismatch")],
+    ids=["all", "not oneself", "one who is absent", "differs"],
+)
+def test_membermask_that_is_not_of_the_lanes_that_execute(exchange, mask, code):
+    body = "and.b32 %r1, %r0, 31; setp.lt.u32 %p1, %r1, 16; setp.ne.u32 %p2, %r1, 3; @%p1 "
+    run(body + exchange.format("0xffff"))
+    fault(body + exchange.format(mask), code)
+
+
+MOVMATRIX = "movmatrix.sync.aligned.m8n8.trans.b16 %r1, %r0;"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "setp.lt.u32 %p1, %r0, 63; @%p1 " + MOVMATRIX,
+        "setp.eq.u32 %p1, %r0, 5; @%p1 exit; " + MOVMATRIX,
+        "setp.eq.u32 %p1, %r0, 5; @%p1 bra other; " + MOVMATRIX + "bra end; other: " + MOVMATRIX + "end:",
+    ],
+    ids=["a predicate", "an exit", "a branch"],
+)
+def test_movmatrix_without_all_lanes(body):
+    fault(body, "divergence")
+
+
+def test_movmatrix_of_a_register_that_a_lane_never_wrote():
+    fault(
+        "setp.ne.u32 %p1, %r0, 5; @%p1 mov.b32 %r2, 1;" + MOVMATRIX.replace("%r0", "%r2"), "uninit-register"
+    )
+
+
 def test_lanes_waiting_for_each_other_at_different_places():
     body = """setp.eq.u32 %p1, %r0, 0; @%p1 bra other; shfl.sync.idx.b32 %r2, %r0, 0, 31, -1; bra end;
     other: shfl.sync.idx.b32 %r3, %r0, 0, 31, -1; end:"""
@@ -423,6 +467,59 @@ def test_tmem_faults(body, code):
     fault(tmem(body), code, target="sm_100a", block=(128, 1, 1))
 
 
+WRITTEN = "".join(f"tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3+{i}], {{%r0}};" for i in range(8))
+HALF_LOAD = "tcgen05.ld.sync.aligned.16x256b.x1.b32 {%r4, %r5, %r6, %r7}, [%r3+"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (WRITTEN + "{wait}" + HALF_LOAD + "0]; st.global.b32 [%d0], %r6;", "tcgen05-wait-ld"),
+        (WRITTEN + "{wait}" + HALF_LOAD + "0]; mov.b32 %r7, 0;", "tcgen05-wait-ld"),
+        (WRITTEN + "{wait}" + HALF_LOAD + "0];", "pending-at-exit"),
+        (WRITTEN + HALF_LOAD + "0]; tcgen05.wait::ld.sync.aligned;", "async-overlap"),
+        (WRITTEN + "{wait}" + HALF_LOAD + "1]; tcgen05.wait::ld.sync.aligned;", "uninit-tmem"),
+        (WRITTEN + "{wait}" + HALF_LOAD + "57];", "tmem-bounds"),
+        (WRITTEN + "{wait}" + HALF_LOAD + "524288];", "misaligned"),
+        (WRITTEN + "{wait}" + HALF_LOAD + "2097152];", "tmem-bounds"),
+        (WRITTEN + "{wait} add.s32 %r3, %r3, %r0;" + HALF_LOAD + "0];", "mismatch"),
+        (WRITTEN + "{wait} setp.ne.u32 %p4, %r0, 7; @%p4 " + HALF_LOAD + "0];", "divergence"),
+        (WRITTEN + "{wait} setp.eq.u32 %p4, %r0, 7; @%p4 exit;" + HALF_LOAD + "0];", "divergence"),
+        (
+            WRITTEN
+            + "{wait}"
+            + HALF_LOAD
+            + "0]; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3], {%r0}; tcgen05.wait::ld.sync.aligned;",
+            "async-overlap",
+        ),
+    ],
+    ids=[
+        "read before wait::ld",
+        "overwritten before wait::ld",
+        "exit before wait::ld",
+        "no wait::st",
+        "unwritten",
+        "columns",
+        "lane 8",
+        "another warp's lanes",
+        "address differs",
+        "a predicate",
+        "an exit",
+        "stored over before wait::ld",
+    ],
+)
+def test_faults_of_tcgen05_ld_16x256b(body, code):
+    body = body.replace("{wait}", "tcgen05.wait::st.sync.aligned;")
+    fault(tmem(body + FREE), code, target="sm_100a", block=(128, 1, 1))
+
+
+def test_tcgen05_ld_16x256b_of_the_second_half_of_the_lanes():
+    body = WRITTEN + "tcgen05.wait::st.sync.aligned;" + HALF_LOAD + "1048576]; tcgen05.wait::ld.sync.aligned;"
+    out, _ = run(tmem(body + "st.global.b32 [%d0], %r6;" + FREE), target="sm_100a", block=(128, 1, 1))
+    thread = torch.arange(128, dtype=torch.int32)
+    assert torch.equal(out[:128], thread // 32 * 32 + 16 + 8 + thread % 32 // 4)
+
+
 # Warps 0 to 3 write TMEM, then warps 4 to 7, of the same lanes, read it. In some bodies they write it again.
 WRITE = "@%p2 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3+5], {%r0}; tcgen05.wait::st.sync.aligned;"
 READ = "@!%p2 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3+5]; tcgen05.wait::ld.sync.aligned;"
@@ -533,6 +630,11 @@ def test_ctas_of_an_sm_share_its_tensor_memory(columns, relinquish, meet, per_sm
         "mbarrier.try_wait.sideways.shared.b64 %p1, [%r1], 0;",
         "tcgen05.mma.cta_group::1.kind::mxf4 [%r1], %d1, %d2, %r2, %p1;",
         "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%f0,%f1,%f2,%f3}, %d1, %d2, %p1, 1, 1;",
+        "wgmma.mma_async.sync.aligned.m64n4k16.f32.f16.f16 {%f0,%f1}, %d1, %d2, %p1, 1, 1, 0, 0;",
+        "movmatrix.sync.aligned.m8n8.b16 %r1, %r0;",
+        "tcgen05.ld.sync.aligned.16x256b.x1.b32 {%r1,%r2}, [%r0];",
+        "tcgen05.ld.sync.aligned.16x128b.x1.b32 {%r1,%r2}, [%r0];",
+        "tcgen05.st.sync.aligned.16x256b.x1.b32 [%r0], {%r1,%r2,%r3,%r4};",
     ],
 )
 def test_unknown_instructions_and_modifiers_are_refused_before_anything_runs(instruction):

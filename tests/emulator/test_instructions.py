@@ -1,7 +1,9 @@
-"""Instructions of a warp against numpy: arithmetic, conversions, loads and stores, exchanges between
-lanes."""
+"""Instructions against numpy: arithmetic, conversions, loads and stores, exchanges between lanes; matrix
+multiplies, TMA loads and loads of tensor memory in every shape."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,7 +220,19 @@ def test_float_to_integer_clamps_and_nan_is_zero():
         ("shfl.sync.down.b32 %o0, %a, 3, 31, -1;", lambda a: np.concatenate([a[3:], a[-3:]])),
         ("shfl.sync.idx.b32 %o0, %a, 1, 0x181f, -1;", lambda a: a[np.arange(32) // 8 * 8 + 1]),
         ("redux.sync.add.s32 %o0, %a, -1;", lambda a: np.full(32, a.sum(dtype=np.int32))),
+        (
+            "shfl.sync.up.b32 %o0|%p0, %a, 2, 0, -1; selp.b32 %o0, %o0, 7, %p0;",
+            lambda a: np.concatenate([[7, 7], a[:-2]]),
+        ),
+        (
+            "sub.s32 %r0, 31, %t; shfl.sync.idx.b32 %o0|%p0, %a, %r0, 7, -1; selp.b32 %o0, %o0, 7, %p0;",
+            lambda a: np.concatenate([np.full(24, 7), a[7::-1]]),
+        ),
         ("redux.sync.max.s32 %o0, %a, -1;", lambda a: np.full(32, a.max())),
+        ("redux.sync.min.s32 %o0, %a, -1;", lambda a: np.full(32, a.min())),
+        ("redux.sync.add.u32 %o0, %a, -1;", lambda a: np.full(32, a.view(np.uint32).sum(dtype=np.uint32))),
+        ("redux.sync.max.u32 %o0, %a, -1;", lambda a: np.full(32, a.view(np.uint32).max())),
+        ("redux.sync.min.u32 %o0, %a, -1;", lambda a: np.full(32, a.view(np.uint32).min())),
         (
             "setp.gt.s32 %p0, %a, 0; vote.sync.ballot.b32 %o0, %p0, -1;",
             lambda a: np.full(32, sum(1 << i for i in range(32) if a[i] > 0)),
@@ -227,12 +241,57 @@ def test_float_to_integer_clamps_and_nan_is_zero():
             "setp.gt.s32 %p0, %a, 0; vote.sync.any.pred %p1, %p0, -1; selp.b32 %o0, 1, 0, %p1;",
             lambda a: np.ones(32),
         ),
+        (
+            "setp.ne.s32 %p0, %a, %a; vote.sync.any.pred %p1, %p0, -1; selp.b32 %o0, 1, 0, %p1;",
+            lambda a: np.zeros(32),
+        ),
+        (
+            "setp.ne.s32 %p0, %t, 5; vote.sync.all.pred %p1, %p0, -1; selp.b32 %o0, 1, 0, %p1;",
+            lambda a: np.zeros(32),
+        ),
+        (
+            "setp.gt.s32 %p0, %t, 31; vote.sync.all.pred %p1, !%p0, -1; selp.b32 %o0, 1, 0, %p1;",
+            lambda a: np.ones(32),
+        ),
         ("activemask.b32 %o0;", lambda a: np.full(32, 2**32 - 1)),
     ],
 )
 def test_exchanges_between_lanes(body, expected):
     got = execute(body, INTEGERS)[0].view(np.uint32)
     assert np.array_equal(got, np.asarray(expected(INTEGERS[0])).astype(np.int64).astype(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        ("shfl.sync.idx.b32 %o0, %a, 9, 31, 0xfff;", lambda a: np.full(12, a[9])),
+        ("redux.sync.add.s32 %o0, %a, 0xfff;", lambda a: np.full(12, a[:12].sum(dtype=np.int32))),
+        ("redux.sync.min.u32 %o0, %a, 0xfff;", lambda a: np.full(12, a[:12].view(np.uint32).min())),
+        (
+            "vote.sync.ballot.b32 %o0, %p1, 0xfff;",
+            lambda a: np.full(12, sum(1 << i for i in range(12) if a[i] > 0)),
+        ),
+        ("vote.sync.any.pred %p2, %p0, 0xfff; selp.b32 %o0, 1, 0, %p2;", lambda a: np.ones(12)),
+        ("vote.sync.all.pred %p2, %p0, 0xfff; selp.b32 %o0, 1, 0, %p2;", lambda a: np.ones(12)),
+        ("activemask.b32 %o0;", lambda a: np.full(12, 0xFFF)),
+    ],
+)
+def test_exchanges_between_some_of_the_lanes(exchange, expected):
+    """Lanes 0 to 11 exchange values, and the others keep their 3."""
+    body = """setp.gt.s32 %p1, %a, 0; setp.lt.u32 %p0, %t, 12; mov.b32 %o0, 3; @!%p0 bra join;
+    {} join:"""
+    got = execute(body.format(exchange), INTEGERS)[0].view(np.uint32)
+    assert np.array_equal(got[:12], np.asarray(expected(INTEGERS[0])).astype(np.int64).astype(np.uint32))
+    assert (got[12:] == 3).all()
+
+
+@pytest.mark.parametrize("dest", ["%o0", "%a"])
+def test_movmatrix_transposes_an_8x8_matrix_of_16_bits(dest):
+    got = execute(f"movmatrix.sync.aligned.m8n8.trans.b16 {dest}, %a; mov.b32 %o0, {dest};", INTEGERS)[0]
+    matrix = np.array([[INTEGERS[0, 4 * i + j // 2] >> 16 * (j % 2) for j in range(8)] for i in range(8)])
+    matrix = matrix & 0xFFFF
+    want = [matrix[2 * (t % 4), t // 4] | matrix[2 * (t % 4) + 1, t // 4] << 16 for t in range(32)]
+    assert np.array_equal(got.view(np.uint32), np.array(want, np.uint32))
 
 
 def test_redux_of_floats_on_sm_100a():
@@ -342,3 +401,266 @@ def test_registers_of_a_wgmma_in_flight(register):
             torch.zeros(64, 8),
             block=(128, 1, 1),
         )
+
+
+# ---- matrices in tensor memory and shared memory
+
+
+TMEM = """.version 8.7
+.target sm_100a
+.address_size 64
+.shared .align 16 .b8 slot[16];
+.visible .entry k(.param .u64 in, .param .u64 out) {
+.reg .pred %p<2>; .reg .b32 %t, %w, %base, %at, %r<4>, %c<128>, %v<128>; .reg .b64 %d<9>;
+ld.param.u64 %d0, [in]; ld.param.u64 %d1, [out]; mov.u32 %t, %tid.x; shr.u32 %w, %t, 5;
+setp.eq.u32 %p0, %w, 0; mov.b32 %r0, slot;
+@%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], 512;
+bar.sync 0; ld.shared.b32 %base, [%r0]; shl.b32 %at, %w, 21; add.s32 %at, %at, %base;
+BODY
+bar.sync 0; @%p0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %base, 512; ret; }
+"""
+
+
+def names(prefix: str, count: int) -> str:
+    return "{" + ", ".join(f"%{prefix}{i}" for i in range(count)) + "}"
+
+
+@pytest.mark.parametrize("repeat", [1, 2, 4, 8, 16, 32])
+def test_tcgen05_ld_16x256b(repeat):
+    """Against the layout that CUTLASS gives: DstLayout of SM100_TMEM_LOAD_16dp256b<repeat>x (include/cute/
+    atom/copy_traits_sm100.hpp), from a thread and a bit of its registers to a bit of the 16 rows, each of
+    256 * repeat bits."""
+    columns, registers, offset = 8 * repeat, 4 * repeat, 5
+    body = "mul.wide.u32 %d2, %t, 512; add.s64 %d3, %d0, %d2;"
+    for c in range(128):
+        body += f"ld.global.b32 %c{c}, [%d3+{4 * c}];"
+    for first in range(0, columns + offset, 128):  # as many columns as the load covers, rounded up to 128
+        body += f"tcgen05.st.sync.aligned.32x32b.x128.b32 [%at+{first}], {names('c', 128)};"
+        body += "".join(f"add.s32 %c{c}, %c{c}, 1000;" for c in range(128))
+    body += f"tcgen05.wait::st.sync.aligned; mul.wide.u32 %d4, %t, {8 * registers}; add.s64 %d5, %d1, %d4;"
+    for half in range(2):
+        load = f"tcgen05.ld.sync.aligned.16x256b.x{repeat}.b32 {names('v', registers)}"
+        body += f"{load}, [%at+{(half << 20) + offset}]; tcgen05.wait::ld.sync.aligned;"
+        body += "".join(f"st.global.b32 [%d5+{4 * (half * registers + r)}], %v{r};" for r in range(registers))
+    cells = torch.arange(128 * 128, dtype=torch.int32).reshape(128, 128) * 10_000
+    out = torch.full((4, 32, 2, registers), -1, dtype=torch.int32)
+    result = emulator.run_ptx(TMEM.replace("BODY", body), cells, out, block=(128, 1, 1))
+    assert result.counters["bytes read from TMEM by tcgen05.ld"] == 128 * columns * 4
+    stored = np.concatenate([cells.numpy() + 1000 * i for i in range(3)], 1)
+    thread, register = np.arange(32)[:, None], np.arange(registers)[None, :]
+    bit = 64 * (thread % 4) + 256 * repeat * (thread // 4)  # strides of the threads' modes, (4, 8)
+    bit = bit + 32 * (register % 2) + 8 * 256 * repeat * (register // 2 % 2) + 256 * (register // 4)
+    row, column = bit // (256 * repeat), bit % (256 * repeat) // 32
+    for warp in range(4):
+        for half in range(2):
+            want = stored[32 * warp + 16 * half + row, offset + column]
+            assert np.array_equal(out[warp, :, half].numpy(), want), f"warp {warp}, half {half}"
+
+
+DEPTH = 64  # of k: one span of the swizzle of 128 bytes, K-major
+
+
+def operand_image(x: torch.Tensor, k_major: bool) -> torch.Tensor:
+    """The shared memory of an operand (rows, DEPTH) of 16 bits with the swizzle of 128 bytes, padded with NaN
+    to a multiple of 1024 bytes."""
+    rows = x.shape[0]
+    size = -(-rows // 8) * 1024 if k_major else -(-rows // 64) * DEPTH * 128
+    image = np.full(size // 2, 0x7FFF, np.uint16)
+    row, k = np.meshgrid(np.arange(rows), np.arange(DEPTH), indexing="ij")
+    at = 128 * row + 2 * k if k_major else DEPTH * 128 * (row // 64) + 128 * k + 2 * (row % 64)
+    image[(at ^ (at >> 7 & 7) << 4) // 2] = x.view(torch.int16).numpy().view(np.uint16)
+    return torch.from_numpy(image.view(np.int16))
+
+
+def image_descriptor(k_major: bool, code: int) -> tuple[int, int]:
+    """(descriptor less its start address, bytes from one 16 of k to the next) of an operand_image."""
+    leading = 0 if k_major else DEPTH * 128
+    return leading >> 4 << 16 | 1024 >> 4 << 32 | code, 32 if k_major else 2048
+
+
+def random_operands(m: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A, B and the float64 product. The products are exact in fp32; only sums of DEPTH of them round."""
+    generator = torch.Generator().manual_seed(m + n)
+    a, b = (torch.randn(rows, DEPTH, generator=generator).bfloat16() for rows in (m, n))
+    return a, b, a.double() @ b.double().T
+
+
+# Every CTA copies its image, of which operand A comes first, to shared memory; %r1 is its address.
+IMAGES = """.version 8.7
+.target TARGET
+.address_size 64
+.shared .align 1024 .b8 buffer[BYTES];
+.visible .entry k(.param .u64 in, .param .u64 out) {
+.reg .pred %p<5>, %never; .reg .b16 %h<2>; .reg .b32 %t, %w, %l, %rank, %r<20>; .reg .b32 %f<128>;
+.reg .b64 %d<20>;
+ld.param.u64 %d0, [in]; ld.param.u64 %d1, [out]; mov.u32 %t, %tid.x; and.b32 %l, %t, 31; shr.u32 %w, %t, 5;
+setp.eq.u32 %p0, %t, 0; setp.ne.b32 %never, 0, 0; mov.b32 %r0, buffer; add.s32 %r1, %r0, 1024;
+mov.u32 %rank, %cluster_ctarank;
+mul.wide.u32 %d2, %rank, SIZE; add.s64 %d2, %d2, %d0;
+@%p0 mbarrier.init.shared.b64 [%r0], 1; @%p0 mbarrier.init.shared.b64 [%r0+8], 1;
+fence.mbarrier_init.release.cluster; barrier.cluster.arrive; barrier.cluster.wait;
+@%p0 mbarrier.arrive.expect_tx.shared.b64 %d3, [%r0], SIZE;
+@%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d2], SIZE, [%r0];
+loaded: mbarrier.try_wait.parity.shared.b64 %p1, [%r0], 0; @!%p1 bra loaded;
+BODY
+ret; }
+"""
+
+
+def with_images(target: str, size: int, body: str) -> str:
+    text = IMAGES.replace("TARGET", target).replace("BYTES", str(size + 1024))
+    return text.replace("SIZE", str(size)).replace("BODY", body)
+
+
+def descriptors(step: int, a: tuple[int, int], b: tuple[int, int], b_offset: int) -> str:
+    """%d5 and %d6 are the descriptors of A and B at `step` of k."""
+    body = ""
+    for number, (fixed, stride), offset in ((5, a, 0), (6, b, b_offset)):
+        body += f"add.s32 %r4, %r1, {offset + step * stride}; shr.u32 %r4, %r4, 4;"
+        body += f"cvt.u64.u32 %d{number}, %r4; or.b64 %d{number}, %d{number}, {fixed};"
+    return body
+
+
+@pytest.mark.parametrize("majors", ["kk", "km", "mk", "mm"])
+@pytest.mark.parametrize("n", range(8, 257, 8))
+def test_wgmma_of_every_n(n, majors):
+    a, b, want = random_operands(64, n)
+    a_image, b_image = operand_image(a, majors[0] == "k"), operand_image(b, majors[1] == "k")
+    fixed = image_descriptor(majors[0] == "k", 1 << 62), image_descriptor(majors[1] == "k", 1 << 62)
+    body = "setp.eq.b32 %p2, 0, 0; wgmma.fence.sync.aligned;"
+    for step in range(DEPTH // 16):
+        body += descriptors(step, *fixed, 2 * len(a_image))
+        body += f"""wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {names("f", n // 2)}, %d5, %d6,
+        {"%p2" if step else "%never"}, 1, 1, {int(majors[0] == "m")}, {int(majors[1] == "m")};"""
+    body += "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    body += f"mul.wide.u32 %d7, %t, {2 * n}; add.s64 %d8, %d1, %d7;"
+    body += "".join(f"st.global.b32 [%d8+{4 * i}], %f{i};" for i in range(n // 2))
+    image = torch.cat([a_image, b_image])
+    out = torch.full((4, 8, 4, n // 8, 2, 2), float("nan"))  # warp, row, columns' pair, 8 columns, half, pair
+    text = with_images("sm_90a", 2 * len(image), body)
+    emulator.run_ptx(text, image, out, block=(128, 1, 1))
+    got = out.permute(0, 4, 1, 3, 2, 5).reshape(64, n)
+    assert (got.double() - want).norm() < 4e-7 * want.norm()
+
+
+ALLOCATE = """setp.eq.u32 %p3, %w, 0; and.b32 %r9, %rank, 1; setp.eq.u32 %p4, %r9, 0;
+@%p3 tcgen05.alloc.cta_group::GROUP.sync.aligned.shared::cta.b32 [%r0+16], 256;
+@%p3 tcgen05.relinquish_alloc_permit.cta_group::GROUP.sync.aligned;
+bar.sync 0; ld.shared.b32 %r2, [%r0+16]; barrier.cluster.arrive; barrier.cluster.wait;
+and.pred %p4, %p4, %p0; setp.eq.b32 %p2, 0, 0;"""
+
+
+@pytest.mark.parametrize("majors", ["kk", "mm"])
+@pytest.mark.parametrize(
+    ("group", "n"), [(1, n) for n in range(16, 257, 16)] + [(2, n) for n in range(32, 257, 32)]
+)
+def test_tcgen05_mma_of_every_n(group, n, majors):
+    a, b, want = random_operands(128 * group, n)
+    rows = n // group
+    images = [
+        torch.cat(
+            [
+                operand_image(a[128 * i : 128 * i + 128], majors[0] == "k"),
+                operand_image(b[rows * i : rows * i + rows], majors[1] == "k"),
+            ]
+        )
+        for i in range(group)
+    ]
+    instruction = 1 << 4 | 1 << 7 | 1 << 10 | n // 8 << 17 | 8 * group << 24
+    instruction |= (majors[0] == "m") << 15 | (majors[1] == "m") << 16
+    code = 2 << 61 | 1 << 46
+    fixed = image_descriptor(majors[0] == "k", code), image_descriptor(majors[1] == "k", code)
+    body = ALLOCATE + f"mov.b32 %r5, {instruction};"
+    for step in range(DEPTH // 16):
+        body += descriptors(step, *fixed, 128 * DEPTH * 2)
+        accumulate = "%p2" if step else "%never"
+        body += f"@%p4 tcgen05.mma.cta_group::GROUP.kind::f16 [%r2], %d5, %d6, %r5, {accumulate};"
+    body += "mov.b16 %h0, 3; @%p4 tcgen05.commit.cta_group::GROUP.mbarrier::arrive::one.shared::cluster"
+    body += ".b64 [%r0+8];" if group == 1 else ".multicast::cluster.b64 [%r0+8], %h0;"
+    body += """done: mbarrier.try_wait.parity.shared.b64 %p1, [%r0+8], 0; @!%p1 bra done;
+    tcgen05.fence::after_thread_sync; shl.b32 %r6, %w, 21; add.s32 %r6, %r6, %r2;
+    shl.b32 %r7, %rank, 7; add.s32 %r7, %r7, %t;"""
+    body += f"mul.wide.u32 %d7, %r7, {4 * n}; add.s64 %d8, %d1, %d7;"
+    for first in range(0, n, 16):
+        body += f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {names('f', 16)}, [%r6+{first}];"
+        body += "tcgen05.wait::ld.sync.aligned;"
+        body += "".join(f"st.global.b32 [%d8+{4 * (first + i)}], %f{i};" for i in range(16))
+    body += """tcgen05.fence::before_thread_sync; barrier.cluster.arrive; barrier.cluster.wait;
+    @%p3 tcgen05.dealloc.cta_group::GROUP.sync.aligned.b32 %r2, 256;"""
+    text = with_images("sm_100a", 2 * len(images[0]), body.replace("GROUP", str(group)))
+    shape: dict[str, Any] = dict(grid=(group, 1, 1), cluster=(group, 1, 1), block=(128, 1, 1))
+    out = torch.full((128 * group, n), float("nan"))
+    emulator.run_ptx(text, torch.cat(images), out, **shape)
+    assert (out.double() - want).norm() < 4e-7 * want.norm()
+
+
+def tensor_map(x: torch.Tensor, box_rows: int) -> torch.Tensor:
+    """A map of the matrix x of 16 bits with boxes of (box_rows, 64) and the swizzle of 128 bytes (the layout
+    of descriptors.decode_tensor_map, which hardware has confirmed)."""
+    rows, columns = x.shape
+    words = [0] * 16
+    words[0] = x.data_ptr()
+    words[1] = 1 << 4 | 10 << 7 | 3 << 13 | columns * 2 // 16 << 32  # rank 2, bf16, 128 bytes
+    words[4] = columns - 1 | rows - 1 << 32
+    words[6] = 63 << 56
+    words[7] = box_rows - 1
+    raw = b"".join(w.to_bytes(8, "little") for w in words)
+    return torch.tensor(list(raw), dtype=torch.uint8)  # torch aligns it to the 64 bytes that a map needs
+
+
+# Each of two CTAs loads half of the rows of a box at (COLUMN, ROW) and multicasts it to both.
+MULTICAST = """.version 8.7
+.target sm_90a
+.address_size 64
+.shared .align 1024 .b8 buffer[BYTES];
+.visible .entry k(.param .u64 map, .param .u64 in, .param .u64 out) {
+.reg .pred %p<2>; .reg .b16 %h; .reg .b32 %t, %rank, %r<9>; .reg .b64 %d<9>;
+ld.param.u64 %d0, [map]; ld.param.u64 %d1, [out]; mov.u32 %t, %tid.x; mov.u32 %rank, %cluster_ctarank;
+setp.eq.u32 %p0, %t, 0; mov.b32 %r0, buffer; add.s32 %r1, %r0, 1024; mul.lo.s32 %r2, %rank, HALF;
+mul.lo.s32 %r3, %r2, 128; add.s32 %r3, %r1, %r3; add.s32 %r2, %r2, ROW; mov.b16 %h, 3; mov.b32 %r4, COLUMN;
+@%p0 mbarrier.init.shared.b64 [%r0], 1; @%p0 mbarrier.arrive.expect_tx.shared.b64 %d2, [%r0], EXPECTED;
+fence.mbarrier_init.release.cluster; barrier.cluster.arrive; barrier.cluster.wait;
+@%p0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
+  [%r3], [%d0, {%r4, %r2}], [%r0], %h;
+loaded: mbarrier.try_wait.parity.shared.b64 %p1, [%r0], 0; @!%p1 bra loaded;
+mad.lo.s32 %r5, %rank, EXPECTED, 0; shl.b32 %r6, %t, 2; add.s32 %r5, %r5, %r6; cvt.u64.u32 %d3, %r5;
+add.s64 %d3, %d1, %d3; add.s32 %r7, %r1, %r6;
+DUMP
+barrier.cluster.arrive; barrier.cluster.wait; ret; }
+"""
+
+
+def multicast(rows: int, row: int, column: int, expected: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What two CTAs receive of a (40, 88) matrix, and what they should."""
+    x = torch.arange(1, 40 * 88 + 1, dtype=torch.int16).view(torch.bfloat16).reshape(40, 88)
+    text = MULTICAST.replace("BYTES", str(rows * 128 + 1024)).replace("EXPECTED", str(expected))
+    text = text.replace("HALF", str(rows // 2)).replace("ROW", str(row)).replace("COLUMN", str(column))
+    dump = "".join(
+        f"ld.shared.b32 %r8, [%r7+{at}]; st.global.b32 [%d3+{at}], %r8;" for at in range(0, rows * 128, 512)
+    )
+    out = torch.full((2, rows * 64), -1, dtype=torch.int16)
+    shape: dict[str, Any] = dict(grid=(2, 1, 1), cluster=(2, 1, 1), block=(128, 1, 1))
+    result = emulator.run_ptx(
+        text.replace("DUMP", dump), tensor_map(x, rows // 2), x.view(torch.int16), out, **shape
+    )
+    assert result.counters["bytes written to shared memory by bulk copies"] == 2 * rows * 128
+    want = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    inside = x[row : row + rows, max(column, 0) : max(column + 64, 0)]
+    first = max(-column, 0)
+    want[: inside.shape[0], first : first + inside.shape[1]] = inside
+    return out, operand_image(want, True)
+
+
+@pytest.mark.parametrize("column", [0, 64, 88, 128, -24, -64], ids="column {}".format)
+@pytest.mark.parametrize("rows", [16, 24, 32, 48, 80, 112, 144, 160, 176, 256])
+def test_tma_multicast_of_half_a_box_each(rows, column):
+    """A box of any height, inside of the matrix, past its edges, and (columns 88, 128 and -64) all outside:
+    then it is zeros, and their bytes count."""
+    for row in (0, 8):
+        got, want = multicast(rows, row, column, rows * 128)
+        assert torch.equal(got, want.expand(2, -1))
+
+
+def test_a_tma_load_outside_the_tensor_counts_all_its_bytes():
+    with pytest.raises(emulator.Fault, match="mbarrier-tx"):
+        multicast(32, 0, 128, 64 * 128)

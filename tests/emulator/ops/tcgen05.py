@@ -9,6 +9,9 @@ instruction is issued (ordering.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
 from .. import ptx
@@ -26,6 +29,8 @@ from ..tmem import TensorMemory
 from ..warp import FULL, Blocked
 from . import exit_checks
 from .memory import store_bytes
+from .warpwide import need_whole_warp
+from .wgmma import fragment
 
 ALL = slice(0, 4)  # all four quarters of the 128 lanes
 
@@ -278,10 +283,16 @@ def agent_queue(cluster, agent: int):
     return (id(cluster), agent)
 
 
-def _tmem_address(d, operand):
+def _tmem_operand(d, operand) -> tuple[int, int]:
+    """(register number, offset) of a TMEM address."""
     if not isinstance(operand, ptx.Address) or not isinstance(operand.base, ptx.Reg):
         raise UnsupportedInstruction(f"TMEM address {operand}")
-    number, offset = d.source(operand.base, "u32"), operand.offset
+    return d.source(operand.base, "u32"), operand.offset
+
+
+def _tmem_address(d, operand):
+    """The address that a lane gives."""
+    number, offset = _tmem_operand(d, operand)
     return lambda warp, lane: (int(warp.views["u32"][number][lane]) + offset) & 0xFFFFFFFF
 
 
@@ -337,16 +348,25 @@ def _commit(d):
 # ---- loads and stores of TMEM by warps (9.7.16)
 
 
+class Shape(NamedTuple):
+    """The cells that one access moves, and how registers hold them."""
+
+    lanes: int
+    columns: int
+    registers: int
+    fragment: Callable[[np.ndarray], np.ndarray]  # cells (lanes, columns) -> (registers, 32 threads)
+
+
 class TensorLoads:
     """One warp's tcgen05.ld whose registers are not yet delivered."""
 
     def __init__(self, warp):
         self.agent = warp.cta.cluster.ordering.warp_agent(warp.id, "tcgen05.ld")
-        self.pending: list[tuple[list[int], np.ndarray, slice, slice]] = []
+        self.pending: list[tuple[list[int], np.ndarray, Shape, slice, slice]] = []
 
     def deliver(self, warp) -> None:
-        for registers, rows, lanes, columns in self.pending:
-            warp.files[4][rows] = tmem_of(warp.cta).read(lanes, columns).T
+        for registers, rows, shape, lanes, columns in self.pending:
+            warp.files[4][rows] = shape.fragment(tmem_of(warp.cta).read(lanes, columns))
             for r in registers:
                 warp.valid[r] = FULL
             warp.disown(registers)
@@ -355,84 +375,91 @@ class TensorLoads:
         warp.tensor_view[self.agent] = warp.clock[0, self.agent]
 
 
-def _shape(d) -> int:
-    """Repeat count of shape 32x32b: lane i of the warp and register j are lane i of the warp's quarter,
-    column j."""
+def _shape(d, *names: str) -> Shape:
+    """One of the shapes `names`, with its repeat count (9.7.16, data movement shapes).
+
+    32x32b: register j of thread i is lane i of the warp's quarter, column j.
+    16x256b: register 4 j + 2 h + e of thread i is lane i / 4 + 8 h of the half quarter that the address
+    names, column 8 j + 2 (i % 4) + e. The ISA shows this in a figure only; CUTLASS writes it as a layout:
+    DstLayout of Copy_Traits<SM100_TMEM_LOAD_16dp256b*x> in include/cute/atom/copy_traits_sm100.hpp.
+    """
     d.mods.need("sync")
     d.mods.need("aligned")
-    d.mods.need("32x32b")
+    name = d.mods.need(*names)
     repeat = int(d.mods.need("x1", "x2", "x4", "x8", "x16", "x32", "x64", "x128")[1:])
     d.mods.type("b32")
-    return repeat
+    d.count(2)
+    if name == "32x32b":
+        return Shape(32, repeat, repeat, np.transpose)
+    if repeat > 32:
+        raise UnsupportedInstruction(f"{name}.x{repeat}: x32 is the largest, of 128 registers")
+    return Shape(16, 8 * repeat, 4 * repeat, fragment)
 
 
-def _window(warp, tmem: TensorMemory, address: int, repeat: int) -> tuple[int, slice, slice]:
-    """(quarter, lanes, columns) of an access; a warp may only touch the quarter of its rank in the
-    warpgroup (9.7.16)."""
-    quarter = warp.index % 4
-    if address >> 16 != 32 * quarter:
+def _window(warp, tmem: TensorMemory, address: int, shape: Shape) -> tuple[slice, slice, slice]:
+    """(quarters, lanes, columns) of an access; a warp may only touch the quarter of its rank in the
+    warpgroup (9.7.16), and a shape of 16 lanes the first or the second half of that."""
+    need_whole_warp(warp, "tcgen05.ld or .st")
+    quarter, lane, column = warp.index % 4, address >> 16, address & 0xFFFF
+    if not 32 * quarter <= lane <= 32 * quarter + 32 - shape.lanes:
         raise Fault(
             "tmem-bounds",
-            f"TMEM lane {address >> 16}: warp {warp.index} may only access lanes {32 * quarter}..",
+            f"TMEM lanes {lane}..{lane + shape.lanes}: warp {warp.index} may only access lanes"
+            f" {32 * quarter}..{32 * quarter + 32}",
         )
-    column = address & 0xFFFF
-    tmem.check(column, repeat)
-    return quarter, slice(32 * quarter, 32 * quarter + 32), slice(column, column + repeat)
+    if lane % shape.lanes:
+        raise Fault("misaligned", f"TMEM lane {lane} for a shape of {shape.lanes} lanes")
+    tmem.check(column, shape.columns)
+    return slice(quarter, quarter + 1), slice(lane, lane + shape.lanes), slice(column, column + shape.columns)
+
+
+def _warp_address(d, operand):
+    """The address that all lanes must share."""
+    number, offset = _tmem_operand(d, operand)
+    return lambda warp: (warp.uniform("u32", number, warp.active, "the TMEM address") + offset) & 0xFFFFFFFF
 
 
 def _ld(d):
-    repeat = _shape(d)
-    d.count(2)
+    shape = _shape(d, "32x32b", "16x256b")
     dests = d.dests(d.operands[0], "b32", checked=False)
-    if len(dests) != repeat:
-        raise UnsupportedInstruction(f"{len(dests)} destinations for x{repeat}")
-    address = _tmem_address(d, d.operands[1])
+    if len(dests) != shape.registers:
+        raise UnsupportedInstruction(f"{len(dests)} destinations, expected {shape.registers}")
+    address = _warp_address(d, d.operands[1])
 
     def run(warp, lanes):
         tmem = tmem_of(warp.cta)
-        for lane in (5, 31):
-            if address(warp, lane) != address(warp, 0):
-                raise Fault("mismatch", "the TMEM address differs between lanes")
-        quarter, rows, columns = _window(warp, tmem, address(warp, 0), repeat)
+        quarters, rows, columns = _window(warp, tmem, address(warp), shape)
         if "tcgen05.ld" not in warp.state:
             warp.state["tcgen05.ld"] = TensorLoads(warp)
         loads: TensorLoads = warp.state["tcgen05.ld"]
-        ordering = warp.cta.cluster.ordering
-        tmem.note_read(
-            warp,
-            loads.agent,
-            ordering.advance(loads.agent),
-            slice(quarter, quarter + 1),
-            columns,
-            "tcgen05.ld",
-        )
+        epoch = warp.cta.cluster.ordering.advance(loads.agent)
+        tmem.note_read(warp, loads.agent, epoch, quarters, columns, "tcgen05.ld")
         in_file = np.array([warp.program.row_in_file[r] for r in dests])
-        loads.pending.append((dests, in_file, rows, columns))
+        loads.pending.append((dests, in_file, shape, rows, columns))
         warp.own(
             dests,
             "tcgen05-wait-ld",
             "it is the result of a tcgen05.ld that tcgen05.wait::ld has not waited for",
             loads.deliver,
         )
-        warp.cta.cluster.device.counters["bytes read from TMEM by tcgen05.ld"] += 128 * repeat
+        warp.cta.cluster.device.counters["bytes read from TMEM by tcgen05.ld"] += 128 * shape.registers
 
     return d.done(run, COLLECTIVE)
 
 
 def _st(d):
-    repeat = _shape(d)
-    d.count(2)
-    address = _tmem_address(d, d.operands[0])
+    shape = _shape(d, "32x32b")
+    address = _warp_address(d, d.operands[0])
     sources = d.sources(d.operands[1], "b32")
-    if len(sources) != repeat:
-        raise UnsupportedInstruction(f"{len(sources)} sources for x{repeat}")
+    if len(sources) != shape.registers:
+        raise UnsupportedInstruction(f"{len(sources)} sources, expected {shape.registers}")
 
     def run(warp, lanes):
         cluster, tmem = warp.cta.cluster, tmem_of(warp.cta)
-        quarter, rows, columns = _window(warp, tmem, address(warp, 0), repeat)
+        quarters, rows, columns = _window(warp, tmem, address(warp), shape)
         agent = cluster.ordering.warp_agent(warp.id, "tcgen05.st")
         epoch = cluster.ordering.advance(agent)
-        tmem.note_write(warp, agent, epoch, slice(quarter, quarter + 1), columns, "tcgen05.st")
+        tmem.note_write(warp, agent, epoch, quarters, columns, "tcgen05.st")
         values = np.stack([warp.views["u32"][s] for s in sources], 1)
         warp.state["tcgen05.st"] = warp.state.get("tcgen05.st", 0) + 1
 
@@ -441,7 +468,7 @@ def _st(d):
             warp.state["tcgen05.st"] -= 1
 
         cluster.device.later("tcgen05.st", finish, queue=agent_queue(cluster, agent))
-        cluster.device.counters["bytes written to TMEM by tcgen05.st"] += 128 * repeat
+        cluster.device.counters["bytes written to TMEM by tcgen05.st"] += 128 * shape.registers
 
     return d.done(run, COLLECTIVE)
 

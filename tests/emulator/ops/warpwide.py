@@ -1,5 +1,5 @@
 """Instructions in which the lanes of a warp exchange values (PTX ISA 9.7.9 shfl.sync, 9.7.13 vote,
-match, activemask, redux, elect, 9.7.13 bar.warp.sync)."""
+match, activemask, redux, elect, bar.warp.sync, 9.7.14 movmatrix)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from .. import ptx
 from ..faults import Fault, UnsupportedInstruction
 from ..program import COLLECTIVE, instruction
-from ..warp import LANES, bits_of, lanes_array
+from ..warp import FULL, LANES, bits_of, lanes_array
 
 
 def membermask(d, operand) -> None:
@@ -88,6 +88,31 @@ def _shfl(d):
     op = d.done(run, COLLECTIVE)
     op.writes = tuple(w for w in op.writes if w >= 0)
     return op
+
+
+def need_whole_warp(warp, what: str) -> None:
+    """For instructions whose operands are spread over all 32 lanes: none may have exited."""
+    if warp.active != FULL:
+        raise Fault("divergence", f"{what} needs all 32 lanes, and lanes {warp.active:#010x} execute it")
+
+
+@instruction("movmatrix")
+def _movmatrix(d):
+    """Transposes an 8x8 matrix of 16-bit elements: lane l holds elements (l / 4, 2 (l % 4) + {0, 1}) of the
+    source and of the result."""
+    for modifier in ("sync", "aligned", "m8n8", "trans"):
+        d.mods.need(modifier)
+    d.mods.type("b16")
+    d.count(2)
+    dest, source = d.dest(d.operands[0], "b32"), d.source(d.operands[1], "b32")
+
+    def run(warp, lanes):
+        need_whole_warp(warp, "movmatrix")
+        rows = warp.views["u32"]
+        matrix = rows[source].view(np.uint16).reshape(8, 8)
+        rows[dest][:] = np.ascontiguousarray(matrix.T).view(np.uint32).reshape(32)
+
+    return d.done(run, COLLECTIVE)
 
 
 @instruction("elect")

@@ -91,6 +91,8 @@ def _mma_async(d):
         raise UnsupportedInstruction(f"wgmma shape {d.mods.left[0]}")
     d.mods.left.pop(0)
     n = int(shape[1])
+    if n % 8 or not 8 <= n <= 256:
+        raise UnsupportedInstruction(f"wgmma with N {n}: multiples of 8 up to 256 exist")
     if d.mods.left[:1] != ["f32"] or d.mods.left[1:] not in (["f16", "f16"], ["bf16", "bf16"]):
         raise UnsupportedInstruction(f"wgmma types {d.mods.left}")
     element = d.mods.left[1]
@@ -239,15 +241,20 @@ def _execute(warp, group: list[Issued]) -> None:
         a = np.concatenate([_operand_a(warp, x) for x in group[i:j]], axis=1)
         b = np.concatenate([_operand_b(warp, x) for x in group[i:j]], axis=1)
         product = a @ b.T  # (16, n)
-        n = product.shape[1]
-        # Register 4 j + 2 h + e of lane l holds row l / 4 + 8 h, column 8 j + 2 (l % 4) + e (9.7.15).
-        fragment = product.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)
+        values = fragment(product)
         rows = [warp.program.row_in_file[r] for r in group[i].d]
         registers = warp.files[4].view(np.float32)
-        registers[rows] = registers[rows] + fragment if group[i].scale_d else fragment
+        registers[rows] = registers[rows] + values if group[i].scale_d else values
         for r in group[i].d:
             warp.valid[r] = FULL
         i = j
+
+
+def fragment(tile: np.ndarray) -> np.ndarray:
+    """A (16, n) tile of 32-bit elements as a warp's registers hold it, (n / 2, 32): register 4 j + 2 h + e of
+    lane l is row l / 4 + 8 h, column 8 j + 2 (l % 4) + e (9.7.15, fragments of D)."""
+    n = tile.shape[1]
+    return tile.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)
 
 
 def _operand_a(warp, x: Issued) -> np.ndarray:
