@@ -26,11 +26,12 @@ class Gemm:
 
     Pipelines: operands, load -> MMA, STAGES; accumulators, MMA -> epilogue, ACC_STAGES. `pair` uses
       cta_group::2 and M 256; `cluster_n` CTAs (pairs) side by side along n multicast A and commit to each
-      other. `repeat` is that of tcgen05.ld. m, n are multiples of the cluster's tile.
+      other. `repeat` is that of tcgen05.ld, of shape 32x32b, or 16x256b with `halves`. m, n are multiples of
+      the cluster's tile.
     """
 
-    def __init__(self, tile_n=64, tile_k=64, pair=False, cluster_n=1, repeat=32):
-        self.pair, self.repeat = pair, repeat
+    def __init__(self, tile_n=64, tile_k=64, pair=False, cluster_n=1, repeat=32, halves=False):
+        self.pair, self.repeat, self.halves = pair, repeat, halves
         self.tile = (256 if pair else 128, tile_n, tile_k)
         self.cluster = (2 if pair else 1, cluster_n)
 
@@ -186,8 +187,9 @@ class Gemm:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
             tEtAcc = cute.make_tensor(pointer, acc_layout)
-            atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(self.repeat)), Float32)
-            slab = ((128, self.repeat),)
+            op = tcgen05.Ld16x256bOp if self.halves else tcgen05.Ld32x32bOp
+            atom = cute.make_copy_atom(op(tcgen05.Repetition(self.repeat)), Float32)
+            slab = ((128, self.repeat * (8 if self.halves else 1)),)
             acc_slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACC_STAGES)
             for n in cutlass.range(first_tile, n_tiles, self.cluster[1], unroll=1):
                 accumulators.consumer_wait(acc_slot)
@@ -215,11 +217,11 @@ def _fence(kind: str):
     cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
 
 
-def compile_gemm(
-    dtype, tile_n=64, tile_k=64, pair=False, cluster_n=1, repeat=32, a_major="k", b_major="k", folder=None
-):
+def compile_gemm(dtype, a_major="k", b_major="k", folder=None, **config):
+    """`config` is that of Gemm."""
     m, n, k = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
     a = row_major(dtype, m, k) if a_major == "k" else column_major(dtype, m, k)
     b = row_major(dtype, n, k) if b_major == "k" else column_major(dtype, n, k)
-    kernel = Gemm(tile_n, tile_k, pair, cluster_n, repeat)
-    return cute.compile(kernel, a, b, row_major(Float32, m, n), stream(), options=options("sm_100a", folder))
+    return cute.compile(
+        Gemm(**config), a, b, row_major(Float32, m, n), stream(), options=options("sm_100a", folder)
+    )
