@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 KIB = 1024
 WARPGROUP = 128
+WARPS = 4
+"""Warps of the warpgroup that runs a tile's epilogue."""
+MOST_STAGES = 12
 ACCUMULATOR_STAGES = 2
 """Tiles in tensor memory: one is filled while the other is read (Blackwell)."""
 
@@ -32,7 +35,7 @@ class Tiling:
     pingpong: two consumer warpgroups take turns at whole tiles, so that the epilogue of one hides behind
         the MMAs of the other; otherwise the warpgroups share each tile, side by side along tile_m (Hopper).
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
-    stages: slots of the ring of operand tiles in shared memory.
+    stages: slots of the ring of operand tiles in shared memory; in an Architecture's row the most of them.
     pace: k tiles between two steps of a cluster's progress, by which clusters keep together; 0: they do not.
     """
 
@@ -96,18 +99,23 @@ class KernelConfig(Tiling):
 
     @property
     def cluster_columns(self) -> int:
-        """Columns of the vocabulary that a cluster takes at once."""
+        """Rows of B that a cluster takes at once."""
         return self.tile_n * self.cluster_n
 
     @property
     def partials_per_window(self) -> int:
-        """Partials of one row and window: one for each warpgroup and CTA that sees columns of its own."""
-        return self.cluster_n * self.turns
+        """Partials of one token and window: one for each warp that sees classes of its own."""
+        return self.cluster_m * self.turns * WARPS
 
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
         return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16) + KIB
+
+    @property
+    def stages_that_fit(self) -> int:
+        """The most stages that shared memory holds."""
+        return (self.row.shared_memory - KIB) // ((self.shared_memory - KIB) // self.stages)
 
     @property
     def tmem_columns(self) -> int:
@@ -149,10 +157,11 @@ class Architecture:
         L2 serves each half of its SMs, and the windows in flight want the rest of it; Blackwell's is the same
         share of its L2.
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
+    l2_bytes_per_clock: that an SM loads from L2 while all do.
     data_sheet: peaks for `cute-lce plan`.
-    forward: tilings among which the forward chooses: the first for many tokens, which also keeps (it stores
-        between MMAs: its epilogue hides best), and one for what would leave half of a pair idle.
-    gradients: the tiling of both gradients' GEMMs.
+    tokens: the tiling of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by
+        hidden. Its epilogue hides behind MMAs. token_tiles: the tile_n that it may have.
+    gradients: the tiling of the gradient by weight's GEMM.
     """
 
     name: str
@@ -165,27 +174,27 @@ class Architecture:
     l2: int
     panel: int
     dense_flops_per_clock: int
+    l2_bytes_per_clock: int
     data_sheet: DataSheet
-    forward: tuple[Tiling, ...]
+    tokens: Tiling
+    token_tiles: tuple[int, ...]
     gradients: Tiling
 
     @functools.cached_property
-    def configs(self) -> tuple[KernelConfig, ...]:
-        """The configurations among which a forward chooses."""
-        return tuple(self._configure(tiling) for tiling in self.forward)
-
-    @property
-    def keep_config(self) -> KernelConfig:
-        """The configuration of a forward that keeps, and of the backward's logits."""
-        return self.configs[0]
+    def token_configs(self) -> tuple[KernelConfig, ...]:
+        """The configurations of GEMMs whose B are tokens, narrow tiles first."""
+        return tuple(self._configure(replace(self.tokens, tile_n=columns)) for columns in self.token_tiles)
 
     @functools.cached_property
     def gradient_config(self) -> KernelConfig:
-        """The configuration of both gradients' GEMMs."""
+        """The configuration of the gradient by weight's GEMM."""
         return self._configure(self.gradients)
 
     def _configure(self, tiling: Tiling) -> KernelConfig:
-        return KernelConfig(arch=self.name, **{name: getattr(tiling, name) for name in _TILING})
+        fields = {name: getattr(tiling, name) for name in _TILING}
+        most = functools.partial(KernelConfig, arch=self.name, **{**fields, "stages": 2})
+        fields["stages"] = min(tiling.stages, most().stages_that_fit)
+        return KernelConfig(arch=self.name, **fields)
 
 
 _TILING = tuple(Tiling.__dataclass_fields__)
@@ -223,7 +232,7 @@ _HOPPER = Tiling(
     pingpong=True,
     cluster_m=2,
     cluster_n=1,
-    stages=5,
+    stages=MOST_STAGES,
     pace=8,
 )
 _BLACKWELL = Tiling(
@@ -234,7 +243,7 @@ _BLACKWELL = Tiling(
     pingpong=False,
     cluster_m=2,
     cluster_n=1,
-    stages=7,
+    stages=MOST_STAGES,
     pace=8,
 )
 
@@ -249,11 +258,13 @@ _SM_90A = Architecture(
     l2=50 << 20,
     panel=22 << 20,
     dense_flops_per_clock=4096,
+    l2_bytes_per_clock=44,
     data_sheet=DataSheet(gpu="H100 SXM", flops=989.4e12, memory=3.35e12, sms=132),
-    forward=(_HOPPER, replace(_HOPPER, cluster_m=1)),
+    tokens=_HOPPER,
+    token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),
     # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
     # halves; and 256 columns ask the least of shared memory.
-    gradients=replace(_HOPPER, tile_n=256, pingpong=False, stages=4),
+    gradients=replace(_HOPPER, tile_n=256, pingpong=False),
 )
 _SM_100A = Architecture(
     name="sm_100a",
@@ -266,8 +277,10 @@ _SM_100A = Architecture(
     l2=126 << 20,
     panel=55 << 20,
     dense_flops_per_clock=8192,
+    l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
-    forward=(_BLACKWELL, replace(_BLACKWELL, tile_m=128, cluster_m=1, stages=4)),
+    tokens=_BLACKWELL,
+    token_tiles=(64, 128, 192, 256),
     gradients=_BLACKWELL,
 )
 _SM_103A = replace(

@@ -50,20 +50,15 @@ class LossArguments(NamedTuple):
 
 
 class GemmPlan(NamedTuple):
-    """The grid of one GEMM: windows of a row of clusters, rows of clusters in a group (kernels/schedule.py),
-    clusters launched, and whether they pace (0 or 1)."""
+    """The grid of one GEMM (kernels/schedule.py): windows of A's rows, each of tiles_per_window cluster-wide
+    tiles; splits of k; columns of tiles in a group; clusters launched, and whether they pace (0 or 1)."""
 
     windows: Int32
-    group_m: Int32
+    tiles_per_window: Int32
+    splits: Int32
+    group: Int32
     clusters: Int32
     paced: Int32
-
-
-class Sweep(NamedTuple):
-    """The forward's GEMM: a window has tiles_per_window tiles of cluster_n * tile_n columns."""
-
-    tiles_per_window: Int32
-    gemm: GemmPlan
 
 
 class ForwardOutputs(NamedTuple):
@@ -110,12 +105,12 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dhidden (n, d) and dweight (V, d) in the operands' dtype, 0 if not needed; accumulator (n, d) fp32: the
-    sum of dhidden over several stripes."""
+    """dhidden (n, d) and dweight (V, d) in the operands' dtype, 0 if not needed; sums (splits, n, d) fp32:
+    dhidden of several stripes or splits of k, one sum for each split."""
 
     dhidden: Address
     dweight: Address
-    accumulator: Address
+    sums: Address
 
 
 class GradientOperands(NamedTuple):

@@ -24,5 +24,5 @@ def trace(key: Key, extra_options: str = "") -> Any:
     if isinstance(key, BackwardKey):
         from ..kernels.entry.backward import compile_backward
 
-        return compile_backward(*key, options=f"{compile_options(key.logits.arch)} {extra_options}".strip())
+        return compile_backward(*key, options=f"{compile_options(key.tokens.arch)} {extra_options}".strip())
     raise TypeError(f"key: got {type(key).__name__}, want a ForwardKey or BackwardKey")

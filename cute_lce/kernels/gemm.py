@@ -10,7 +10,7 @@ from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_lce.arch import KernelConfig
-from cute_lce.arguments import Sweep
+from cute_lce.arguments import GemmPlan
 from cute_lce.kernels import schedule
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
@@ -49,24 +49,31 @@ class Stream(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The order of a launch's runs: rows of clusters, windows, tiles of a window, rows of clusters in a group
-    (schedule.py), and whether clusters pace (0 or 1)."""
+    """The order of a launch's runs (schedule.py): columns of tiles, windows of rows, tiles of a window, all
+    tiles of a column, splits of k and k tiles of each, columns in a group, and whether clusters pace (0 or
+    1)."""
 
-    rows: Int32
+    columns: Int32
     windows: Int32
     tiles_per_window: Int32
-    group_m: Int32
+    tiles: Int32
+    splits: Int32
+    depth: Int32
+    group: Int32
     paced: Int32
 
 
 class Gemm:
     """Persistent GEMM: A (m, k) times B (n, k) transposed, whose fp32 tiles an epilogue processes.
 
-    A and B are bf16 or fp16 and may be major along k or along m and n. A run is a row of clusters and a
-    window (schedule.py); a cluster takes runs cluster_id, cluster_id + clusters, ... and a run's tiles in
-    order. One warp of each CTA loads: for every tile of every run the k tiles of A and B, by TMA into a ring
-    of config.stages slots, B's with the L2 policy evict-first. In a cluster a tile of B is sliced along m and
-    one of A along n, and each CTA multicasts its slice.
+    A and B are bf16 or fp16 and may be major along k or along m and n. A run is a column of tiles, a window
+    of its rows and a split of k (schedule.py); a cluster takes runs cluster_id, cluster_id + clusters, ...
+    and a run's tiles in order. One warp of each CTA loads: for every tile of every run the k tiles of A and
+    B, by TMA into a ring of config.stages slots, A's with the L2 policy evict-first: A streams past B. In a
+    cluster a tile of B is sliced along m and one of A along n, and each CTA multicasts its slice.
+
+    Where tokens are rows of an operand they are B's, so that the granularity of n is that of an MMA's n, and
+    A is the weight, whose rows (classes or features) are many.
 
     Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
     are close together. Every `pace` k tiles a cluster adds one step to `progress`. It then polls `progress`
@@ -107,14 +114,14 @@ class Gemm:
         b: cute.Tensor,  # (n, k)
         tensors,
         progress: cute.Tensor,  # (1,) int32, zero before the launch
-        sweep: Sweep,
+        grid: GemmPlan,
         stream: cuda.CUstream,
     ):
-        """Launch sweep.gemm.clusters clusters. tensors: what the epilogue reads and writes."""
-        config, grid = self.config, sweep.gemm
+        """Launch grid.clusters clusters. tensors: what the epilogue reads and writes."""
+        config = self.config
         tiled_mma, operand_a, operand_b = self.operands(a, b)
         self.storage = self.storage_of(a.element_type, operand_a.slots.outer, operand_b.slots.outer)
-        rows = cute.ceil_div(cute.size(a, mode=[0]), config.cluster_rows)
+        depth = cute.ceil_div(cute.size(a, mode=[1]), config.tile_k)
         self.kernel(
             operand_a,
             operand_b,
@@ -122,10 +129,13 @@ class Gemm:
             tiled_mma,
             progress,
             Runs(
-                rows=rows,
+                columns=cute.ceil_div(cute.size(b, mode=[0]), config.cluster_columns),
                 windows=grid.windows,
-                tiles_per_window=sweep.tiles_per_window,
-                group_m=grid.group_m,
+                tiles_per_window=grid.tiles_per_window,
+                tiles=cute.ceil_div(cute.size(a, mode=[0]), config.cluster_rows),
+                splits=grid.splits,
+                depth=cute.ceil_div(depth, grid.splits),
+                group=grid.group,
                 paced=grid.paced,
             ),
         ).launch(
@@ -164,15 +174,17 @@ class Gemm:
             cute.local_tile(b.coords, (tile_n, tile_k), (None, None)),
         )
 
-    def walk(self, runs: Runs, coord, n_tiles: Int32) -> schedule.Walk:
+    def walk(self, runs: Runs, coord) -> schedule.Walk:
         """This CTA's runs and tiles; coord: its coordinate in cluster_layout."""
         config = self.config
         return schedule.Walk(
-            rows=runs.rows,
+            columns=runs.columns,
             windows=runs.windows,
             tiles_per_window=runs.tiles_per_window,
-            group_m=runs.group_m,
-            tiles=cute.ceil_div(n_tiles, config.cluster_n),
+            group=runs.group,
+            tiles=runs.tiles,
+            splits=runs.splits,
+            depth=runs.depth,
             cluster=cute.arch.block_idx()[0] // config.cluster_m,
             clusters=cute.arch.grid_dim()[0] // config.cluster_m,
             tiles_m=self.cluster_tiles[0],
@@ -200,15 +212,15 @@ class Gemm:
         """Load warp: this CTA's part of the k tiles of A and B of every tile of every run, into the ring."""
         config = self.config
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
-        walk = self.walk(runs, coord, cute.size(b.tiles, mode=[1]))
-        k_tiles = cute.size(a.tiles, mode=[2])
+        walk = self.walk(runs, coord)
         paces = runs.paced != 0 and coord[0] + coord[1] + coord[2] == 0 and cute.arch.lane_idx() == 0
         steps, patience = Int32(0), Int32(PATIENCE)
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
-            m_tile, _, first, end = walk.run(run)
+            n_tile, _, split, first, end = walk.run(run)
+            shallowest = split * walk.depth
             for tile in cutlass.range(first, end, unroll=1):
-                n_tile = walk.n_tile(tile)
-                for k in cutlass.range(k_tiles, unroll=1):
+                m_tile = walk.m_tile(tile)
+                for k in cutlass.range(walk.depth, unroll=1):
                     if cutlass.const_expr(config.pace > 0):
                         if k % config.pace == 0:
                             steps += 1
@@ -219,24 +231,24 @@ class Gemm:
                     full = ring.producer_get_barrier(slot)
                     cute.copy(
                         a.tma,
-                        a.tiles[None, m_tile, k],
+                        a.tiles[None, m_tile, shallowest + k],
                         a.slots[None, slot.index],
                         tma_bar_ptr=full,
                         mcast_mask=a.mask,
+                        cache_policy=cutlass.Int64(EVICT_FIRST),
                     )
                     cute.copy(
                         b.tma,
-                        b.tiles[None, n_tile, k],
+                        b.tiles[None, n_tile, shallowest + k],
                         b.slots[None, slot.index],
                         tma_bar_ptr=full,
                         mcast_mask=b.mask,
-                        cache_policy=cutlass.Int64(EVICT_FIRST),
                     )
                     slot.advance()
         if cutlass.const_expr(config.pace > 0):
             if paces:
                 most = cute.ceil_div(walk.runs, walk.clusters) * (
-                    walk.tiles_per_window * cute.ceil_div(k_tiles, config.pace)
+                    walk.tiles_per_window * cute.ceil_div(walk.depth, config.pace)
                 )
                 cute.arch.red(
                     progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu"

@@ -10,6 +10,7 @@ from cutlass.utils import hopper_helpers
 
 from cute_lce.arch import WARPGROUP, WARPGROUP_REGISTERS, KernelConfig
 from cute_lce.kernels import gemm
+from cute_lce.kernels.fragment import Fragment
 
 TURN_BARRIER = 1
 
@@ -58,12 +59,12 @@ class GemmSm90(gemm.Gemm):
     and arrivals (docs/emulator-mutations.md).
     """
 
-    threads_per_row = 4
-
     @staticmethod
-    def fragment_columns(config: KernelConfig) -> int:
-        """Columns of a tile in one call of epilogue.visit, over all threads that share a row."""
-        return config.tile_n
+    def fragment(config: KernelConfig) -> Fragment:
+        """What an epilogue gets at once: a whole tile, or its warpgroup's rows."""
+        blocks = config.tile_m // 64 * config.turns // config.warpgroups
+        rows = tuple(64 * (i // 2) + 8 * (i % 2) for i in range(2 * blocks))
+        return Fragment(rows=rows, columns=config.tile_n, slabs=1)
 
     def __init__(self, config: KernelConfig, epilogue):
         _check(config)
@@ -128,7 +129,6 @@ class GemmSm90(gemm.Gemm):
         pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
         gA, gB = self.tiles(a, b)
-        n_tiles, k_tiles = cute.size(gB, mode=[2]), cute.size(gA, mode=[3])
         pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if group == 0:
@@ -144,7 +144,7 @@ class GemmSm90(gemm.Gemm):
                 )
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
-            self._mma(tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs, n_tiles, k_tiles)
+            self._mma(tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs)
 
     @cute.jit
     def _mma(
@@ -157,8 +157,6 @@ class GemmSm90(gemm.Gemm):
         group,
         coord,
         runs: gemm.Runs,
-        n_tiles: Int32,
-        k_tiles: Int32,
     ):
         """Consumer warpgroups: a tile's WGMMAs, then the epilogue on the accumulators."""
         config = self.config
@@ -174,31 +172,26 @@ class GemmSm90(gemm.Gemm):
         )
         acc = cute.make_rmem_tensor(coords.shape, Float32)
         frag = _rows_cols(acc)  # (rows, cols)
-        where = _rows_cols(coords)
-        rows_in_tile = cute.size(frag, mode=[0])
-        cols = cute.make_rmem_tensor(cute.size(frag, mode=[1]), Int32)
-        for c in cutlass.range_constexpr(cute.size(cols)):
-            cols[c] = where[0, c][1]
-        row_index = cute.make_rmem_tensor(rows_in_tile, Int32)
+        own_row, own_column = _rows_cols(coords)[0, 0]
 
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
+        walk = self.walk(runs, coord)
         if cutlass.const_expr(turns > 1):
             if turn > 0:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
-                slot.advance(k_tiles)
-        walk = self.walk(runs, coord, n_tiles)
+                slot.advance(walk.depth)
         before = Int32(0)  # tiles of this CTA in the runs before this one
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
-            m_tile, window, first, end = walk.run(run)
-            for r in cutlass.range_constexpr(rows_in_tile):
-                row_index[r] = m_tile * config.tile_m + where[r, 0][0]
-            state = self.epilogue.begin(tensors, row_index)
+            n_tile, window, split, first, end = walk.run(run)
+            column = n_tile * config.tile_n + own_column
+            state = self.epilogue.begin(tensors, column)
             # Which of the window's tiles are this warpgroup's, which also selects the partial that it writes.
             share = (turn + before) % turns
             for tile in cutlass.range(first + share, end, turns, unroll=1):
-                slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles)
-                self.epilogue.visit(tensors, state, frag, row_index, cols, walk.n_tile(tile))
-            self.epilogue.end(tensors, state, row_index, walk.partial(window) * turns + share)
+                slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, walk.depth)
+                row = walk.m_tile(tile) * config.tile_m + own_row
+                self.epilogue.visit(tensors, state, frag, row, column, 0, split)
+            self.epilogue.end(tensors, state, column, walk.partial(window) * turns + share)
             before += end - first
 
     @cute.jit
@@ -233,10 +226,10 @@ def _check(config: KernelConfig) -> None:
     if config.pingpong and config.warpgroups != 2:
         raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
     rows = 64 * config.warpgroups // config.turns
-    if config.tile_m <= 0 or config.tile_m % rows or config.tile_n % 32 or not 0 < config.tile_n <= 256:
+    if config.tile_m <= 0 or config.tile_m % rows or config.tile_n % 16 or not 0 < config.tile_n <= 256:
         raise ValueError(
             f"config: got a tile of {config.tile_m} x {config.tile_n}, want a multiple of {rows} rows and"
-            " up to 256 columns, a multiple of 32"
+            " up to 256 columns, a multiple of 16"
         )
     if config.stages < 2:
         raise ValueError(

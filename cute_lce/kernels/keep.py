@@ -7,8 +7,8 @@ E is as precise as dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse
     dhidden = v (E' weight)        dweight = E'^T (v hidden)        E' = E - onehot 2^(lse log2 e - K)
 
 are plain GEMMs, for any upstream vector. K is the target's logit in base 2, rounded down: no logit that
-matters lies far below it. Where a row exceeds K by more than 64 within a unit (a tile or a slab), it is
-stored relative to K + 128 j, and j is noted in 16 bits. `Finish` rescales such rows, which are rare, to one
+matters lies far below it. Where a row exceeds K by more than 64 within a unit (32 columns: a warp's rows of a
+tile of the product, Fragment.unit), it is stored relative to K + 128 j, and j is noted in 16 bits. `Finish` rescales such rows, which are rare, to one
 K, and subtracts the onehot. Both steps are exact in bf16 except for the target's own entry, which is rounded
 once. A row whose maximum lies that far above K in columns that are not kept is raised too, since 2^(lse log2
 e - K) must be finite.
@@ -27,6 +27,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
+from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.row_stats import fma
 from cute_lce.maths import FAR, LOG2_E, STEP
 
@@ -98,8 +99,8 @@ class References:
 class Finish:
     """After the statistics: one K for raised rows, the target's entry, kept_scale. A block for 32 rows."""
 
-    def __init__(self, unit: int):
-        self.unit = unit
+    def __init__(self, fragment: Fragment):
+        self.fragment = fragment
 
     @cute.jit
     def __call__(
@@ -145,7 +146,7 @@ class Finish:
         if most > 0:
             for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
                 # The DSL sign-extends even an unsigned type.
-                behind = most - (keep.notes[column // self.unit, row].to(Int32) & 65535)
+                behind = most - (keep.notes[self.fragment.unit(column), row].to(Int32) & 65535)
                 if behind > 0:
                     value = (
                         keep.kept[row, column].to(Float32)

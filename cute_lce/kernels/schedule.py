@@ -1,9 +1,10 @@
 """Which cluster computes what: runs of tiles, in an order in which L2 serves shared operands.
 
-A run is one row of clusters (`m`) and one window of the vocabulary. A cluster computes the runs `cluster_id,
-cluster_id + clusters, ...`. Runs are numbered group by group: a group is `group_m` adjacent rows of clusters,
-and within a group the rows vary fastest. At any time the resident clusters therefore share few rows of H and
-few windows of W, and both stay in L2.
+A run is one cluster-wide tile of B's rows (a column of the product), one window of A's rows, and one split of
+k. A cluster computes the runs `cluster_id, cluster_id + clusters, ...`. Splits vary slowest. Within a split
+runs are numbered group by group: a group is `group` adjacent columns, and within a group the columns vary
+fastest. At any time the resident clusters therefore share few tiles of B and few windows of A, and both stay
+in L2.
 
 Integer arithmetic without branches: the functions take Python ints in tests and the DSL's Int32 in kernels.
 """
@@ -18,25 +19,25 @@ def clamp_below(x, ceiling):
     return x - (excess - (excess & (excess >> 31)))
 
 
-def run_coord(run, rows, windows, group_m):
-    """(row of clusters, window) of run number `run`.
+def run_coord(run, columns, windows, group):
+    """(column, window) of run number `run` of a split.
 
     Args:
-        run: in [0, rows * windows).
-        rows: rows of clusters: ceil(n / (tile_m * cluster_m)).
-        windows: windows of the vocabulary.
-        group_m: rows of clusters in a group; the last group may have fewer.
+        run: in [0, columns * windows).
+        columns: cluster-wide tiles of B's rows.
+        windows: windows of A's rows.
+        group: columns in a group; the last group may have fewer.
     """
-    group = run // (group_m * windows)
-    first = group * group_m
+    number = run // (group * windows)
+    first = number * group
     within = run - first * windows
-    width = clamp_below(rows - first, group_m)
+    width = clamp_below(columns - first, group)
     window = within // width
     return first + (within - window * width), window
 
 
 def run_tiles(window, tiles_per_window, tiles):
-    """[first, end) of the vocabulary tiles that a window covers; the last window may be shorter."""
+    """[first, end) of the tiles that a window covers; the last window may be shorter."""
     first = window * tiles_per_window
     return first, clamp_below(first + tiles_per_window, tiles)
 
@@ -45,17 +46,20 @@ def run_tiles(window, tiles_per_window, tiles):
 class Walk:
     """What one CTA computes: its cluster's runs, in order, and its own tile of each cluster-wide one.
 
-    rows, windows, tiles_per_window, group_m: as above. tiles: of the vocabulary, each as wide as a cluster.
+    columns, windows, tiles_per_window, group: as above. tiles: of A's rows, each as high as a cluster.
+    splits: of k, each of `depth` k tiles; the last one's may lie beyond k, where operands are zeros.
     cluster, clusters: the cluster's number, and how many there are: it takes runs cluster, cluster +
     clusters, ... below `runs`. tiles_m, tiles_n: tiles that a cluster computes at once. m, n: which of them
     is this CTA's.
     """
 
-    rows: Any
+    columns: Any
     windows: Any
     tiles_per_window: Any
-    group_m: Any
+    group: Any
     tiles: Any
+    splits: Any
+    depth: Any
     cluster: Any
     clusters: Any
     tiles_m: int
@@ -65,18 +69,20 @@ class Walk:
 
     @property
     def runs(self):
-        return self.rows * self.windows
+        return self.columns * self.windows * self.splits
 
     def run(self, number):
-        """(m tile of this CTA, window, [first, end) of the cluster-wide tiles) of a run."""
-        row, window = run_coord(number, self.rows, self.windows, self.group_m)
+        """(n tile of this CTA, window, split, [first, end) of the cluster-wide m tiles) of a run."""
+        runs = self.columns * self.windows
+        split = number // runs
+        column, window = run_coord(number - split * runs, self.columns, self.windows, self.group)
         first, end = run_tiles(window, self.tiles_per_window, self.tiles)
-        return row * self.tiles_m + self.m, window, first, end
+        return column * self.tiles_n + self.n, window, split, first, end
 
-    def n_tile(self, tile):
-        """This CTA's n tile of a cluster-wide one."""
-        return tile * self.tiles_n + self.n
+    def m_tile(self, tile):
+        """This CTA's m tile of a cluster-wide one."""
+        return tile * self.tiles_m + self.m
 
     def partial(self, window):
         """The number of this CTA's partial of a window."""
-        return window * self.tiles_n + self.n
+        return window * self.tiles_m + self.m

@@ -35,7 +35,7 @@ class _Prepared:
         problem = Problem(*sizes)
         n, d = problem.n, problem.d
         chosen = backward_plan.plan(gpu_of(device), problem, kept, Limits(*limits))
-        configs = chosen.logits, chosen.dhidden, chosen.dweight
+        configs = chosen.tokens, chosen.dweight
         self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target_dtype)))
         self.kept, self.pitch, self.stripes = kept, chosen.pitch, chosen.stripes
         self.paced = any(
@@ -52,7 +52,8 @@ class _Prepared:
         self.kept_factor = part(4 * n if kept else 0)
         self.kept_hidden = part(n * d * dtype.itemsize if kept and problem.need_dweight else 0)
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)
-        self.accumulator = part(4 * n * d if problem.need_dinput and len(self.stripes) > 1 else 0)
+        summed = problem.need_dinput and (len(self.stripes) > 1 or chosen.splits > 1)
+        self.sums = part(4 * n * d * chosen.splits if summed else 0)
         self.workspace = template(device, torch.uint8, total)
 
 
@@ -124,7 +125,7 @@ class KernelBackward:
             Gradients(
                 dhidden=0 if dinput is None else dinput.data_ptr(),
                 dweight=0 if dweight is None else dweight.data_ptr(),
-                accumulator=start + prepared.accumulator,
+                sums=start + prepared.sums,
             ),
         )
         progress = 0

@@ -77,8 +77,7 @@ class KernelForward:
         if kept and limits.workspace:
             left = limits.workspace - kept_bytes(n, kept) - keep_workspace_bytes(n, kept)
             limits = limits._replace(workspace=max(left, 1))
-        config = gpu.row.keep_config if kept else None
-        chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, config)
+        chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits)
         key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
         self.function = cache.get(key)
         self.sweep = chosen.sweep

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ..arch import Gpu, KernelConfig
 from ..arguments import Stripe
 from . import gemm
-from .memory import backward_bytes
+from .forward import choose_config
+from .memory import DEFAULT_WORKSPACE, backward_bytes, usable
 from .problem import Limits, Problem, round_up
 from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
 
@@ -23,17 +24,18 @@ LAUNCH_CLOCKS = 3 * 6000
 class BackwardPlan:
     """One backward call, stripe by stripe over the vocabulary.
 
-    logits, dhidden, dweight: the configurations of the three GEMMs. kept: columns that the forward kept, the
+    tokens: the configuration of the GEMMs of the logits and of dhidden. dweight: of dweight's. kept: columns that the forward kept, the
     first stripe if there are any. columns: of each recomputed stripe except the last. pitch: elements of a
-    row of dlogits. workspace: bytes of what is kept, dlogits, accumulator, scaled rows and factors.
+    row of dlogits. splits: of dhidden's k, each with a sum of its own. workspace: bytes of what is kept,
+    dlogits, sums, scaled rows and factors.
     """
 
-    logits: KernelConfig
-    dhidden: KernelConfig
+    tokens: KernelConfig
     dweight: KernelConfig
     kept: int
     columns: int
     pitch: int
+    splits: int
     stripes: tuple[Stripe, ...]
     workspace: int
 
@@ -50,41 +52,52 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
         columns = _even_stripe(lambda width: _clocks(gpu, problem, width), vocab - kept, columns)
     ranges = [(0, kept)] if kept else []
     ranges += [(first, min(columns, vocab - first)) for first in range(kept, vocab, columns or vocab)]
-    logits, gradients = gpu.row.keep_config, gpu.row.gradient_config
     n, d = problem.n, problem.d
+    gradients = gpu.row.gradient_config
+    workspace = backward_bytes(problem, columns, kept)
+    # An explicit window fixes the order of a row's additions: no other splits than its stripes.
+    most = 1
+    if problem.need_dinput and not limits.window:
+        spare = usable(limits.workspace or DEFAULT_WORKSPACE) - workspace
+        most += max(spare, 0) // max(4 * n * d, 1) - (len(ranges) == 1)
+    widest = max((width for _, width in ranges), default=0)
+    tokens, dhidden = gemm.split_plan(gpu, gpu.row.token_configs, d, n, widest, most)
+    splits = dhidden.splits
+    if splits > 1:
+        workspace += 4 * n * d * (splits - (len(ranges) > 1))
     return BackwardPlan(
-        logits=logits,
-        dhidden=gradients,
+        tokens=tokens,
         dweight=gradients,
         kept=kept,
         columns=columns,
         pitch=round_up(columns, 8),
+        splits=splits,
         stripes=tuple(
             Stripe(
                 first=first,
                 columns=width,
                 is_first=int(i == 0),
                 is_last=int(i == len(ranges) - 1),
-                logits=gemm.plan(gpu, logits, n, width, d),
-                dhidden=gemm.plan(gpu, gradients, n, d, width),
+                logits=gemm.plan(gpu, tokens, width, n, d),
+                dhidden=gemm.plan(gpu, tokens, d, n, width, splits),
                 dweight=gemm.plan(gpu, gradients, width, d, n),
             )
             for i, (first, width) in enumerate(ranges)
         ),
-        workspace=backward_bytes(problem, columns, kept),
+        workspace=workspace,
     )
 
 
 def _clocks(gpu: Gpu, problem: Problem, columns: int) -> int:
     """Clocks of a recomputed stripe."""
     n, d = problem.n, problem.d
-    logits, gradients = gpu.row.keep_config, gpu.row.gradient_config
-    total = LAUNCH_CLOCKS + gemm.clocks(logits, gemm.plan(gpu, logits, n, columns, d), n, d)
+    tokens, gradients = choose_config(gpu, n), gpu.row.gradient_config
+    total = LAUNCH_CLOCKS + gemm.clocks(tokens, gemm.plan(gpu, tokens, columns, n, d), n, d)
     if problem.need_dinput:
-        total += gemm.clocks(gradients, gemm.plan(gpu, gradients, n, d, columns), n, columns)
+        total += gemm.clocks(tokens, gemm.plan(gpu, tokens, d, n, columns), n, columns)
         total += n * d // ACCUMULATED_PER_CLOCK
     if problem.need_dweight:
-        total += gemm.clocks(gradients, gemm.plan(gpu, gradients, columns, d, n), columns, n)
+        total += gemm.clocks(gradients, gemm.plan(gpu, gradients, columns, d, n), d, n)
     return total
 
 

@@ -6,8 +6,8 @@ import functools
 from dataclasses import dataclass
 
 from ..arch import Gpu, KernelConfig
-from ..arguments import GemmPlan, Sweep
-from .gemm import cluster_count, is_paced
+from ..arguments import GemmPlan
+from .gemm import cluster_count, is_paced, tile_clocks
 from .memory import forward_bytes
 from .problem import MIB, NO_LIMITS, Limits, ceil_div
 
@@ -25,8 +25,8 @@ COMBINE_ROWS = 32
 class ForwardPlan:
     """One forward call.
 
-    sweep: windows of the vocabulary, rows of clusters whose rows of H share L2, clusters launched, whether
-    they pace (not if the operands fit L2). rounds: tiles that the busiest cluster computes, one after
+    sweep: windows of the vocabulary, columns of tokens' tiles that share L2, clusters launched, whether they
+    pace (not if the operands fit L2). rounds: tiles that the busiest cluster computes, one after
     another; ideal_rounds: the average of all clusters.
     """
 
@@ -34,19 +34,19 @@ class ForwardPlan:
     n: int
     d: int
     vocab: int
-    sweep: Sweep
+    sweep: GemmPlan
     rounds: int
     ideal_rounds: float
 
     @property
     def window(self) -> int:
-        """Columns of a window."""
-        return self.sweep.tiles_per_window * self.config.cluster_columns
+        """Classes of a window."""
+        return self.sweep.tiles_per_window * self.config.cluster_rows
 
     @property
     def workspace_floats(self) -> int:
         """fp32 numbers: 2 counters, partials, target logits, and two per block of the combine kernel."""
-        partials = self.sweep.gemm.windows * self.config.partials_per_window
+        partials = self.sweep.windows * self.config.partials_per_window
         return 2 + self.n * (2 * partials + 1) + 2 * ceil_div(self.n, COMBINE_ROWS)
 
 
@@ -56,17 +56,17 @@ def plan(
 ) -> ForwardPlan:
     """Plan a forward of (n, d) x (vocab, d).
 
-    limits.window: columns of a window, rounded up to whole tiles; 0: chosen so that the clusters finish
+    limits.window: classes of a window, rounded up to whole tiles; 0: chosen so that the clusters finish
     together. limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: only
     PARTIAL_BYTES limits the partials. config: the kernel's configuration; None: chosen.
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
-    config = config or _choose_config(gpu, n)
+    config = config or choose_config(gpu, n)
     clusters = cluster_count(config, gpu.sms)
-    tiles = ceil_div(vocab, config.cluster_columns)
-    rows = ceil_div(n, config.cluster_rows)
+    tiles = ceil_div(vocab, config.cluster_rows)
+    columns = ceil_div(n, config.cluster_columns)
     if limits.window:
-        tiles_per_window = min(ceil_div(limits.window, config.cluster_columns), tiles)
+        tiles_per_window = min(ceil_div(limits.window, config.cluster_rows), tiles)
     else:
         # Shorter windows take fewer rounds, but write more partials.
         spare = min(PARTIAL_BYTES, (limits.workspace or 2 * PARTIAL_BYTES) - forward_bytes(n) // 2)
@@ -74,40 +74,44 @@ def plan(
         candidates = range(max(1, min(shortest, tiles)), min(max(MAX_TILES_PER_WINDOW, shortest), tiles) + 1)
         costs = {}
         for tiles_in_window in candidates:
-            windows, rounds = _rounds(tiles, rows, clusters, tiles_in_window)
+            windows, rounds = _rounds(tiles, columns, clusters, tiles_in_window)
             partials = windows * config.partials_per_window * ceil_div(n, 8192)
             costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS
         tiles_per_window = min(costs, key=costs.__getitem__)
-    windows, rounds = _rounds(tiles, rows, clusters, tiles_per_window)
+    windows, rounds = _rounds(tiles, columns, clusters, tiles_per_window)
     return ForwardPlan(
         config=config,
         n=n,
         d=d,
         vocab=vocab,
-        sweep=Sweep(
+        sweep=GemmPlan(
+            windows=windows,
             tiles_per_window=tiles_per_window,
-            gemm=GemmPlan(
-                windows=windows,
-                group_m=max(1, min(rows, gpu.row.panel // (2 * d * config.cluster_rows))),
-                clusters=max(1, min(clusters, rows * windows)),
-                paced=int(is_paced(gpu, config, n, vocab, d)),
-            ),
+            splits=1,
+            group=max(1, min(columns, gpu.row.panel // (2 * d * config.cluster_columns))),
+            clusters=max(1, min(clusters, columns * windows)),
+            paced=int(is_paced(gpu, config, vocab, n, d)),
         ),
         rounds=rounds,
-        ideal_rounds=rows * tiles / clusters,
+        ideal_rounds=columns * tiles / clusters,
     )
 
 
-def _choose_config(gpu: Gpu, n: int) -> KernelConfig:
-    # A lone CTA loads 1.5 times as much from L2; it is used where half a pair would idle.
-    pair, single = gpu.row.configs
-    return single if n <= single.cluster_rows else pair
+def choose_config(gpu: Gpu, n: int) -> KernelConfig:
+    """The tiles with which n tokens take the fewest clocks; of those that take as many the widest."""
+
+    def cost(config: KernelConfig) -> tuple[int, int]:
+        columns = ceil_div(n, config.cluster_columns)
+        # A weight that is read for one column of tiles streams from DRAM.
+        return columns * tile_clocks(config, 1024), config.tile_n if columns == 1 else -config.tile_n
+
+    return min(gpu.row.token_configs, key=cost)
 
 
-def _rounds(tiles: int, rows: int, clusters: int, tiles_per_window: int) -> tuple[int, int]:
+def _rounds(tiles: int, columns: int, clusters: int, tiles_per_window: int) -> tuple[int, int]:
     """(windows, tiles that the busiest cluster computes)."""
     windows = ceil_div(tiles, tiles_per_window)
-    return windows, ceil_div(rows * windows, clusters) * tiles_per_window
+    return windows, ceil_div(columns * windows, clusters) * tiles_per_window
 
 
 def _round_ns(config: KernelConfig, d: int) -> int:

@@ -1,10 +1,15 @@
-"""The grid of one plain GEMM."""
+"""The grid of one plain GEMM, and its time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .problem import ceil_div
+
+SUM_BYTES_PER_CLOCK = 2000
+"""Bytes of partial sums that a GPU writes or reads in a clock: DRAM's rate, since others use L2."""
 
 
 def cluster_count(config: KernelConfig, sms: int) -> int:
@@ -15,26 +20,52 @@ def cluster_count(config: KernelConfig, sms: int) -> int:
 
 
 def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> bool:
-    """Whether clusters pace: if the kernel can, and several rows of clusters share operands that do not fit
-    L2."""
-    return config.pace > 0 and m > config.cluster_rows and 2 * k * (m + n) > gpu.row.l2 // 2
+    """Whether clusters pace: if the kernel can, and several columns of clusters share operands that do not
+    fit L2."""
+    return config.pace > 0 and n > config.cluster_columns and 2 * k * (m + n) > gpu.row.l2 // 2
 
 
-def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> GemmPlan:
+def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, splits: int = 1) -> GemmPlan:
     """Plan an (m, k) x (n, k) product."""
-    rows, windows = ceil_div(m, config.cluster_rows), ceil_div(n, config.cluster_columns)
-    clusters = max(1, min(cluster_count(config, gpu.sms), rows * windows))
-    side = max(1, int((clusters * config.cluster_columns / config.cluster_rows) ** 0.5))
+    windows, columns = ceil_div(m, config.cluster_rows), ceil_div(n, config.cluster_columns)
+    clusters = max(1, min(cluster_count(config, gpu.sms), windows * columns * splits))
+    side = max(1, int((clusters * config.cluster_rows / config.cluster_columns) ** 0.5))
     return GemmPlan(
         windows=windows,
-        group_m=min(rows, side),
+        tiles_per_window=1,
+        splits=splits,
+        group=min(columns, side),
         clusters=clusters,
         paced=int(is_paced(gpu, config, m, n, k)),
     )
 
 
-def clocks(config: KernelConfig, chosen: GemmPlan, m: int, k: int) -> int:
-    """Clocks of a GEMM's MMAs on the busiest cluster."""
-    rounds = ceil_div(ceil_div(m, config.cluster_rows) * chosen.windows, chosen.clusters)
-    macs = config.tile_m * config.tile_n // config.pair * k
-    return rounds * macs * 2 // config.row.dense_flops_per_clock
+def tile_clocks(config: KernelConfig, k: int) -> int:
+    """Clocks of a CTA's tile of depth k: of its MMAs or, where tiles are narrow, of its loads from L2."""
+    row = config.row
+    macs = config.tile_m * config.tile_n // config.pair
+    loaded = 2 * (config.tile_m // config.pair + config.tile_n // config.cluster_m)
+    return k * max(2 * macs // row.dense_flops_per_clock, loaded // row.l2_bytes_per_clock)
+
+
+def clocks(config: KernelConfig, chosen: GemmPlan, n: int, k: int) -> int:
+    """Clocks of a GEMM on the busiest cluster."""
+    runs = chosen.windows * ceil_div(n, config.cluster_columns) * chosen.splits
+    return ceil_div(runs, chosen.clusters) * tile_clocks(config, ceil_div(k, chosen.splits))
+
+
+def split_plan(
+    gpu: Gpu, configs: Iterable[KernelConfig], m: int, n: int, k: int, most: int
+) -> tuple[KernelConfig, GemmPlan]:
+    """The fastest of the configurations and of up to `most` splits of k, whose sums are added afterwards."""
+
+    def cost(candidate: tuple[KernelConfig, GemmPlan]) -> tuple[int, int]:
+        config, chosen = candidate
+        sums = 8 * m * n * chosen.splits if chosen.splits > 1 else 0
+        return clocks(config, chosen, n, k) + sums // SUM_BYTES_PER_CLOCK, -config.tile_n
+
+    most = max(1, min(most, ceil_div(k, 1024)))
+    return min(
+        ((config, plan(gpu, config, m, n, k, splits)) for config in configs for splits in range(1, most + 1)),
+        key=cost,
+    )

@@ -20,10 +20,12 @@ class ForwardKey(NamedTuple):
 
 
 class BackwardKey(NamedTuple):
-    """The key of a kernels.entry.backward.Backward: its GEMMs' configurations, types as in ForwardKey."""
+    """The key of a kernels.entry.backward.Backward: its GEMMs' configurations, types as in ForwardKey.
 
-    logits: KernelConfig
-    dhidden: KernelConfig
+    tokens: of the logits and of dhidden. dweight: of dweight.
+    """
+
+    tokens: KernelConfig
     dweight: KernelConfig
     dtype: str = "bfloat16"
     target_dtype: str = "int64"
@@ -35,8 +37,10 @@ Key = ForwardKey | BackwardKey
 def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
     """The keys of all kernels that calls with these types may need; float16 keeps nothing."""
     row = architecture(arch)
-    forwards = [ForwardKey(config, dtype, target_dtype) for config in row.configs]
-    if dtype != "float16":
-        forwards.append(ForwardKey(row.keep_config, dtype, target_dtype, keeps=True))
-    gradients = row.gradient_config
-    return [*forwards, BackwardKey(row.keep_config, gradients, gradients, dtype, target_dtype)]
+    keys: list[Key] = []
+    for config in row.token_configs:
+        keys.append(ForwardKey(config, dtype, target_dtype))
+        if dtype != "float16":
+            keys.append(ForwardKey(config, dtype, target_dtype, keeps=True))
+        keys.append(BackwardKey(config, row.gradient_config, dtype, target_dtype))
+    return keys

@@ -8,8 +8,10 @@ from .problem import KIB, MIB, Problem, ceil_div, round_up
 
 DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes; raised if the schedule needs more."""
-LEAST_UNIT = 64
-"""The least columns of a unit, which share one raise (kernels/keep.py)."""
+KEPT_TILE = 128
+"""Columns that are kept, or not, together."""
+UNIT = 32
+"""Columns of a token that share one raise (kernels/keep.py)."""
 NOTE_BYTES = 2
 
 
@@ -34,12 +36,17 @@ def usable(workspace: int) -> int:
 
 def forward_bytes(n: int) -> int:
     """Bytes of workspace and statistics with which every forward can run: those of one window."""
-    return 128 * n + 4 * KIB
+    return 192 * n + 4 * KIB
 
 
 def keep_workspace_bytes(n: int, kept: int) -> int:
     """Bytes of KeepOutputs.workspace: each row's reference and largest raise, and a note per unit."""
-    return n * (8 + NOTE_BYTES * ceil_div(kept, LEAST_UNIT))
+    return n * (8 + note_bytes(kept))
+
+
+def note_bytes(kept: int) -> int:
+    """Bytes of a token's notes."""
+    return NOTE_BYTES * KEPT_TILE // UNIT * ceil_div(kept, KEPT_TILE)
 
 
 def kept_bytes(n: int, kept: int) -> int:
@@ -60,6 +67,6 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0) -> int:
         total += 6 * n * d
     if kept:
         # The operand, the notes, and the scaled copy of the hidden rows.
-        total += 2 * n * round_up(kept, 8) + NOTE_BYTES * n * ceil_div(kept, LEAST_UNIT)
+        total += 2 * n * round_up(kept, 8) + n * note_bytes(kept)
         total += 2 * n * d if problem.need_dweight else 0
     return total

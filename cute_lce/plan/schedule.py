@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .memory import (
     DEFAULT_WORKSPACE,
-    LEAST_UNIT,
-    NOTE_BYTES,
+    KEPT_TILE,
+    note_bytes,
     backward_bytes,
     forward_bytes,
     refuse_workspace,
@@ -13,7 +13,7 @@ from .memory import (
 )
 from .problem import Limits, Problem, ceil_div
 
-STRIPE_MULTIPLE = 768
+STRIPE_MULTIPLE = 256
 """Columns that are whole tiles in all three GEMMs."""
 LEAST_STRIPE = 64
 STRIPE_COLUMNS = 1400
@@ -49,7 +49,7 @@ def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
         or problem.half
         or not problem.wants_gradient
         or n == 0
-        or vocab < LEAST_UNIT
+        or vocab < LEAST_STRIPE
         or (schedule == "auto" and n * problem.d * vocab < LEAST_KEPT)
     ):
         return "recompute", 0
@@ -78,14 +78,14 @@ def kept_columns(problem: Problem, limits: Limits) -> int:
     workspace = usable(limits.workspace or DEFAULT_WORKSPACE)
     if backward_bytes(problem, 0, vocab) + forward_bytes(n) <= workspace:
         return vocab
-    rest = backward_bytes(problem, 0, LEAST_UNIT) + forward_bytes(n)
+    rest = backward_bytes(problem, 0, KEPT_TILE) + forward_bytes(n)
     # Columns that fit: two bytes per row each, and their share of the raises.
-    fit = max((workspace - rest) * LEAST_UNIT // ((2 * LEAST_UNIT + NOTE_BYTES) * max(n, 1)), 0)
+    fit = max((workspace - rest) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * max(n, 1)), 0)
     # The alternative: keep nothing, and use the whole workspace for stripes.
     recomputed = stripe_columns(problem, 0, limits._replace(workspace=workspace))
     best, least = 0, vocab + ceil_div(vocab, recomputed) * STRIPE_COLUMNS
     # A wider stripe leaves less room to keep, but more stripes make more passes over the accumulator.
-    for tiles in (1, 2, 4, 8, 16, 32, 64):
+    for tiles in (2, 4, 8, 16, 32, 64, 128, 256):
         stripe = limits.window or tiles * STRIPE_MULTIPLE
         kept = min(max(fit - stripe, 0), vocab - 1) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
         cost = vocab - kept + ceil_div(vocab - kept, stripe) * STRIPE_COLUMNS

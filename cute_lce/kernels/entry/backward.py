@@ -19,13 +19,18 @@ from cute_lce.arguments import (
     LossArguments,
     Statistics,
     Stripe,
-    Sweep,
     Upstream,
 )
 from cute_lce.kernels.entry.types import example, example_operands, matrix, strided, transposed, vector
 from cute_lce.kernels.epilogues.dlogits import DlogitsEpilogue, DlogitsTensors
-from cute_lce.kernels.epilogues.gradient import GradientEpilogue, GradientTensors
+from cute_lce.kernels.epilogues.gradient import (
+    DhiddenEpilogue,
+    DhiddenTensors,
+    DweightEpilogue,
+    DweightTensors,
+)
 from cute_lce.kernels.mainloop import mainloop
+from cute_lce.kernels.reduce import Reduce
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
 
 
@@ -33,19 +38,18 @@ class Backward:
     """One stripe of the backward; see cute_lce.arguments for what is read and written.
 
     Args:
-        logits: the configuration of the logits' GEMM.
-        dhidden, dweight: the configurations of the gradients' GEMMs.
+        tokens: the configuration of the GEMMs of the logits and of dhidden.
+        dweight: the configuration of dweight's GEMM.
         has_grad_scale: whether dlogits hold grad_scale (bfloat16), or the gradients' epilogues apply it
             (float16).
     """
 
-    def __init__(
-        self, logits: KernelConfig, dhidden: KernelConfig, dweight: KernelConfig, has_grad_scale: bool
-    ):
-        gemm = mainloop(logits)
-        self.dlogits = gemm(logits, DlogitsEpilogue(logits.tile_n, gemm.threads_per_row, has_grad_scale))
-        self.dhidden = gemm(dhidden, GradientEpilogue(dhidden.tile_n, gemm.threads_per_row))
-        self.dweight = gemm(dweight, GradientEpilogue(dweight.tile_n, gemm.threads_per_row))
+    def __init__(self, tokens: KernelConfig, dweight: KernelConfig, has_grad_scale: bool):
+        gemm = mainloop(tokens)
+        self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), has_grad_scale))
+        self.dhidden = gemm(tokens, DhiddenEpilogue(gemm.fragment(tokens)))
+        self.dweight = gemm(dweight, DweightEpilogue(gemm.fragment(dweight)))
+        self.reduce = Reduce()
         self.scale = ScaleRows()
 
     @cute.jit
@@ -78,8 +82,8 @@ class Backward:
         num_valid = vector(Int64, statistics.num_valid, 1)
         if source.kept_scale == 0:
             self.dlogits(
-                hidden,
                 rows,
+                hidden,
                 DlogitsTensors(
                     target=target,
                     row_max=vector(Float32, statistics.row_max, n),
@@ -89,10 +93,9 @@ class Backward:
                     dlogits=dlogits,
                     loss=loss,
                     first=first,
-                    columns=columns,
                 ),
                 counters[0],
-                Sweep(tiles_per_window=Int32(1), gemm=stripe.logits),
+                stripe.logits,
                 stream,
             )
         else:
@@ -111,42 +114,46 @@ class Backward:
                 stream,
             )
         if gradients.dhidden != 0:
+            splits = stripe.dhidden.splits
+            out = matrix(dtype, gradients.dhidden, n, d, d)
+            sums = cute.make_tensor(
+                cute.make_ptr(Float32, gradients.sums, cute.AddressSpace.gmem, assumed_align=16),
+                cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1)),
+            )
             self.dhidden(
-                dlogits,
                 transposed(rows),
-                GradientTensors(
-                    out=matrix(dtype, gradients.dhidden, n, d, d),
-                    accumulator=matrix(Float32, gradients.accumulator, n, d, d),
+                dlogits,
+                DhiddenTensors(
+                    out=out,
+                    sums=sums,
                     factor=factors,
                     is_first=stripe.is_first,
-                    is_last=stripe.is_last,
+                    to_out=Int32(stripe.is_last != 0 and splits == 1),
                 ),
                 counters[1],
-                Sweep(tiles_per_window=Int32(1), gemm=stripe.dhidden),
+                stripe.dhidden,
                 stream,
             )
+            if stripe.is_last != 0 and splits > 1:
+                self.reduce(out, sums, stream)
         if gradients.dweight != 0:
             self.dweight(
                 transposed(dlogits),
                 transposed(hidden_rows),
-                GradientTensors(
+                DweightTensors(
                     out=matrix(
                         dtype, gradients.dweight + Int64(first) * d * (dtype.width // 8), columns, d, d
                     ),
-                    accumulator=matrix(Float32, gradients.accumulator, columns, d, d),
-                    factor=strided(source.weight_factor, columns, 0),
-                    is_first=Int32(1),
-                    is_last=Int32(1),
+                    factor=strided(source.weight_factor, 1, 0),
                 ),
                 counters[2],
-                Sweep(tiles_per_window=Int32(1), gemm=stripe.dweight),
+                stripe.dweight,
                 stream,
             )
 
 
 def compile_backward(
-    logits: KernelConfig,
-    dhidden: KernelConfig,
+    tokens: KernelConfig,
     dweight: KernelConfig,
     dtype: str,
     target_dtype: str,
@@ -155,7 +162,7 @@ def compile_backward(
 ):
     """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
-        Backward(logits, dhidden, dweight, has_grad_scale=dtype == "bfloat16"),
+        Backward(tokens, dweight, has_grad_scale=dtype == "bfloat16"),
         *example_operands(dtype, target_dtype),
         example(LossArguments),
         example(Upstream),

@@ -5,14 +5,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16
 
-from cute_lce.arch import KernelConfig
-from cute_lce.arguments import ForwardOutputs, KeepOutputs, LossArguments, Sweep
+from cute_lce.arch import WARPS, KernelConfig
+from cute_lce.arguments import ForwardOutputs, GemmPlan, KeepOutputs, LossArguments
 from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.mainloop import mainloop
+from cute_lce.plan.memory import KEPT_TILE, UNIT
 
 
 @cute.kernel
@@ -34,15 +35,11 @@ class Forward:
     def __init__(self, config: KernelConfig, keeps: bool):
         gemm = mainloop(config)
         self.keeps = keeps
-        self.unit = gemm.fragment_columns(config)
-        self.gemm = gemm(
-            config,
-            KeepEpilogue(config.tile_n, self.unit, gemm.threads_per_row)
-            if keeps
-            else ForwardEpilogue(config.tile_n, gemm.threads_per_row),
-        )
+        self.fragment = gemm.fragment(config)
+        epilogue = KeepEpilogue if keeps else ForwardEpilogue
+        self.gemm = gemm(config, epilogue(self.fragment, WARPS))
         self.references = References()
-        self.finish = Finish(self.unit)
+        self.finish = Finish(self.fragment)
         self.combine = Combine()
         self.partials_per_window = config.partials_per_window
 
@@ -54,12 +51,12 @@ class Forward:
         target: cute.Tensor,  # (n,)
         loss: LossArguments,
         outputs: ForwardOutputs,
-        sweep: Sweep,
+        sweep: GemmPlan,
         keep: KeepOutputs,
         stream: cuda.CUstream,
     ):
         n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
-        count = sweep.gemm.windows * self.partials_per_window
+        count = sweep.windows * self.partials_per_window
         # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
         counters = cute.make_ptr(Int32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
         progress = cute.make_tensor(counters, cute.make_layout(1))
@@ -71,7 +68,7 @@ class Forward:
             target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, ROWS), 2), stride=(2, 1))
         )
         row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
-        if sweep.gemm.paced != 0:
+        if sweep.paced != 0:
             clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
         tensors = ForwardTensors(
             target=target,
@@ -85,7 +82,7 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             self.references(hidden, weight, target, kept, loss, stream)
             tensors = KeepForwardTensors(forward=tensors, keep=kept)
-        self.gemm(hidden, weight, tensors, progress, sweep, stream)
+        self.gemm(weight, hidden, tensors, progress, sweep, stream)
         self.combine(
             CombineTensors(
                 vocab=vocab,
@@ -112,7 +109,7 @@ class Forward:
             kept=matrix(element, keep.kept, n, keep.columns, keep.pitch),
             reference=vector(Float32, keep.workspace, n),
             notes=cute.make_tensor(
-                notes, cute.make_layout((cute.ceil_div(keep.columns, self.unit), n), stride=(Int64(n), 1))
+                notes, cute.make_layout((KEPT_TILE // UNIT * cute.ceil_div(keep.columns, KEPT_TILE), n), stride=(Int64(n), 1))
             ),
             most_raised=vector(Int32, keep.workspace + Int64(n) * 4, n),
             kept_scale=vector(Float32, keep.kept_scale, n),
@@ -129,7 +126,7 @@ def compile_forward(
         *example_operands(dtype, target_dtype),
         example(LossArguments),
         example(ForwardOutputs),
-        example(Sweep),
+        example(GemmPlan),
         example(KeepOutputs),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,

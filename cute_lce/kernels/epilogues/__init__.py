@@ -1,13 +1,14 @@
 """What is done with a tile of fp32 numbers in registers: the mathematics of the loss. Mainloops move data.
 
-A mainloop calls, for every run (a row of tiles and a range of the vocabulary's tiles):
+A mainloop calls, for every run (a column of tiles and a range of its rows' tiles):
 
-    state = epilogue.begin(tensors, rows)                    # registers that live through the run
-    epilogue.visit(tensors, state, frag, rows, cols, tile)   # each slab of columns of each tile, in place
-    epilogue.end(tensors, state, rows, window)               # results of the run
+    state = epilogue.begin(tensors, column)                    # registers that live through the run
+    epilogue.visit(tensors, state, frag, row, column, slab, split)   # each slab of each tile, in place
+    epilogue.end(tensors, state, column, partial)              # results of the run
 
-`frag` (rows, cols) is the thread's fragment; `rows` (rows,) are its global row indices, and `cols` (cols,)
-its column indices within tile number `tile`. The architecture determines only how many rows a thread has and
-how many threads share a row. An epilogue is a compile-time value; the tensors that it reads and writes in
-global memory are in its NamedTuple.
+`frag` is the thread's part of a slab of columns of a tile (fragment.Fragment); `row` is the row in the product
+of its first element, and `column` the column of its first element in the tile's first slab. `split` is the
+split of k that the tile is of. In the logits' GEMMs rows are classes and columns tokens: per-token numbers
+are kept by the lanes that own the columns. An epilogue is a compile-time value; the tensors that it reads and
+writes in global memory are in its NamedTuple.
 """

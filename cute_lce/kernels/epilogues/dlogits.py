@@ -4,13 +4,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
-from cute_lce.kernels.epilogues.statistics import NO_COLUMN
-from cute_lce.kernels.epilogues.store import store_rows
+from cute_lce.kernels.epilogues.statistics import NO_ROW, has_target
+from cute_lce.kernels.epilogues.store import store_columns
+from cute_lce.kernels.fragment import SHARED, Fragment, spread
 
 
 class DlogitsTensors(NamedTuple):
@@ -19,7 +20,7 @@ class DlogitsTensors(NamedTuple):
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
     one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned:
     what is written.
-    first, columns: the stripe's first column, and how many it has.
+    first: the stripe's first class.
     """
 
     target: cute.Tensor
@@ -30,57 +31,63 @@ class DlogitsTensors(NamedTuple):
     dlogits: cute.Tensor
     loss: LossArguments
     first: Int32
-    columns: Int32
 
 
 class DlogitsState(NamedTuple):
-    """For each row of a thread: what logits are relative to, the factors of exponentials and of the onehot,
-    the target's column in the stripe, and whether the row is valid."""
+    """For each token that a lane owns: what logits are relative to, the factors of exponentials and of the
+    onehot, the target's row in the stripe, and whether it is ignored; and whether any of the warp's are."""
 
     ref: cute.Tensor
     factor: cute.Tensor
     onehot: cute.Tensor
     target: cute.Tensor
-    valid: cute.Tensor
+    ignored: cute.Tensor
+    any_ignored: Boolean
 
 
 class DlogitsEpilogue:
     """dlogits = grad_scale (softmax - onehot), rounded once; 0 in ignored rows, whatever their logits.
 
     Args:
-        tile_n: columns of a tile.
-        threads_per_row: threads that share a row, adjacent lanes.
         has_grad_scale: whether dlogits include grad_scale. The range of float16 is too small for it: there
             the gradients' epilogues apply it.
     """
 
-    def __init__(self, tile_n: int, threads_per_row: int, has_grad_scale: bool):
-        self.tile_n = tile_n
-        self.threads_per_row = threads_per_row
+    def __init__(self, fragment: Fragment, has_grad_scale: bool):
+        self.fragment = fragment
         self.has_grad_scale = has_grad_scale
 
     @cute.jit
-    def begin(self, tensors: DlogitsTensors, rows: cute.Tensor) -> DlogitsState:
-        count = cute.size(rows)
+    def begin(self, tensors: DlogitsTensors, column: Int32) -> DlogitsState:
+        fragment = self.fragment
+        count = fragment.slabs * fragment.owned
         ref, factor, onehot = (cute.make_rmem_tensor(count, Float32) for _ in range(3))
-        target, valid = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
-        for r in cutlass.range_constexpr(count):
-            ref[r], factor[r], onehot[r] = Float32(0.0), Float32(0.0), Float32(0.0)
-            target[r], valid[r] = Int32(NO_COLUMN), Int32(0)
-            if rows[r] < cute.size(tensors.target):
-                index = Int64(tensors.target[rows[r]])
-                if index != tensors.loss.ignore_index:
-                    valid[r] = Int32(1)
-                    scale = Float32(1.0)
-                    if cutlass.const_expr(self.has_grad_scale):
-                        scale = row_stats.grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, rows[r])
-                    ref[r] = row_stats.finite_max(tensors.row_max[rows[r]])
-                    factor[r] = maths.softmax_factor(scale, tensors.row_sum[rows[r]])
-                    onehot[r] = scale
-                    index = index - tensors.first
-                    if index >= 0 and index < tensors.columns:
-                        target[r] = Int32(index)
-        return DlogitsState(ref, factor, onehot, target, valid)
+        target, ignored = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
+        any_ignored = Boolean(False)
+        for slab in cutlass.range_constexpr(fragment.slabs):
+            for i in cutlass.range_constexpr(fragment.owned):
+                own = slab * fragment.owned + i
+                ref[own], factor[own], onehot[own] = Float32(0.0), Float32(0.0), Float32(0.0)
+                target[own], ignored[own] = Int32(NO_ROW), Int32(0)
+                token, owns = fragment.owned_column(column, slab, i)
+                if Boolean(owns) and token < cute.size(tensors.target):
+                    index = Int64(tensors.target[token])
+                    if index != tensors.loss.ignore_index:
+                        scale = Float32(1.0)
+                        if cutlass.const_expr(self.has_grad_scale):
+                            scale = row_stats.grad_scale(
+                                tensors.dloss, tensors.num_valid, tensors.loss, token
+                            )
+                        ref[own] = row_stats.finite_max(tensors.row_max[token])
+                        factor[own] = maths.softmax_factor(scale, tensors.row_sum[token])
+                        onehot[own] = scale
+                        index = index - tensors.first
+                        if index >= 0 and index < cute.size(tensors.dlogits, mode=[1]):
+                            target[own] = Int32(index)
+                    else:
+                        ignored[own] = Int32(1)
+                any_ignored = any_ignored or ignored[own] != 0
+        return DlogitsState(ref, factor, onehot, target, ignored, cute.arch.vote_any_sync(any_ignored))
 
     @cute.jit
     def visit(
@@ -88,25 +95,51 @@ class DlogitsEpilogue:
         tensors: DlogitsTensors,
         state: DlogitsState,
         frag: cute.Tensor,  # (rows, cols) fp32
-        rows: cute.Tensor,
-        cols: cute.Tensor,
-        tile: Int32,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        split: Int32,
     ):
-        first = tile * self.tile_n
+        fragment = self.fragment
         frag.store(maths.logits(frag.load(), tensors.loss))
-        for r in cutlass.range_constexpr(cute.size(rows)):
-            for c in cutlass.range_constexpr(cute.size(cols)):
-                frag[r, c] = state.factor[r] * maths.exponential(frag[r, c], state.ref[r], row_stats.exp)
-            column = state.target[r] - first
-            if column >= 0 and column < self.tile_n:
-                for c in cutlass.range_constexpr(cute.size(cols)):
-                    if cols[c] == column:
-                        frag[r, c] = maths.dlogits(frag[r, c], state.onehot[r])
-            if state.valid[r] == 0:
-                for c in cutlass.range_constexpr(cute.size(cols)):
-                    frag[r, c] = Float32(0.0)
-        store_rows(tensors.dlogits, frag, rows, cols, first, self.threads_per_row)
+        for c in cutlass.range_constexpr(fragment.count):
+            ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
+            factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
+        if has_target(fragment, state.target, row, slab):
+            for c in cutlass.range_constexpr(fragment.count):
+                target = spread(state.target[slab * fragment.owned + c // SHARED], c)
+                onehot = spread(state.onehot[slab * fragment.owned + c // SHARED], c)
+                for r in cutlass.range_constexpr(len(fragment.rows)):
+                    if row + fragment.rows[r] == target:
+                        frag[r, c] = maths.dlogits(frag[r, c], onehot)
+        if state.any_ignored:
+            zero_ignored(fragment, state.ignored, frag, slab, range(fragment.count))
+        store_columns(
+            tensors.dlogits,
+            frag,
+            row,
+            column + slab * fragment.columns,
+            fragment,
+            range(fragment.count),
+        )
 
     @cute.jit
-    def end(self, tensors: DlogitsTensors, state: DlogitsState, rows: cute.Tensor, window: Int32):
+    def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):
         pass
+
+
+@cute.jit
+def zero_ignored(
+    fragment: cutlass.Constexpr[Fragment],
+    ignored: cute.Tensor,
+    frag: cute.Tensor,
+    slab: cutlass.Constexpr[int],
+    elements: cutlass.Constexpr[range],
+):
+    """Set elements of a row that belong to ignored tokens to 0. ignored: of the tokens that this lane owns, 0 or 1."""
+    for c in cutlass.range_constexpr(elements.start, elements.stop):
+        if spread(ignored[slab * fragment.owned + c // SHARED], c) != 0:
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                frag[r, c] = Float32(0.0)

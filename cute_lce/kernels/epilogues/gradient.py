@@ -1,72 +1,119 @@
-"""The epilogue of a gradient's GEMM: factors, the sum over stripes, one rounding."""
+"""The epilogues of the gradients' GEMMs: factors, the sum over stripes, one rounding."""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
-from cute_lce.kernels.epilogues.store import add_pairs, store_pairs, store_rows
+from cute_lce.kernels.epilogues.store import add_transposed, store_columns, store_rows, store_transposed
+from cute_lce.kernels.fragment import SHARED, Fragment, spread
 
 
-class GradientTensors(NamedTuple):
-    """Global memory that a gradient's epilogue accesses.
+class DhiddenTensors(NamedTuple):
+    """Global memory that the epilogue of dhidden accesses.
 
-    out (m, n) in the operands' dtype, written when `is_last`. accumulator (m, n) fp32: read unless
-    `is_first`, written unless `is_last`. factor (m,) fp32 with any stride (0: one number): multiplies the
-    product's rows; at address 0: ones.
+    out (n, d) in the operands' dtype, written if `to_out`. sums (splits, n, d) fp32: read unless `is_first`,
+    written unless `to_out`. factor (n,) fp32 with any stride (0: one number): multiplies the product's
+    columns; at address 0: ones.
     """
 
     out: cute.Tensor
-    accumulator: cute.Tensor
+    sums: cute.Tensor
     factor: cute.Tensor
     is_first: Int32
-    is_last: Int32
+    to_out: Int32
 
 
-class GradientEpilogue:
-    """Scale the product's rows, add those of earlier stripes in fp32, and round once, after the last stripe.
+class DhiddenEpilogue:
+    """(weight.T dlogits.T) by columns of tokens: scale, add earlier stripes in fp32, round or store the sum.
 
-    Args:
-        tile_n: columns of a tile.
-        threads_per_row: threads that share a row, adjacent lanes.
+    With several splits of k each has a sum of its own, which kernels.reduce adds up in their order.
     """
 
-    def __init__(self, tile_n: int, threads_per_row: int):
-        self.tile_n = tile_n
-        self.threads_per_row = threads_per_row
+    def __init__(self, fragment: Fragment):
+        self.fragment = fragment
 
     @cute.jit
-    def begin(self, tensors: GradientTensors, rows: cute.Tensor):
-        factor = cute.make_rmem_tensor(cute.size(rows), Float32)
-        has_factor = tensors.factor.iterator.toint() != 0
-        for r in cutlass.range_constexpr(cute.size(rows)):
-            factor[r] = Float32(1.0)
-            if has_factor and rows[r] < cute.size(tensors.out, mode=[0]):
-                factor[r] = tensors.factor[rows[r]]
+    def begin(self, tensors: DhiddenTensors, column: Int32):
+        fragment = self.fragment
+        factor = cute.make_rmem_tensor(fragment.slabs * fragment.owned, Float32)
+        factor.fill(1.0)
+        if tensors.factor.iterator.toint() != 0:
+            for slab in cutlass.range_constexpr(fragment.slabs):
+                for i in cutlass.range_constexpr(fragment.owned):
+                    token, owns = fragment.owned_column(column, slab, i)
+                    if Boolean(owns) and token < cute.size(tensors.out, mode=[0]):
+                        factor[slab * fragment.owned + i] = tensors.factor[token]
         return factor
 
     @cute.jit
     def visit(
         self,
-        tensors: GradientTensors,
+        tensors: DhiddenTensors,
         factor: cute.Tensor,
         frag: cute.Tensor,  # (rows, cols) fp32
-        rows: cute.Tensor,
-        cols: cute.Tensor,
-        tile: Int32,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        split: Int32,
     ):
-        first = tile * self.tile_n
-        for r in cutlass.range_constexpr(cute.size(rows)):
-            for c in cutlass.range_constexpr(cute.size(cols)):
-                frag[r, c] = frag[r, c] * factor[r]
+        fragment = self.fragment
+        for c in cutlass.range_constexpr(fragment.count):
+            scale = spread(factor[slab * fragment.owned + c // SHARED], c)
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                frag[r, c] = frag[r, c] * scale
+        sums = tensors.sums[split, None, None]
+        first = column + slab * fragment.columns
         if tensors.is_first == 0:
-            add_pairs(tensors.accumulator, frag, rows, cols, first)
-        if tensors.is_last == 0:
-            store_pairs(tensors.accumulator, frag, rows, cols, first)
+            add_transposed(sums, frag, row, first, fragment)
+        if tensors.to_out == 0:
+            store_transposed(sums, frag, row, first, fragment)
         else:
-            store_rows(tensors.out, frag, rows, cols, first, self.threads_per_row)
+            store_columns(tensors.out, frag, row, first, fragment, range(fragment.count))
 
     @cute.jit
-    def end(self, tensors: GradientTensors, factor: cute.Tensor, rows: cute.Tensor, window: Int32):
+    def end(self, tensors: DhiddenTensors, factor: cute.Tensor, column: Int32, partial: Int32):
+        pass
+
+
+class DweightTensors(NamedTuple):
+    """Global memory that the epilogue of a stripe's dweight accesses.
+
+    out (columns, d) in the operands' dtype. factor, one fp32: multiplies the product; at address 0: one.
+    """
+
+    out: cute.Tensor
+    factor: cute.Tensor
+
+
+class DweightEpilogue:
+    """(dlogits.T hidden): scale and round."""
+
+    def __init__(self, fragment: Fragment):
+        self.fragment = fragment
+
+    @cute.jit
+    def begin(self, tensors: DweightTensors, column: Int32):
+        factor = Float32(1.0)
+        if tensors.factor.iterator.toint() != 0:
+            factor = tensors.factor[0]
+        return factor
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: DweightTensors,
+        factor: Float32,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        split: Int32,
+    ):
+        frag.store(frag.load() * factor)
+        store_rows(tensors.out, frag, row, column + slab * self.fragment.columns, self.fragment)
+
+    @cute.jit
+    def end(self, tensors: DweightTensors, factor: Float32, column: Int32, partial: Int32):
         pass

@@ -4,12 +4,24 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16
+from cutlass import Boolean, Float32, Int32, Int64, Uint16
 
+from cute_lce import maths
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.epilogues.dlogits import zero_ignored
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
-from cute_lce.kernels.epilogues.store import store_rows
+from cute_lce.kernels.epilogues.store import store_columns
+from cute_lce.kernels.fragment import (
+    SHARED,
+    Fragment,
+    first_row_of_warp,
+    fold,
+    highest_of_column,
+    owns_element,
+    spread,
+)
 from cute_lce.kernels.keep import KeepTensors
+from cute_lce.kernels.row_stats import fma
 
 
 class KeepForwardTensors(NamedTuple):
@@ -20,37 +32,52 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """The forward's state and, for each row, K and whether the row is valid."""
+    """The forward's state; for each token that a lane owns K and whether it is ignored; the least K of the
+    warp's tokens, and whether any of them is ignored."""
 
     forward: ForwardState
     reference: cute.Tensor
-    valid: cute.Tensor
+    ignored: cute.Tensor
+    least: Float32
+    any_ignored: Boolean
 
 
 class KeepEpilogue:
     """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
 
-    A kept fragment's exponentials are computed once, relative to the row's K, for the operand and for the
-    statistics. A row of a fragment has one j: `unit` columns, those of one call of visit.
+    A kept element's exponential is computed once, relative to its token's K, for the operand and for the
+    statistics. A token has one j for a warp's rows of a tile, a unit. Whether any element of a warp needs a
+    j other than 0 is a maximum and a vote: j is then found column by column.
     """
 
-    def __init__(self, tile_n: int, unit: int, threads_per_row: int):
-        self.tile_n = tile_n
-        self.unit = unit
-        self.threads_per_row = threads_per_row
-        self.forward = ForwardEpilogue(tile_n, threads_per_row)
+    def __init__(self, fragment: Fragment, warps: int):
+        self.fragment = fragment
+        self.forward = ForwardEpilogue(fragment, warps)
 
     @cute.jit
-    def begin(self, tensors: KeepForwardTensors, rows: cute.Tensor) -> KeepState:
-        count = cute.size(rows)
-        reference, valid = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Int32)
-        for r in cutlass.range_constexpr(count):
-            reference[r], valid[r] = Float32(0.0), Int32(0)
-            if rows[r] < cute.size(tensors.forward.target):
-                reference[r] = tensors.keep.reference[rows[r]]
-                if Int64(tensors.forward.target[rows[r]]) != tensors.forward.loss.ignore_index:
-                    valid[r] = Int32(1)
-        return KeepState(self.forward.begin(tensors.forward, rows), reference, valid)
+    def begin(self, tensors: KeepForwardTensors, column: Int32) -> KeepState:
+        fragment = self.fragment
+        count = fragment.slabs * fragment.owned
+        reference, ignored = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Int32)
+        least, any_ignored = Float32(maths.FAR), Boolean(False)
+        for slab in cutlass.range_constexpr(fragment.slabs):
+            for i in cutlass.range_constexpr(fragment.owned):
+                own = slab * fragment.owned + i
+                reference[own], ignored[own] = Float32(0.0), Int32(0)
+                token, owns = fragment.owned_column(column, slab, i)
+                if Boolean(owns) and token < cute.size(tensors.forward.target):
+                    reference[own] = tensors.keep.reference[token]
+                    least = cute.arch.fmin(least, reference[own])
+                    if Int64(tensors.forward.target[token]) == tensors.forward.loss.ignore_index:
+                        ignored[own] = Int32(1)
+                any_ignored = any_ignored or ignored[own] != 0
+        return KeepState(
+            self.forward.begin(tensors.forward, column),
+            reference,
+            ignored,
+            cute.arch.warp_reduction(least, cute.arch.fmin),
+            cute.arch.vote_any_sync(any_ignored),
+        )
 
     @cute.jit
     def visit(
@@ -58,48 +85,124 @@ class KeepEpilogue:
         tensors: KeepForwardTensors,
         state: KeepState,
         frag: cute.Tensor,  # (rows, cols) fp32
-        rows: cute.Tensor,
-        cols: cute.Tensor,
-        tile: Int32,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        split: Int32,
     ):
-        first = tile * self.tile_n
-        self.forward.mask_and_catch(tensors.forward, state.forward, frag, rows, cols, first)
-        if first < tensors.keep.columns:
-            for r in cutlass.range_constexpr(cute.size(rows)):
-                steps = row_stats.update_relative(
-                    state.forward.row_max,
-                    state.forward.row_sum,
-                    frag,
-                    state.reference[r],
-                    r,
-                    self.threads_per_row,
-                )
-                if state.valid[r] == 0:
-                    for c in cutlass.range_constexpr(cute.size(cols)):
-                        frag[r, c] = Float32(0.0)
-                if rows[r] < cute.size(tensors.forward.target):
-                    if self._notes(tensors, cols, first):
-                        tensors.keep.notes[(first + cols[0]) // self.unit, rows[r]] = Uint16(steps)
-                        if steps > 0:
-                            cute.arch.red(
-                                (tensors.keep.most_raised.iterator + rows[r]),
-                                steps,
-                                op="max",
-                                dtype="s32",
-                                sem="relaxed",
-                                scope="gpu",
-                            )
-            store_rows(tensors.keep.kept, frag, rows, cols, first, self.threads_per_row)
+        forward = tensors.forward
+        self.forward.mask_and_catch(forward, state.forward, frag, row, column, slab)
+        # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end.
+        if first_row_of_warp(row) < tensors.keep.columns:
+            self._keep(tensors, state, frag, row, column, slab)
         else:
-            row_stats.update(state.forward.row_max, state.forward.row_sum, frag)
-
-    def _notes(self, tensors: KeepForwardTensors, cols: cute.Tensor, first: Int32):
-        """Whether this thread, of those that share a row, stores its j."""
-        if self.unit < self.tile_n:
-            # A thread has the whole row; a slab of its tile may lie beyond the columns, where there is no j.
-            return first + cols[0] < tensors.keep.columns
-        return cols[0] % 8 == 0
+            self.forward.accumulate(state.forward, frag, slab)
 
     @cute.jit
-    def end(self, tensors: KeepForwardTensors, state: KeepState, rows: cute.Tensor, window: Int32):
-        self.forward.end(tensors.forward, state.forward, rows, window)
+    def _keep(
+        self,
+        tensors: KeepForwardTensors,
+        state: KeepState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
+        """Exponentials instead of the fragment's logits, stored, and their statistics."""
+        fragment = self.fragment
+        steps = cute.make_rmem_tensor(fragment.owned, Float32)
+        steps.fill(0.0)
+        highest = frag[0, 0]
+        for c in cutlass.range_constexpr(fragment.count):
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                highest = cute.arch.fmax(highest, frag[r, c])
+        if cute.arch.vote_any_sync(maths.kept_exponent(highest, state.least, fma) > maths.HEADROOM):
+            self._raise(state, frag, steps, slab)
+        self._note(tensors, steps, row, column, slab)
+        for i in cutlass.range_constexpr(fragment.owned):
+            base = maths.raised(state.reference[slab * fragment.owned + i], steps[i])
+            values = [
+                exponentials(frag, c, spread(base, c), len(fragment.rows)) for c in fragment.shared(i)
+            ]
+            values += [(-Float32.inf, Float32(0.0))] * (SHARED - len(values))
+            row_max, total = fold(values, highest_and_sum)
+            # From 2^base to exp(row_max). If nothing lies near K, the sum is 0 and the exponent may exceed
+            # fp32.
+            back = maths.base_exponent(row_stats.finite_max(row_max), base, fma)
+            total = total * cute.math.exp2(cute.arch.fmin(back, Float32(126.0)), fastmath=True)
+            self.forward.update(state.forward, slab * fragment.owned + i, row_max, total)
+            if state.any_ignored:
+                zero_ignored(fragment, state.ignored, frag, slab, fragment.shared(i))
+            store_columns(
+                tensors.keep.kept,
+                frag,
+                row,
+                column + slab * fragment.columns,
+                fragment,
+                fragment.shared(i),
+            )
+
+    @cute.jit
+    def _raise(
+        self,
+        state: KeepState,
+        frag: cute.Tensor,
+        steps: cute.Tensor,
+        slab: cutlass.Constexpr[int],
+    ):
+        """j of every token that the lane owns, in this unit."""
+        fragment = self.fragment
+        for c in cutlass.range_constexpr(fragment.count):
+            highest = frag[0, c]
+            for r in cutlass.range_constexpr(1, len(fragment.rows)):
+                highest = cute.arch.fmax(highest, frag[r, c])
+            highest = highest_of_column(highest)
+            reference = spread(state.reference[slab * fragment.owned + c // SHARED], c)
+            needed = maths.raise_steps(highest, reference, fma, cute.math.ceil)
+            needed = cute.arch.fmin(cute.arch.fmax(needed, Float32(0.0)), Float32(maths.MOST_STEPS))
+            if owns_element(c):
+                steps[c // SHARED] = needed
+
+    @cute.jit
+    def _note(
+        self,
+        tensors: KeepForwardTensors,
+        steps: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
+        """Store j of the tokens that the lane owns."""
+        unit = self.fragment.unit(first_row_of_warp(row))
+        for i in cutlass.range_constexpr(self.fragment.owned):
+            token, owns = self.fragment.owned_column(column, slab, i)
+            if Boolean(owns) and token < cute.size(tensors.forward.target):
+                tensors.keep.notes[unit, token] = Uint16(Int32(steps[i]))
+                if steps[i] > 0:
+                    cute.arch.red(
+                        (tensors.keep.most_raised.iterator + token),
+                        Int32(steps[i]),
+                        op="max",
+                        dtype="s32",
+                        sem="relaxed",
+                        scope="gpu",
+                    )
+
+    @cute.jit
+    def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, partial: Int32):
+        self.forward.end(tensors.forward, state.forward, column, partial)
+
+
+def exponentials(frag: cute.Tensor, c: int, base: Float32, heights: int):
+    """Replace a column of a fragment by 2^(z log2 e - base); returns (maximum of z, sum of exponentials)."""
+    highest, total = frag[0, c], Float32(0.0)
+    for r in range(heights):
+        highest = cute.arch.fmax(highest, frag[r, c])
+        frag[r, c] = cute.math.exp2(maths.kept_exponent(frag[r, c], base, fma), fastmath=True)
+        total = frag[r, c] if r == 0 else total + frag[r, c]
+    return highest, total
+
+
+def highest_and_sum(a_max: Float32, a_sum: Float32, b_max: Float32, b_sum: Float32):
+    """Merge (maximum, sum) of sums relative to the same base."""
+    return cute.arch.fmax(a_max, b_max), a_sum + b_sum

@@ -4,22 +4,23 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, spread
 
-NO_COLUMN = -(2**30)  # a target column that no tile contains
+NO_ROW = -(2**30)  # a target that no tile contains
 
 
 class ForwardTensors(NamedTuple):
     """Global memory that the forward's epilogue accesses, and sizes.
 
-    target (n,) int32 or int64. partials (windows, n, 2) fp32: maximum and sum of every window. target_logit
-    (n,) fp32: written for rows whose target lies in [0, vocab). arrived (1,) int32: the combine kernel's
-    counter, zeroed here.
-    vocab: V; columns at and beyond it are masked with -inf. loss: the loss's numbers.
+    target (n,) int32 or int64. partials (partials, n, 2) fp32: maximum and sum of every window and warp.
+    target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,) int32: the
+    combine kernel's counter, zeroed here.
+    vocab: V; rows of tiles at and beyond it are masked with -inf. loss: the loss's numbers.
     """
 
     target: cute.Tensor
@@ -31,7 +32,8 @@ class ForwardTensors(NamedTuple):
 
 
 class ForwardState(NamedTuple):
-    """For each row of a thread: statistics of the columns seen in this run, and the target's column."""
+    """For each token that a lane owns: statistics of the classes that its warp has seen in this run, and the
+    target."""
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -41,33 +43,25 @@ class ForwardState(NamedTuple):
 class ForwardEpilogue:
     """Row statistics of the logits, and the target's logit.
 
-    Args:
-        tile_n: columns of a tile.
-        threads_per_row: 4 for WGMMA's accumulators, 1 for TMEM.
+    Each warp has partials of its own: of its rows of its warpgroup's tiles of a window.
     """
 
-    def __init__(self, tile_n: int, threads_per_row: int):
-        self.tile_n = tile_n
-        self.threads_per_row = threads_per_row
+    def __init__(self, fragment: Fragment, warps: int):
+        """warps: of the warpgroup that computes a tile."""
+        self.fragment = fragment
+        self.warps = warps
 
     @cute.jit
-    def begin(self, tensors: ForwardTensors, rows: cute.Tensor) -> ForwardState:
-        """Statistics of nothing: maximum -inf, sum 0. rows (rows,) int32, which may lie beyond n."""
-        if rows[0] == 0:
+    def begin(self, tensors: ForwardTensors, column: Int32) -> ForwardState:
+        """Statistics of nothing: maximum -inf, sum 0. The column may lie beyond n."""
+        if column == 0:
             tensors.arrived[0] = Int32(0)
-        count = cute.size(rows)
+        count = self.fragment.slabs * self.fragment.owned
         row_max = cute.make_rmem_tensor(count, Float32)
         row_sum = cute.make_rmem_tensor(count, Float32)
-        target = cute.make_rmem_tensor(count, Int32)
-        for r in cutlass.range_constexpr(count):
-            row_max[r] = -Float32.inf
-            row_sum[r] = Float32(0.0)
-            target[r] = Int32(NO_COLUMN)
-            if rows[r] < cute.size(tensors.target):
-                index = tensors.target[rows[r]]
-                if index >= 0 and index < tensors.vocab:
-                    target[r] = Int32(index)
-        return ForwardState(row_max, row_sum, target)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        return ForwardState(row_max, row_sum, targets(self.fragment, tensors.target, column, tensors.vocab))
 
     @cute.jit
     def visit(
@@ -75,12 +69,30 @@ class ForwardEpilogue:
         tensors: ForwardTensors,
         state: ForwardState,
         frag: cute.Tensor,  # (rows, cols) fp32
-        rows: cute.Tensor,
-        cols: cute.Tensor,
-        tile: Int32,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        split: Int32,
     ):
-        self.mask_and_catch(tensors, state, frag, rows, cols, tile * self.tile_n)
-        row_stats.update(state.row_max, state.row_sum, frag)
+        self.mask_and_catch(tensors, state, frag, row, column, slab)
+        self.accumulate(state, frag, slab)
+
+    def accumulate(self, state: ForwardState, frag: cute.Tensor, slab: int):
+        """Merge a fragment of logits into the statistics."""
+        heights = len(self.fragment.rows)
+        for i in range(self.fragment.owned):
+            values = [
+                row_stats.column_statistics([frag[r, c] for r in range(heights)])
+                for c in self.fragment.shared(i)
+            ]
+            values += [(-Float32.inf, Float32(0.0))] * (SHARED - len(values))
+            self.update(state, slab * self.fragment.owned + i, *fold(values, row_stats.merge))
+
+    def update(self, state: ForwardState, own, row_max: Float32, row_sum: Float32):
+        """Merge statistics into those of a token that this lane owns."""
+        state.row_max[own], state.row_sum[own] = row_stats.merge(
+            state.row_max[own], state.row_sum[own], row_max, row_sum
+        )
 
     @cute.jit
     def mask_and_catch(
@@ -88,30 +100,67 @@ class ForwardEpilogue:
         tensors: ForwardTensors,
         state: ForwardState,
         frag: cute.Tensor,
-        rows: cute.Tensor,
-        cols: cute.Tensor,
-        first: Int32,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
     ):
-        """Products become logits, columns beyond the vocabulary -inf; the target's logit is stored if the
-        fragment has it."""
+        """Products become logits, rows beyond the vocabulary -inf; the targets' logits in the fragment are
+        stored."""
+        fragment = self.fragment
         frag.store(maths.logits(frag.load(), tensors.loss))
-        if first + self.tile_n > tensors.vocab:
-            for c in cutlass.range_constexpr(cute.size(cols)):
-                if first + cols[c] >= tensors.vocab:
-                    for r in cutlass.range_constexpr(cute.size(rows)):
+        if row + fragment.rows[-1] >= tensors.vocab:
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                if row + fragment.rows[r] >= tensors.vocab:
+                    for c in cutlass.range_constexpr(fragment.count):
                         frag[r, c] = -Float32.inf
-        for r in cutlass.range_constexpr(cute.size(rows)):
-            column = state.target[r] - first
-            if column >= 0 and column < self.tile_n:
-                for c in cutlass.range_constexpr(cute.size(cols)):
-                    if cols[c] == column:
-                        tensors.target_logit[rows[r]] = frag[r, c]
+        if has_target(fragment, state.target, row, slab):
+            for c in cutlass.range_constexpr(fragment.count):
+                target = spread(state.target[slab * fragment.owned + c // SHARED], c)
+                for r in cutlass.range_constexpr(len(fragment.rows)):
+                    if row + fragment.rows[r] == target:
+                        token = column + (slab * fragment.columns + fragment.offset(c))
+                        tensors.target_logit[token] = frag[r, c]
 
     @cute.jit
-    def end(self, tensors: ForwardTensors, state: ForwardState, rows: cute.Tensor, window: Int32):
-        row_stats.merge_threads(state.row_max, state.row_sum, self.threads_per_row)
-        if cute.arch.lane_idx() % self.threads_per_row == 0:
-            for r in cutlass.range_constexpr(cute.size(rows)):
-                if rows[r] < cute.size(tensors.target):
-                    tensors.partials[window, rows[r], 0] = state.row_max[r]
-                    tensors.partials[window, rows[r], 1] = state.row_sum[r]
+    def end(self, tensors: ForwardTensors, state: ForwardState, column: Int32, partial: Int32):
+        warp = cute.arch.warp_idx() % self.warps
+        for slab in cutlass.range_constexpr(self.fragment.slabs):
+            for i in cutlass.range_constexpr(self.fragment.owned):
+                token, owns = self.fragment.owned_column(column, slab, i)
+                if Boolean(owns) and token < cute.size(tensors.target):
+                    own = slab * self.fragment.owned + i
+                    tensors.partials[partial * self.warps + warp, token, 0] = state.row_max[own]
+                    tensors.partials[partial * self.warps + warp, token, 1] = state.row_sum[own]
+
+
+@cute.jit
+def targets(
+    fragment: cutlass.Constexpr[Fragment], target: cute.Tensor, column: Int32, vocab: Int32
+) -> cute.Tensor:
+    """The targets of the tokens that this lane owns; NO_ROW for one outside [0, vocab)."""
+    own = cute.make_rmem_tensor(fragment.slabs * fragment.owned, Int32)
+    own.fill(NO_ROW)
+    for slab in cutlass.range_constexpr(fragment.slabs):
+        for i in cutlass.range_constexpr(fragment.owned):
+            token, owns = fragment.owned_column(column, slab, i)
+            if Boolean(owns) and token < cute.size(target):
+                index = target[token]
+                if index >= 0 and index < vocab:
+                    own[slab * fragment.owned + i] = Int32(index)
+    return own
+
+
+@cute.jit
+def has_target(
+    fragment: cutlass.Constexpr[Fragment], target: cute.Tensor, row: Int32, slab: cutlass.Constexpr[int]
+) -> Boolean:
+    """Whether a target of a slab's tokens may be among this warp's rows, the same in all of its lanes.
+
+    target: of the tokens that this lane owns.
+    """
+    first = first_row_of_warp(row)
+    found = Boolean(False)
+    for i in cutlass.range_constexpr(fragment.owned):
+        own = target[slab * fragment.owned + i]
+        found = found or (own >= first and own < first + fragment.span)
+    return cute.arch.vote_any_sync(found)

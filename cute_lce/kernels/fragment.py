@@ -1,0 +1,119 @@
+"""What a thread holds of a tile, and how the threads of a warp share its columns.
+
+Both mainloops hand epilogues the fragment of an m16n8 MMA: a warp has four (or two) blocks of 8 rows, and of
+each block of 8 columns the lane l has the elements of row l // 4 in columns 2 (l % 4) and 2 (l % 4) + 1. A
+column is therefore spread over the 8 lanes with the same l % 4.
+
+Per column a warp keeps one value, not eight: in each 32 columns lane l *owns* the one at
+
+    16 bit4(l) + 8 bit3(l) + 2 (l % 4) + bit2(l)
+
+`fold` reduces what the 8 lanes have of 8 columns each to the owner of each column; `spread` gives the lanes
+what the owner has.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+SHARED = 8  # columns of a thread in 32 columns, and lanes that share a column
+OWNED = 32  # columns among which a lane owns one
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The elements of a thread in one call of an epilogue's visit, (rows, columns // 4).
+
+    rows: of its elements, relative to the first. columns: of the tile, over all lanes. slabs: calls of visit
+    a tile, which have their columns one after the other.
+    """
+
+    rows: tuple[int, ...]
+    columns: int
+    slabs: int
+
+    @property
+    def count(self) -> int:
+        """Elements of a thread in a row."""
+        return self.columns // 4
+
+    @property
+    def owned(self) -> int:
+        """Columns that a lane owns, at most."""
+        return -(-self.columns // OWNED)
+
+    @property
+    def span(self) -> int:
+        """Rows from a warp's first to its last."""
+        return self.rows[-1] + 8
+
+    @staticmethod
+    def offset(c: int) -> int:
+        """The column of element c of a row, relative to that of element 0."""
+        return 8 * (c // 2) + c % 2
+
+    def unit(self, row):
+        """The number of the unit of a row: the rows of a warp's four blocks in a tile."""
+        stride = self.rows[2]
+        return row // (2 * stride) * (stride // 16) + row % stride // 16
+
+    def shared(self, i: int) -> range:
+        """The elements of a thread in the i-th 32 columns."""
+        return range(SHARED * i, min(SHARED * (i + 1), self.count))
+
+    def owned_column(self, column, slab: int, i: int):
+        """(the i-th column that this lane owns, whether the slab has it); column: of element 0 in slab 0."""
+        lane = cute.arch.lane_idx()
+        within = 16 * ((lane >> 4) & 1) + 8 * ((lane >> 3) & 1)
+        own = OWNED * i + within + ((lane >> 2) & 1)
+        if OWNED * (i + 1) <= self.columns:
+            return column + (slab * self.columns + own), True
+        return column + (slab * self.columns + own), OWNED * i + within < self.columns
+
+
+def spread(own, c: int):
+    """What the owner of element c's column has, in every lane that has an element of it; own: this lane's
+    value of the 32 columns in which c is."""
+    j = c % SHARED
+    source = 16 * (j >> 2) + 8 * ((j >> 1) & 1) + 4 * (j & 1)
+    return cute.arch.shuffle_sync(own, source + (cute.arch.lane_idx() & 3))
+
+
+def owns_element(c: int):
+    """Whether this lane owns the column of its element c."""
+    lane, j = cute.arch.lane_idx(), c % SHARED
+    return (lane >> 2) == 4 * (j >> 2) + 2 * ((j >> 1) & 1) + (j & 1)
+
+
+def fold(values: list, merge):
+    """Merge what 8 lanes have of 8 columns: values[j] is a tuple of numbers for a thread's j-th element, and
+    merge(*a, *b) a commutative function of two of them. Returns that of the column that the lane owns."""
+    lane = cute.arch.lane_idx()
+    for step in (16, 8, 4):
+        upper = (lane & step) != 0
+        half = len(values) // 2
+        folded = []
+        for low, high in zip(values[:half], values[half:], strict=True):
+            mine, theirs = [], []
+            for a, b in zip(low, high, strict=True):
+                kind = type(a)
+                mine.append(kind(cutlass.select_(upper, b, a)))
+                sent = kind(cutlass.select_(upper, a, b))
+                theirs.append(cute.arch.shuffle_sync_bfly(sent, offset=step))
+            folded.append(merge(*mine, *theirs))
+        values = folded
+    return values[0]
+
+
+def highest_of_column(value):
+    """The largest of the 8 lanes' values of a column, in each of them."""
+    for step in (4, 8, 16):
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=step))
+    return value
+
+
+def first_row_of_warp(row: Int32) -> Int32:
+    """The first row of a warp's elements; row: of this thread's first."""
+    return row - (cute.arch.lane_idx() >> 2)
