@@ -258,7 +258,7 @@ _SM_90A = Architecture(
     l2=50 << 20,
     panel=22 << 20,
     dense_flops_per_clock=4096,
-    l2_bytes_per_clock=44,
+    l2_bytes_per_clock=41,
     data_sheet=DataSheet(gpu="H100 SXM", flops=989.4e12, memory=3.35e12, sms=132),
     tokens=_HOPPER,
     token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),

@@ -76,9 +76,10 @@ class Gemm:
     A is the weight, whose rows (classes or features) are many.
 
     Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
-    are close together. Every `pace` k tiles a cluster adds one step to `progress`. It then polls `progress`
-    until the total is at least what it would be if every cluster had made as many steps as this one, less one
-    step for one in SLACK of them. At its end a cluster adds the steps of the runs and tiles that it did not
+    are close together. Every `pace` k tiles a cluster adds one step to `progress`. It goes on if the total is
+    at least what it would be if every cluster were one step behind this one, less another step for one in
+    SLACK of them; otherwise it polls `progress` until it is. The total that it looks at first was requested
+    half a step earlier, so that a cluster that need not wait does not wait for L2 either. At its end a cluster adds the steps of the runs and tiles that it did not
     have, so that others do not wait for it. Only the load warp of a cluster's first CTA does this; the other
     CTAs follow through the ring. It affects speed alone: after PATIENCE failed polls a cluster stops pacing,
     so nothing depends on all clusters being resident.
@@ -213,8 +214,8 @@ class Gemm:
         config = self.config
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord)
-        paces = runs.paced != 0 and coord[0] + coord[1] + coord[2] == 0 and cute.arch.lane_idx() == 0
-        steps, patience = Int32(0), Int32(PATIENCE)
+        paces = runs.paced != 0 and coord[0] + coord[1] + coord[2] == 0
+        steps, patience, seen = Int32(0), Int32(PATIENCE), Int32(0)
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
             n_tile, _, split, first, end = walk.run(run)
             shallowest = split * walk.depth
@@ -225,8 +226,11 @@ class Gemm:
                         if k % config.pace == 0:
                             steps += 1
                             if paces:
-                                enough = steps * walk.clusters - walk.clusters // SLACK
-                                patience = _keep_pace(progress, enough, patience)
+                                enough = (steps - 1) * walk.clusters - walk.clusters // SLACK
+                                patience = _keep_pace(progress, enough, seen, patience)
+                        if k % config.pace == config.pace // 2:
+                            if paces:
+                                seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
                     cute.copy(
@@ -250,21 +254,26 @@ class Gemm:
                 most = cute.ceil_div(walk.runs, walk.clusters) * (
                     walk.tiles_per_window * cute.ceil_div(walk.depth, config.pace)
                 )
-                cute.arch.red(
-                    progress.iterator, most - steps, op="add", dtype="s32", sem="relaxed", scope="gpu"
-                )
+                _add_steps(progress, most - steps)
         ring.producer_tail(slot)
 
 
 @cute.jit
-def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
+def _add_steps(progress: cute.Tensor, steps: Int32):
+    """Add steps of this cluster to `progress`, once a warp."""
+    with cute.arch.elect_one():
+        cute.arch.red(progress.iterator, steps, op="add", dtype="s32", sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def _keep_pace(progress: cute.Tensor, enough: Int32, seen: Int32, patience: Int32) -> Int32:
     """Add one step of this cluster to `progress`, and wait until it is at least `enough`.
 
-    It is polled up to `patience` times. Returns `patience`, or 0 if all polls failed, for instance because
-    another kernel holds SMs and not all clusters are resident: this cluster then stops pacing.
+    seen: what it was some time ago. It is polled up to `patience` times. Returns `patience`, or 0 if all
+    polls failed, for instance because another kernel holds SMs and not all clusters are resident: this
+    cluster then stops pacing.
     """
-    cute.arch.red(progress.iterator, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
-    seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
+    _add_steps(progress, Int32(1))
     looks = Int32(0)
     while seen < enough and looks < patience:
         seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")

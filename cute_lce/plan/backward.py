@@ -88,20 +88,20 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
     )
 
 
-def _clocks(gpu: Gpu, problem: Problem, columns: int) -> int:
+def _clocks(gpu: Gpu, problem: Problem, columns: int) -> float:
     """Clocks of a recomputed stripe."""
     n, d = problem.n, problem.d
     tokens, gradients = choose_config(gpu, n), gpu.row.gradient_config
     total = LAUNCH_CLOCKS + gemm.clocks(tokens, gemm.plan(gpu, tokens, columns, n, d), n, d)
     if problem.need_dinput:
         total += gemm.clocks(tokens, gemm.plan(gpu, tokens, d, n, columns), n, columns)
-        total += n * d // ACCUMULATED_PER_CLOCK
+        total += n * d / ACCUMULATED_PER_CLOCK
     if problem.need_dweight:
         total += gemm.clocks(gradients, gemm.plan(gpu, gradients, columns, d, n), d, n)
     return total
 
 
-def _even_stripe(clocks: Callable[[int], int], left: int, most: int) -> int:
+def _even_stripe(clocks: Callable[[int], float], left: int, most: int) -> int:
     """Columns of a stripe, at most `most`, with which `left` columns take the fewest clocks.
 
     The last round of a stripe's GEMMs is only partly full, so neither the widest stripes nor stripes of equal
@@ -111,7 +111,7 @@ def _even_stripe(clocks: Callable[[int], int], left: int, most: int) -> int:
         return most
     step = max(most // 4096, 1) * LEAST_STRIPE
 
-    def total(columns: int) -> int:
+    def total(columns: int) -> float:
         rest = left % columns
         return left // columns * clocks(columns) + (clocks(rest) if rest else 0)
 

@@ -100,7 +100,7 @@ def plan(
 def choose_config(gpu: Gpu, n: int) -> KernelConfig:
     """The tiles with which n tokens take the fewest clocks; of those that take as many the widest."""
 
-    def cost(config: KernelConfig) -> tuple[int, int]:
+    def cost(config: KernelConfig) -> tuple[float, int]:
         columns = ceil_div(n, config.cluster_columns)
         # A weight that is read for one column of tiles streams from DRAM.
         return columns * tile_clocks(config, 1024), config.tile_n if columns == 1 else -config.tile_n

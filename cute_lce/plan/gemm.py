@@ -40,15 +40,15 @@ def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, splits: int = 1
     )
 
 
-def tile_clocks(config: KernelConfig, k: int) -> int:
+def tile_clocks(config: KernelConfig, k: int) -> float:
     """Clocks of a CTA's tile of depth k: of its MMAs or, where tiles are narrow, of its loads from L2."""
     row = config.row
     macs = config.tile_m * config.tile_n // config.pair
     loaded = 2 * (config.tile_m // config.pair + config.tile_n // config.cluster_m)
-    return k * max(2 * macs // row.dense_flops_per_clock, loaded // row.l2_bytes_per_clock)
+    return k * max(2 * macs / row.dense_flops_per_clock, loaded / row.l2_bytes_per_clock)
 
 
-def clocks(config: KernelConfig, chosen: GemmPlan, n: int, k: int) -> int:
+def clocks(config: KernelConfig, chosen: GemmPlan, n: int, k: int) -> float:
     """Clocks of a GEMM on the busiest cluster."""
     runs = chosen.windows * ceil_div(n, config.cluster_columns) * chosen.splits
     return ceil_div(runs, chosen.clusters) * tile_clocks(config, ceil_div(k, chosen.splits))
@@ -59,10 +59,10 @@ def split_plan(
 ) -> tuple[KernelConfig, GemmPlan]:
     """The fastest of the configurations and of up to `most` splits of k, whose sums are added afterwards."""
 
-    def cost(candidate: tuple[KernelConfig, GemmPlan]) -> tuple[int, int]:
+    def cost(candidate: tuple[KernelConfig, GemmPlan]) -> tuple[float, int]:
         config, chosen = candidate
         sums = 8 * m * n * chosen.splits if chosen.splits > 1 else 0
-        return clocks(config, chosen, n, k) + sums // SUM_BYTES_PER_CLOCK, -config.tile_n
+        return clocks(config, chosen, n, k) + sums / SUM_BYTES_PER_CLOCK, -config.tile_n
 
     most = max(1, min(most, ceil_div(k, 1024)))
     return min(

@@ -21,7 +21,9 @@ STRIPE_COLUMNS = 1400
 on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s.
 The estimate is used for every architecture."""
 LEAST_KEPT = 1 << 33
-"""n d V below which "auto" does not keep: keeping takes longer than the logits' GEMM that it saves."""
+LEAST_KEPT_WEIGHT = 1 << 26
+"""n d V and d V below which "auto" does not keep: keeping takes longer than the logits' GEMM that it saves, whose
+time is that of its arithmetic or of reading the weight."""
 
 
 def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
@@ -50,7 +52,7 @@ def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
         or not problem.wants_gradient
         or n == 0
         or vocab < LEAST_STRIPE
-        or (schedule == "auto" and n * problem.d * vocab < LEAST_KEPT)
+        or (schedule == "auto" and problem.d * vocab < min(LEAST_KEPT_WEIGHT, LEAST_KEPT // n))
     ):
         return "recompute", 0
     kept = kept_columns(problem, limits)
