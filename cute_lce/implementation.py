@@ -36,7 +36,7 @@ class Request(NamedTuple):
     """What an implementation is asked for, besides operands and loss.
 
     limits: window, columns of the vocabulary at once, and workspace, bytes that may be allocated beyond the
-    results; 0: the implementation's choice. kept_columns: how many columns to keep, from the first.
+    results; 0: the implementation's choice. kept_columns: how many columns the forward keeps, from the first.
     need_dinput, need_dweight: which gradients will be needed. statistics: whether results other than the loss
     are needed.
     """
@@ -91,14 +91,24 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """The backward of one call. Each phase is called once, in this order."""
+    """A backward prepared as a Forward is, with the request's gradients and columns that the forward kept; it
+    can be reused for every such call.
 
-    def dinput(self) -> Tensor | None:
-        """The gradient by hidden, if requested; does all work that it depends on."""
+    What the phases pass on is (dinput, dweight).
+    """
+
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> tuple[Tensor | None, Tensor | None]:
+        """The gradient by hidden, if requested, and whatever of dweight has been computed with it."""
         ...
 
-    def dweight(self) -> Tensor | None:
-        """The gradient by weight, if requested."""
+    def dweight(
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        gradients: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Both gradients that are requested, complete."""
         ...
 
 
@@ -136,7 +146,7 @@ class Implementation(Protocol):
         """Uninitialised (kept, kept_scale) of the shapes and dtypes that a forward's results have."""
         ...
 
-    def backward(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> Backward: ...
+    def backward(self, operands: Operands, loss: LossOptions, request: Request) -> Backward: ...
 
     def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated: ...
 

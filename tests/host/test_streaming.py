@@ -164,7 +164,7 @@ def narrow_products(monkeypatch):
         monkeypatch.setattr(module, "add_mm", add_mm)
     monkeypatch.setattr(torch, "mm", rounding_mm)
     # What was prepared for this device's products is not for those.
-    monkeypatch.setattr(ops.call, "_prepared", {})
+    monkeypatch.setattr(ops.prepared, "cache", {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
