@@ -38,7 +38,7 @@ _NO_TRANSFORM = (
     "vjp or jacrev differentiates, want 'recompute', 'keep' or 'auto'"
 )
 
-# Arguments of a Function's forward before its operands: run, prepared, loss, request.
+# Arguments of a Function's forward before its operands: run, prepared, request, loss.
 _OPTIONS = 4
 
 
@@ -46,12 +46,12 @@ class ForwardFunction(torch.autograd.Function):
     """forward and forward_keep.
 
     run: of operands and loss, gives Results. prepared: of an eager call, of which only the loss is wanted,
-    which spares it the other results' wrapping; None: the op is called, with all results of its schema. loss,
-    request: what it runs with.
+    which spares it the other results' wrapping; None: the op is called, with all results of its schema.
+    request, loss: what it runs with.
     """
 
     @staticmethod
-    def forward(ctx, run, prepared, loss, request, *operands):
+    def forward(ctx, run, prepared, request, loss, *operands):
         results = run(Operands(*operands), loss)
         ctx.prepared, ctx.loss, ctx.request = prepared, loss, request
         ctx.set_materialize_grads(False)
@@ -85,7 +85,7 @@ class GradInForwardFunction(torch.autograd.Function):
     Accumulated."""
 
     @staticmethod
-    def forward(ctx, run, prepared, loss, request, *operands):
+    def forward(ctx, run, prepared, request, loss, *operands):
         results = run(Operands(*operands), loss)
         ctx.dtype, ctx.loss = operands[0].dtype, loss
         ctx.needed = request.need_dinput, request.need_dweight
@@ -183,14 +183,14 @@ def _register(op, function: type[torch.autograd.Function], results: Callable[...
     inner.library.impl(op.name().partition("::")[2], autograd, "Autograd")
 
 
-def _forward_options(arguments: tuple) -> tuple[None, LossOptions, Request]:
+def _forward_options(arguments: tuple) -> tuple[None, Request, LossOptions]:
     loss, (window, workspace, *_) = loss_of(arguments)
-    return None, loss, Request(Limits(window, workspace))
+    return None, Request(Limits(window, workspace)), loss
 
 
-def _grad_in_forward_options(arguments: tuple) -> tuple[None, LossOptions, Request]:
+def _grad_in_forward_options(arguments: tuple) -> tuple[None, Request, LossOptions]:
     loss, (window, workspace, *needed) = loss_of(arguments)
-    return None, loss, Request(Limits(window, workspace), 0, *needed)
+    return None, Request(Limits(window, workspace), 0, *needed), loss
 
 
 def _no_options(arguments: tuple) -> tuple[()]:

@@ -19,7 +19,7 @@ from ..options import ComputeOptions, LossOptions, split_options
 from ..plan.problem import Problem
 from . import autograd, inner, prepared, schemas
 from .plain import is_plain_eager
-from .prepared import Prepared
+from .prepared import Prepared, key_of
 from .select import DTYPES, implementation
 
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -30,11 +30,11 @@ _any_autocast = torch._C._is_any_autocast_enabled
 class _Call(NamedTuple):
     """A call of one kind, checked and decided.
 
-    run: computes the loss of (n, d) and (n,) operands; the loss's numbers may differ from call to call. flat:
-    whether the operands already have these shapes.
+    run: computes the loss of operands of shapes (n, d), (V, d) and (n,); the options' numbers may differ from
+    call to call. flat: whether the operands already have these shapes.
     """
 
-    run: Callable[[Operands, LossOptions], Tensor]
+    run: Callable[[LossOptions, Tensor, Tensor, Tensor], Tensor]
     flat: bool
 
 
@@ -50,15 +50,19 @@ def linear_cross_entropy(
     """The loss, in target's shape for "none". watched: whether something intercepts the dispatcher."""
     input, linear_weight = _autocast(input, linear_weight)
     needs = _needs_gradient(input, linear_weight)
-    key = None if watched else _key(input, linear_weight, target, needs, loss, compute)
-    call = prepared.cache.get(key) if key else None
+    try:
+        key = None if watched else key_of(input, linear_weight, target, loss, (needs, compute))
+    except RuntimeError:
+        # A layout without strides, which is refused.
+        key = None
+    call: _Call | None = prepared.cache.get(key) if key else None
     if call is None:
         call = _prepare(Operands(input, linear_weight, target), needs, loss, compute, watched)
         if key:
             prepared.remember(key, call)
     if call.flat:
-        return call.run(Operands(input, linear_weight, target), loss)
-    result = call.run(_flatten(Operands(input, linear_weight, target)), loss)
+        return call.run(loss, input, linear_weight, target)
+    result = call.run(loss, *_flatten(Operands(input, linear_weight, target)))
     return result.view(target.shape) if loss.reduction == "none" else result
 
 
@@ -83,21 +87,6 @@ def _needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
     if torch.is_grad_enabled():
         return input.requires_grad, linear_weight.requires_grad
     return False, False
-
-
-def _key(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    needs: tuple[bool, bool],
-    loss: LossOptions,
-    compute: ComputeOptions,
-) -> tuple | None:
-    """The cache's key of an eager call; None for a layout without strides, which is refused."""
-    try:
-        return prepared.key_of(input, linear_weight, target, loss, (needs, compute))
-    except RuntimeError:
-        return None
 
 
 def _flatten(operands: Operands) -> Operands:
@@ -133,14 +122,14 @@ _OPS = {
 """Schedule -> the inner op, and the fields of the Request that it takes beside the limits."""
 
 
-def _bind_op(schedule: str, request: Request) -> Callable[[Operands, LossOptions], Tensor]:
+def _bind_op(schedule: str, request: Request) -> Callable[..., Tensor]:
     """Through the dispatcher: the inner op of a schedule."""
     op, names = _OPS[schedule]
     arguments = *request.limits, *(getattr(request, name) for name in names)
     return functools.partial(_run_op, op, arguments)
 
 
-def _run_op(op, arguments: tuple, operands: Operands, loss: LossOptions) -> Tensor:
+def _run_op(op, arguments: tuple, loss: LossOptions, *operands: Tensor) -> Tensor:
     return op(*operands, *loss, *arguments)[0]
 
 
@@ -152,24 +141,18 @@ _EAGER = {
 """Schedule -> its autograd.Function, and what of a Prepared the Function runs."""
 
 
-def _bind_eager(
-    schedule: str, operands: Operands, request: Request
-) -> Callable[[Operands, LossOptions], Tensor]:
+def _bind_eager(schedule: str, operands: Operands, request: Request) -> Callable[..., Tensor]:
     """Without the dispatcher: the implementation, in an autograd.Function if a gradient is needed."""
     function, method = _EAGER[schedule]
     passes = prepared.prepare(operands, request)
     run = functools.partial(method, passes)
     if not request.statistics:
         return functools.partial(_run_for_loss, run)
-    return functools.partial(_run_differentiable, autograd.apply_of(function), run, passes)
+    return functools.partial(autograd.apply_of(function), run, passes, request)
 
 
-def _run_for_loss(run, operands: Operands, loss: LossOptions) -> Tensor:
-    return run(operands, loss).loss
-
-
-def _run_differentiable(apply, run, passes: Prepared, operands: Operands, loss: LossOptions) -> Tensor:
-    return apply(run, passes, loss, passes.request, *operands)
+def _run_for_loss(run, loss: LossOptions, *operands: Tensor) -> Tensor:
+    return run(Operands(*operands), loss).loss
 
 
 def _check_tensors(operands: Operands) -> None:
