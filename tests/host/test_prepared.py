@@ -156,9 +156,12 @@ def test_saved_operands_may_come_back_with_other_strides(which: int, launches: L
         assert apart.stride(-1) == 2
         return apart
 
+    plain = linear_cross_entropy(*given, schedule="recompute")
     with saved_tensors_hooks(lambda tensor: tensor, unpack):
-        loss = linear_cross_entropy(*given, schedule="recompute")
-    torch.autograd.grad(loss, given[:2])
+        hooked = linear_cross_entropy(*given, schedule="recompute")
+    for loss in (plain, hooked):
+        torch.autograd.grad(loss, given[:2])
+    assert len(launches.backward) == 2
     for launch in (*launches.forward, *launches.backward):
         for found, want in zip(launch, given, strict=False):
             assert found.stride() == want.stride()
