@@ -90,25 +90,22 @@ class Forward(Protocol):
         ...
 
 
+BothGradients = tuple[Tensor | None, Tensor | None]
+"""(dinput, dweight); None for one that is not requested."""
+
+
 class Backward(Protocol):
-    """A backward prepared as a Forward is, with the request's gradients and columns that the forward kept; it
-    can be reused for every such call.
+    """A backward prepared as a Forward is, for the gradients that are requested and the columns that the
+    forward kept; it can be reused for every such call."""
 
-    What the phases pass on is (dinput, dweight).
-    """
-
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> tuple[Tensor | None, Tensor | None]:
-        """The gradient by hidden, if requested, and whatever of dweight has been computed with it."""
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+        """dinput, and whatever of dweight can be computed before dinput is reduced."""
         ...
 
     def dweight(
-        self,
-        dloss: Tensor,
-        saved: Saved,
-        loss: LossOptions,
-        gradients: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Both gradients that are requested, complete."""
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
+        """Both gradients, complete. gradients: what dinput returned."""
         ...
 
 
@@ -152,7 +149,6 @@ class Implementation(Protocol):
 
     def scale_gradients(
         self, dloss: Tensor, accumulated: Accumulated, loss: LossOptions, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(dinput, dweight): the accumulators times the upstream gradient, rounded once. accumulated.loss is
-        not read."""
+    ) -> BothGradients:
+        """The accumulators times the upstream gradient, rounded once. accumulated.loss is not read."""
         ...

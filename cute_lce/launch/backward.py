@@ -10,16 +10,13 @@ from torch import Tensor
 from ..arguments import GradientOperands, Gradients, Operands, Statistics, Upstream
 from ..compile import cache
 from ..compile.frozen import freeze
-from ..implementation import Request, Saved
+from ..implementation import BothGradients, Request, Saved
 from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
 from ..plan.problem import Problem, round_up
 from ..streaming.rows import grad_scale, is_ignored
 from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
-
-_Gradients = tuple[Tensor | None, Tensor | None]
-"""(dinput, dweight)."""
 
 ALIGNMENT = 256
 """The parts of a workspace begin at multiples of this many bytes."""
@@ -40,10 +37,12 @@ class EmptyBackward:
 
     request: Request
 
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> _Gradients:
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
         return _zeros(saved.hidden) if self.request.need_dinput else None, None
 
-    def dweight(self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: _Gradients) -> _Gradients:
+    def dweight(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
         return gradients[0], _zeros(saved.weight) if self.request.need_dweight else None
 
 
@@ -62,14 +61,14 @@ class KernelBackward:
 
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
         hidden, weight, target = operands
-        device, dtype, kept, needs = hidden.device, hidden.dtype, request.kept_columns, request[2:4]
-        self.features, n, d = hidden.shape[1], hidden.shape[0], round_up(hidden.shape[1], 8)
+        device, dtype, kept = hidden.device, hidden.dtype, request.kept_columns
+        n, self.features = hidden.shape
+        d, needs = round_up(self.features, 8), (request.need_dinput, request.need_dweight)
         problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
         chosen = backward_plan.plan(gpu_of(device), problem, kept, request.limits)
         configs = chosen.logits, chosen.dhidden, chosen.dweight
         self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target.dtype)))
-        # The alignment of addresses is checked in every call, and the strides, which hooks on saved tensors
-        # may change.
+        # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch = kept, chosen.pitch
@@ -93,8 +92,8 @@ class KernelBackward:
         self.accumulator = part(4 * n * d if problem.need_dinput and len(self.stripes) > 1 else 0)
         self.workspace = template(device, torch.uint8, total)
 
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> _Gradients:
-        hidden, weight, target, *_ = saved
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+        hidden, weight, target = saved.hidden, saved.weight, saved.target
         strides = hidden.stride(), weight.stride(), target.stride()
         if strides != self.strides or (hidden.data_ptr() | weight.data_ptr()) % 16:
             hidden, weight, target = aligned(saved.operands)
@@ -175,7 +174,9 @@ class KernelBackward:
         )
         return source, copies
 
-    def dweight(self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: _Gradients) -> _Gradients:
+    def dweight(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
         dinput, dweight = gradients
         return dinput, self._without_padding(dweight)
 

@@ -118,7 +118,7 @@ def forward_keep(input, linear_weight, target, *arguments):
 def backward(dloss, *arguments):
     saved, rest = Saved(*arguments[: len(Saved._fields)]), arguments[len(Saved._fields) :]
     loss, (window, workspace, *needed) = loss_of(rest)
-    # What is kept has rows of whole vectors.
+    # The rows of what is kept are padded to 16 bytes.
     kept_columns = 0 if saved.kept is None else min(saved.kept.shape[1], saved.weight.shape[0])
     request = Request(Limits(window, workspace), kept_columns)
     gradients = look_up(saved.operands, loss, request).backward(dloss, saved, loss, tuple(needed))

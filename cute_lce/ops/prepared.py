@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import Accumulated, Backward, Forward, Implementation, Request, Results, Saved
+from ..implementation import (
+    Accumulated,
+    Backward,
+    BothGradients,
+    Forward,
+    Implementation,
+    Request,
+    Results,
+    Saved,
+)
 from ..options import LossOptions
 from ..streaming.rows import is_ignored
 from .select import implementation
@@ -20,8 +29,8 @@ CHECK_TARGETS = os.environ.get("CUTE_LCE_CHECK_TARGETS", "0") not in ("", "0")
 T = TypeVar("T")
 
 cache: dict[tuple, Any] = {}
-"""`key_of` a call -> what was prepared for it. The only one of ops/: a Prepared of each inner op's call, and
-what call.py prepares for each eager one."""
+"""`key_of` a call -> what was prepared for it: a Prepared for an inner op's call, and for an eager call what
+call.py binds to one."""
 MOST_CACHED = 4096
 
 
@@ -62,9 +71,9 @@ class Prepared:
     first needed; threads that need one at the same time prepare equal ones.
     """
 
-    def __init__(self, by: Implementation, request: Request):
+    def __init__(self, implementation: Implementation, request: Request):
         self.request = request
-        self._by = by
+        self._implementation = implementation
         self._forward: Forward | None = None
         self._backwards: dict[tuple[bool, ...], Backward] = {}
 
@@ -73,23 +82,23 @@ class Prepared:
             check_targets(operands, loss)
         forward = self._forward
         if forward is None:
-            forward = self._forward = self._by.forward(operands, loss, self.request)
+            forward = self._forward = self._implementation.forward(operands, loss, self.request)
         return forward.finish(operands, loss, forward.statistics(operands, loss))
 
     def backward(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, needed: tuple[bool, ...]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """needed: whether dinput and whether dweight is; the request's own needs are not read."""
+    ) -> BothGradients:
+        """needed: whether dinput and whether dweight is, instead of the request's own."""
         backward = self._backwards.get(needed)
         if backward is None:
             request = self.request._replace(need_dinput=needed[0], need_dweight=needed[1])
-            backward = self._backwards[needed] = self._by.backward(saved.operands, loss, request)
+            backward = self._backwards[needed] = self._implementation.backward(saved.operands, loss, request)
         return backward.dweight(dloss, saved, loss, backward.dinput(dloss, saved, loss))
 
     def grad_in_forward(self, operands: Operands, loss: LossOptions) -> Accumulated:
         if CHECK_TARGETS:
             check_targets(operands, loss)
-        return self._by.grad_in_forward(operands, loss, self.request)
+        return self._implementation.grad_in_forward(operands, loss, self.request)
 
 
 def prepare(operands: Operands, request: Request) -> Prepared:

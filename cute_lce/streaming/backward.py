@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import maths
 from ..arguments import Operands
-from ..implementation import Request, Saved
+from ..implementation import BothGradients, Request, Saved
 from ..options import LossOptions
 from .memory import windows
 from .products import LogitsBuffer, Products, add_mm, mm, without_autocast
@@ -22,23 +22,17 @@ class StreamingBackward:
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
         self._request = request
 
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> tuple[Tensor | None, Tensor | None]:
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
         return _sweep(dloss, saved, loss, self._request)
 
     def dweight(
-        self,
-        dloss: Tensor,
-        saved: Saved,
-        loss: LossOptions,
-        gradients: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
         return gradients
 
 
 @without_autocast
-def _sweep(
-    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request
-) -> tuple[Tensor | None, Tensor | None]:
+def _sweep(dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> BothGradients:
     """A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum.
 
     The factor is applied outside the matrix products (to dinput's rows at the end, and to a copy of the
