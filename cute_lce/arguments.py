@@ -9,7 +9,6 @@ swapped addresses have the same type and would go unnoticed.
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Any, NamedTuple
 
 Tensor = Any
@@ -43,7 +42,6 @@ class LossArguments(NamedTuple):
     ignore_index: Int64
 
     @classmethod
-    @functools.lru_cache(maxsize=1024)
     def of(cls, loss: Any) -> LossArguments:
         """loss: LossOptions."""
         return cls(REDUCTIONS[loss.reduction], *[getattr(loss, name) for name in cls._fields[1:]])

@@ -93,10 +93,10 @@ _known_options = functools.lru_cache(maxsize=1024, typed=True)(_options)
 def _remembered_options(values: tuple) -> tuple[LossOptions, ComputeOptions]:
     """The same, checked once for the same values."""
     try:
-        hash(values)
+        return _known_options(*values)
     except TypeError:
+        # A value that cannot be hashed, or one that is refused, which happens again here.
         return _options(*values)
-    return _known_options(*values)
 
 
 def call(

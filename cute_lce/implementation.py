@@ -36,7 +36,7 @@ class Request(NamedTuple):
     """What an implementation is asked for, besides operands and loss.
 
     limits: window, columns of the vocabulary at once, and workspace, bytes that may be allocated beyond the
-    results; 0: the implementation's choice. kept_columns: how many columns to keep, from the first.
+    results; 0: the implementation's choice. kept_columns: how many columns the forward keeps, from the first.
     need_dinput, need_dweight: which gradients will be needed. statistics: whether results other than the loss
     are needed.
     """
@@ -90,15 +90,22 @@ class Forward(Protocol):
         ...
 
 
-class Backward(Protocol):
-    """The backward of one call. Each phase is called once, in this order."""
+BothGradients = tuple[Tensor | None, Tensor | None]
+"""(dinput, dweight); None for one that is not requested."""
 
-    def dinput(self) -> Tensor | None:
-        """The gradient by hidden, if requested; does all work that it depends on."""
+
+class Backward(Protocol):
+    """A backward prepared as a Forward is, for the gradients that are requested and the columns that the
+    forward kept; it can be reused for every such call."""
+
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+        """dinput, and whatever of dweight can be computed before dinput is reduced."""
         ...
 
-    def dweight(self) -> Tensor | None:
-        """The gradient by weight, if requested."""
+    def dweight(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
+        """Both gradients, complete. gradients: what dinput returned."""
         ...
 
 
@@ -136,13 +143,12 @@ class Implementation(Protocol):
         """Uninitialised (kept, kept_scale) of the shapes and dtypes that a forward's results have."""
         ...
 
-    def backward(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> Backward: ...
+    def backward(self, operands: Operands, loss: LossOptions, request: Request) -> Backward: ...
 
     def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated: ...
 
     def scale_gradients(
         self, dloss: Tensor, accumulated: Accumulated, loss: LossOptions, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(dinput, dweight): the accumulators times the upstream gradient, rounded once. accumulated.loss is
-        not read."""
+    ) -> BothGradients:
+        """The accumulators times the upstream gradient, rounded once. accumulated.loss is not read."""
         ...

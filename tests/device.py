@@ -10,7 +10,7 @@ from unittest import mock
 from cute_lce import launch
 from cute_lce.arch import Gpu
 from cute_lce.compile import cache
-from cute_lce.ops import call
+from cute_lce.ops import prepared
 from cute_lce.plan import backward as backward_plans
 from cute_lce.plan import forward as forward_plans
 from cute_lce.plan.kernels import Key
@@ -47,8 +47,7 @@ def forget_device() -> None:
     """Empty the caches that do not expect a device to change."""
     launch.device.gpu_of.cache_clear()
     launch.device.template.cache_clear()
-    launch.backward._prepare.cache_clear()
-    call._prepared.clear()
+    prepared.cache.clear()
 
 
 def forget_plans() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cute_lce.arguments import Operands
 from cute_lce.implementation import Accumulated, Implementation, Request, Results, Saved
-from cute_lce.ops import inner
+from cute_lce.ops.prepared import Prepared
 from cute_lce.options import LossOptions
 from cute_lce.plan.problem import Limits
 from tests.numerics import Case
@@ -47,7 +47,7 @@ def forward(
     """Both phases, for a backward of both gradients; input (n, d), target (n,)."""
     operands, loss = operands_of(case), loss_of(case, reduction)
     request = Request(Limits(window, workspace), kept_columns, statistics=statistics)
-    return inner.run_forward(implementation.forward(operands, loss, request), operands, loss)
+    return Prepared(implementation, request).forward(operands, loss)
 
 
 def backward(
@@ -63,9 +63,10 @@ def backward(
     need_dweight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dinput, dweight). results: of a forward of the same case, its loss unused."""
-    request = Request(Limits(window, workspace), 0, need_dinput, need_dweight)
-    phases = implementation.backward(dloss, saved_of(case, results), loss_of(case, reduction), request)
-    return phases.dinput(), phases.dweight()
+    kept_columns = 0 if results.kept is None else min(results.kept.shape[1], case.linear_weight.shape[0])
+    prepared = Prepared(implementation, Request(Limits(window, workspace), kept_columns))
+    needed = need_dinput, need_dweight
+    return prepared.backward(dloss, saved_of(case, results), loss_of(case, reduction), needed)
 
 
 def grad_in_forward(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..arguments import GradientOperands, Gradients, LossArguments, Statistics, Upstream
+from ..arguments import GradientOperands, Gradients, Operands, Statistics, Upstream
 from ..compile import cache
-from ..implementation import Request, Saved
+from ..compile.frozen import freeze
+from ..implementation import BothGradients, Request, Saved
 from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
-from ..plan.problem import Limits, Problem, round_up
+from ..plan.problem import Problem, round_up
 from ..streaming.rows import grad_scale, is_ignored
-from .device import aligned_rows, dtype_name, gpu_of, template
+from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
 ALIGNMENT = 256
 """The parts of a workspace begin at multiples of this many bytes."""
@@ -23,62 +24,26 @@ COUNTERS = 3
 """int32 progress counters of a stripe, one for each GEMM."""
 
 
-class _Prepared:
-    """Decided once for backwards of one kind: the plan, and the layout of the workspace.
-
-    sizes: the fields of a Problem. limits: those of Limits.
-    """
-
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, target_dtype: torch.dtype, kept: int, sizes, limits
-    ):
-        problem = Problem(*sizes)
-        n, d = problem.n, problem.d
-        chosen = backward_plan.plan(gpu_of(device), problem, kept, Limits(*limits))
-        configs = chosen.tokens, chosen.dweight
-        self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target_dtype)))
-        self.kept, self.pitch, self.stripes = kept, chosen.pitch, chosen.stripes
-        self.paced = any(
-            stripe.logits.paced or stripe.dhidden.paced or stripe.dweight.paced for stripe in self.stripes
-        )
-        total = 0
-
-        def part(size: int) -> int:
-            """Reserve `size` bytes; returns their offset."""
-            nonlocal total
-            offset, total = total, total + round_up(size, ALIGNMENT)
-            return offset
-
-        self.kept_factor = part(4 * n if kept else 0)
-        self.kept_hidden = part(n * d * dtype.itemsize if kept and problem.need_dweight else 0)
-        self.dlogits = part(n * chosen.pitch * dtype.itemsize)
-        summed = problem.need_dinput and (len(self.stripes) > 1 or chosen.splits > 1)
-        self.sums = part(4 * n * d * chosen.splits if summed else 0)
-        self.workspace = template(device, torch.uint8, total)
+def backward(operands: Operands, loss: LossOptions, request: Request) -> KernelBackward | EmptyBackward:
+    """A backward for operands as launch.forward takes them; it copies, allocates and launches likewise."""
+    if operands.hidden.shape[0] == 0:
+        return EmptyBackward(request)
+    return KernelBackward(operands, loss, request)
 
 
-_prepare = functools.lru_cache(maxsize=4096)(_Prepared)
-
-
-def backward(
-    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request
-) -> KernelBackward | EmptyBackward:
-    if saved.hidden.shape[0] == 0:
-        return EmptyBackward(saved, request)
-    return KernelBackward(dloss, saved, loss, request)
-
-
+@dataclass(frozen=True)
 class EmptyBackward:
     """The backward of a call without rows."""
 
-    def __init__(self, saved: Saved, request: Request):
-        self._saved, self._request = saved, request
+    request: Request
 
-    def dinput(self) -> Tensor | None:
-        return _zeros(self._saved.hidden) if self._request.need_dinput else None
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+        return _zeros(saved.hidden) if self.request.need_dinput else None, None
 
-    def dweight(self) -> Tensor | None:
-        return _zeros(self._saved.weight) if self._request.need_dweight else None
+    def dweight(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
+        return gradients[0], _zeros(saved.weight) if self.request.need_dweight else None
 
 
 def _zeros(tensor: Tensor) -> Tensor:
@@ -94,28 +59,52 @@ class KernelBackward:
     Kept columns need no dlogits: a row's factor is its grad_scale times kept_scale.
     """
 
-    def __init__(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request):
-        self._dloss, self._saved, self._loss, self._request = dloss, saved, loss, request
-        self._features = saved.hidden.shape[1]
-        self._dweight: Tensor | None = None
+    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
+        hidden, weight, target = operands
+        device, dtype, kept = hidden.device, hidden.dtype, request.kept_columns
+        n, self.features = hidden.shape
+        d, needs = round_up(self.features, 8), (request.need_dinput, request.need_dweight)
+        problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
+        chosen = backward_plan.plan(gpu_of(device), problem, kept, request.limits)
+        configs = chosen.tokens, chosen.dweight
+        self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target.dtype)))
+        # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
+        usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
+        self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
+        self.kept, self.pitch = kept, chosen.pitch
+        self.stripes = tuple(map(freeze, chosen.stripes))
+        self.paced = any(
+            stripe.logits.paced or stripe.dhidden.paced or stripe.dweight.paced for stripe in chosen.stripes
+        )
+        self.hidden = template(device, dtype, n, d) if problem.need_dinput else None
+        self.weight = template(device, dtype, problem.vocab, d) if problem.need_dweight else None
+        total = 0
 
-    def dinput(self) -> Tensor | None:
-        dloss, saved, request = self._dloss, self._saved, self._request
-        hidden, weight = aligned_rows("input", saved.hidden), aligned_rows("linear_weight", saved.weight)
-        target = saved.target if saved.target.stride(0) == 1 else saved.target.contiguous()
-        (n, d), V = hidden.shape, weight.shape[0]
-        device, dtype, half = hidden.device, hidden.dtype, hidden.dtype is torch.float16
-        sizes = n, d, V, half, request.need_dinput, request.need_dweight
-        kept = 0 if saved.kept is None else min(saved.kept.shape[1], V)
-        prepared = _prepare(device, dtype, target.dtype, kept, sizes, request.limits)
-        scratch = torch.empty_like(prepared.workspace)
+        def part(size: int) -> int:
+            """Reserve `size` bytes; returns their offset."""
+            nonlocal total
+            offset, total = total, total + round_up(size, ALIGNMENT)
+            return offset
+
+        self.kept_factor = part(4 * n if kept else 0)
+        self.kept_hidden = part(n * d * dtype.itemsize if kept and problem.need_dweight else 0)
+        self.dlogits = part(n * chosen.pitch * dtype.itemsize)
+        summed = problem.need_dinput and (len(self.stripes) > 1 or chosen.splits > 1)
+        self.sums = part(4 * n * d * chosen.splits if summed else 0)
+        self.workspace = template(device, torch.uint8, total)
+
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+        hidden, weight, target = saved.hidden, saved.weight, saved.target
+        strides = hidden.stride(), weight.stride(), target.stride()
+        if strides != self.strides or (hidden.data_ptr() | weight.data_ptr()) % 16:
+            hidden, weight, target = aligned(saved.operands)
+        scratch = torch.empty_like(self.workspace)
         start = scratch.data_ptr()
-        contiguous = torch.contiguous_format
-        dinput = torch.empty_like(hidden, memory_format=contiguous) if request.need_dinput else None
-        dweight = torch.empty_like(weight, memory_format=contiguous) if request.need_dweight else None
+        dinput = None if self.hidden is None else torch.empty_like(self.hidden)
+        dweight = None if self.weight is None else torch.empty_like(self.weight)
         groups = (
             *(hidden, weight, target),
-            LossArguments.of(self._loss),
+            loss_arguments(loss),
             Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0),
             Statistics(
                 row_max=saved.row_max.data_ptr(),
@@ -125,53 +114,58 @@ class KernelBackward:
             Gradients(
                 dhidden=0 if dinput is None else dinput.data_ptr(),
                 dweight=0 if dweight is None else dweight.data_ptr(),
-                sums=start + prepared.sums,
+                sums=start + self.sums,
             ),
         )
         progress = 0
-        if prepared.paced:
-            counters = torch.zeros((COUNTERS * len(prepared.stripes),), dtype=torch.int32, device=device)
+        if self.paced:
+            counters = torch.zeros((COUNTERS * len(self.stripes),), dtype=torch.int32, device=hidden.device)
             progress = counters.data_ptr()
-        stripes = prepared.stripes
-        if kept:
-            prepared.function(*groups, self._kept_source(prepared, start, d), stripes[0], progress)
+        stripes = self.stripes
+        if self.kept:
+            self.function(*groups, self._kept_source(saved, start), stripes[0], progress)
             progress, stripes = progress + 4 * COUNTERS, stripes[1:]
         if stripes:
             # float16: keep the copies alive until every stripe is launched.
-            source, _copies = self._recomputed_source(prepared, start, hidden, target)
+            source, _copies = self._recomputed_source(start, hidden, target, dloss, saved.num_valid, loss)
             for stripe in stripes:
-                prepared.function(*groups, source, stripe, progress)
+                self.function(*groups, source, stripe, progress)
                 progress += 4 * COUNTERS
-        self._dweight = dweight
-        return self._without_padding(dinput)
+        return self._without_padding(dinput), dweight
 
-    def _kept_source(self, prepared: _Prepared, start: int, d: int) -> GradientOperands:
-        kept, kept_scale = self._saved.kept, self._saved.kept_scale
+    def _kept_source(self, saved: Saved, start: int) -> GradientOperands:
+        kept, kept_scale = saved.kept, saved.kept_scale
         assert kept is not None
         assert kept_scale is not None
         return GradientOperands(
             dlogits=kept.data_ptr(),
             pitch=kept.stride(0),
-            factor=start + prepared.kept_factor,
+            factor=start + self.kept_factor,
             factor_stride=1,
             weight_factor=0,
-            hidden=start + prepared.kept_hidden,
-            hidden_pitch=d,
+            hidden=start + self.kept_hidden,
+            hidden_pitch=round_up(self.features, 8),
             kept_scale=kept_scale.data_ptr(),
         )
 
     def _recomputed_source(
-        self, prepared: _Prepared, start: int, hidden: Tensor, target: Tensor
+        self,
+        start: int,
+        hidden: Tensor,
+        target: Tensor,
+        dloss: Tensor,
+        num_valid: Tensor,
+        loss: LossOptions,
     ) -> tuple[GradientOperands, tuple[Tensor, ...]]:
         """The operand of stripes that are recomputed, and what it points to beside the workspace."""
         if hidden.dtype is not torch.float16:
             factor, weight_factor, scaled, copies = 0, 0, hidden, ()
         else:
-            copies = _split_factor(hidden, target, self._dloss, self._saved.num_valid, self._loss)
+            copies = _split_factor(hidden, target, dloss, num_valid, loss)
             factor, weight_factor, scaled = copies[0].data_ptr(), copies[1].data_ptr(), copies[2]
         source = GradientOperands(
-            dlogits=start + prepared.dlogits,
-            pitch=prepared.pitch,
+            dlogits=start + self.dlogits,
+            pitch=self.pitch,
             factor=factor,
             factor_stride=1 if factor else 0,
             weight_factor=weight_factor,
@@ -181,13 +175,16 @@ class KernelBackward:
         )
         return source, copies
 
-    def dweight(self) -> Tensor | None:
-        return self._without_padding(self._dweight)
+    def dweight(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
+        dinput, dweight = gradients
+        return dinput, self._without_padding(dweight)
 
     def _without_padding(self, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or gradient.shape[1] == self._features:
+        if gradient is None or self.features % 8 == 0:
             return gradient
-        return gradient[:, : self._features].contiguous()
+        return gradient[:, : self.features].contiguous()
 
 
 def _split_factor(

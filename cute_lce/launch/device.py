@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import arch
 from ..arch import Gpu
+from ..arguments import LossArguments, Operands
 from ..compile import driver
+from ..compile.frozen import freeze
+from ..options import LossOptions
 from ..plan.problem import round_up
 
 _logger = logging.getLogger("cute_lce")
@@ -51,17 +55,27 @@ def template(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return like
 
 
-@functools.lru_cache(maxsize=4096)
-def strides_in_place(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether TMA can read a matrix with these strides, if it begins at a multiple of 16 bytes."""
-    rows, d = shape
-    pitch = strides[0] if rows > 1 else d
-    return strides[1] == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
+@functools.lru_cache(maxsize=1024)
+def loss_arguments(loss: LossOptions) -> Any:
+    """The loss's LossArguments, frozen."""
+    return freeze(LossArguments.of(loss))
 
 
 def in_place(tensor: Tensor) -> bool:
     """Whether TMA can read a matrix, if it begins at a multiple of 16 bytes."""
-    return strides_in_place(tensor.shape, tensor.stride())
+    rows, d = tensor.shape
+    pitch = tensor.stride(0) if rows > 1 else d
+    return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
+
+
+def aligned(operands: Operands) -> Operands:
+    """The operands as kernels read them: copies of those that they cannot read in place."""
+    hidden, weight, target = operands
+    return Operands(
+        hidden=aligned_rows("input", hidden),
+        weight=aligned_rows("linear_weight", weight),
+        target=target.contiguous(),
+    )
 
 
 def aligned_rows(name: str, tensor: Tensor) -> Tensor:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import ForwardOutputs, KeepOutputs, LossArguments, Operands
+from ..arguments import ForwardOutputs, KeepOutputs, Operands
 from ..compile import cache
+from ..compile.frozen import freeze
 from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
 from ..plan.memory import keep_workspace_bytes, kept_bytes
 from ..plan.problem import round_up
-from .device import aligned_rows, dtype_name, gpu_of, in_place, template
+from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
 _NOTHING_KEPT = KeepOutputs(kept=0, kept_scale=0, workspace=0, pitch=0, columns=0)
 
@@ -29,7 +30,7 @@ def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
 def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelForward | EmptyForward:
     """A forward for hidden (n, d) and weight (V, d), both bfloat16 or both float16, any strides; target (n,).
 
-    Operands that the kernels cannot read in place are copied (`aligned_rows`). Statistics are fp32. A target
+    Operands that the kernels cannot read in place are copied (`aligned`). Statistics are fp32. A target
     out of range makes its row's loss and row_sum nan. With n = 0 nothing is launched. A call allocates the
     results, the plan's workspace (4 workspace_floats bytes) and the copies; it never synchronises; it runs on
     torch's current stream of hidden's device. Raises what `cache.get` raises, on the first call of a
@@ -80,7 +81,7 @@ class KernelForward:
         chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits)
         key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
         self.function = cache.get(key)
-        self.sweep = chosen.sweep
+        self.sweep, self.nothing_kept = freeze(chosen.sweep), freeze(_NOTHING_KEPT)
         self.wants_statistics, self.kept_columns = request.statistics, kept
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
         self.kept, self.row_bytes = template(device, hidden.dtype, n, round_up(kept, 8)), 4 * n
@@ -93,7 +94,7 @@ class KernelForward:
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
         if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
-            operands = _aligned(operands)
+            operands = aligned(operands)
         total, scratch = torch.empty_like(self.loss), torch.empty_like(self.workspace)
         workspace = scratch.data_ptr()
         if not self.wants_statistics:
@@ -105,7 +106,7 @@ class KernelForward:
                 num_valid=behind,
                 workspace=workspace,
             )
-            self.function(*operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
+            self.function(*operands, loss_arguments(loss), outputs, self.sweep, self.nothing_kept)
             return Results(loss=total)
         row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
         num_valid = torch.empty_like(self.count)
@@ -117,7 +118,7 @@ class KernelForward:
             workspace=workspace,
         )
         if not self.kept_columns:
-            self.function(*operands, LossArguments.of(loss), outputs, self.sweep, _NOTHING_KEPT)
+            self.function(*operands, loss_arguments(loss), outputs, self.sweep, self.nothing_kept)
             return Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
         kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
         keep_workspace = torch.empty_like(self.keep_workspace)
@@ -128,7 +129,7 @@ class KernelForward:
             pitch=self.kept.shape[1],
             columns=self.kept_columns,
         )
-        self.function(*operands, LossArguments.of(loss), outputs, self.sweep, keep)
+        self.function(*operands, loss_arguments(loss), outputs, self.sweep, keep)
         return Results(
             loss=total,
             row_max=row_max,
@@ -140,12 +141,3 @@ class KernelForward:
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
         return results
-
-
-def _aligned(operands: Operands) -> Operands:
-    hidden, weight, target = operands
-    return Operands(
-        hidden=aligned_rows("input", hidden),
-        weight=aligned_rows("linear_weight", weight),
-        target=target.contiguous(),
-    )

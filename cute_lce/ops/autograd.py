@@ -38,25 +38,25 @@ _NO_TRANSFORM = (
     "vjp or jacrev differentiates, want 'recompute', 'keep' or 'auto'"
 )
 
-# Arguments of a Function's forward before its operands: run, whole, loss, request.
+# Arguments of a Function's forward before its operands: run, prepared, request, loss.
 _OPTIONS = 4
 
 
 class ForwardFunction(torch.autograd.Function):
     """forward and forward_keep.
 
-    run: of operands and loss, gives Results. whole: whether all of its results are wanted, as the op's schema
-    has it, or the loss alone, which spares an eager call the others' wrapping. loss, request: what it runs
-    with.
+    run: of operands and loss, gives Results. prepared: of an eager call, of which only the loss is wanted,
+    which spares it the other results' wrapping; None: the op is called, with all results of its schema.
+    request, loss: what it runs with.
     """
 
     @staticmethod
-    def forward(ctx, run, whole, loss, request, *operands):
+    def forward(ctx, run, prepared, request, loss, *operands):
         results = run(Operands(*operands), loss)
-        ctx.whole, ctx.loss, ctx.request = whole, loss, request
+        ctx.prepared, ctx.loss, ctx.request = prepared, loss, request
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *results[1:])
-        if not whole:
+        if prepared is not None:
             return results[0]
         others = [result for result in results[1:] if result is not None]
         ctx.mark_non_differentiable(*others)
@@ -68,15 +68,16 @@ class ForwardFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad[_OPTIONS : _OPTIONS + 2]
         if dloss is None:
             return _gradients(None, None)
-        saved = Saved(*ctx.saved_tensors)
+        saved, prepared = Saved(*ctx.saved_tensors), ctx.prepared
         # Tensors saved under a transform outlive it, and only the dispatcher unwraps them.
-        if ctx.whole or torch.is_grad_enabled() or not is_plain_eager(dloss, saved.hidden, saved.weight):
+        if (
+            prepared is None
+            or torch.is_grad_enabled()
+            or not is_plain_eager(dloss, saved.hidden, saved.weight)
+        ):
             given = inner.backward(dloss, *saved, *ctx.loss, *ctx.request.limits, *needed)
             return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
-        request = ctx.request
-        if needed != (request.need_dinput, request.need_dweight):
-            request = request._replace(need_dinput=needed[0], need_dweight=needed[1])
-        return _gradients(*inner.run_backward(dloss, saved, ctx.loss, request))
+        return _gradients(*prepared.backward(dloss, saved, ctx.loss, needed))
 
 
 class GradInForwardFunction(torch.autograd.Function):
@@ -84,13 +85,13 @@ class GradInForwardFunction(torch.autograd.Function):
     Accumulated."""
 
     @staticmethod
-    def forward(ctx, run, whole, loss, request, *operands):
+    def forward(ctx, run, prepared, request, loss, *operands):
         results = run(Operands(*operands), loss)
         ctx.dtype, ctx.loss = operands[0].dtype, loss
         ctx.needed = request.need_dinput, request.need_dweight
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*results[1:])
-        if not whole:
+        if prepared is not None:
             return results[0]
         ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
@@ -182,14 +183,14 @@ def _register(op, function: type[torch.autograd.Function], results: Callable[...
     inner.library.impl(op.name().partition("::")[2], autograd, "Autograd")
 
 
-def _forward_options(arguments: tuple) -> tuple[bool, LossOptions, Request]:
+def _forward_options(arguments: tuple) -> tuple[None, Request, LossOptions]:
     loss, (window, workspace, *_) = loss_of(arguments)
-    return True, loss, Request(Limits(window, workspace))
+    return None, Request(Limits(window, workspace)), loss
 
 
-def _grad_in_forward_options(arguments: tuple) -> tuple[bool, LossOptions, Request]:
+def _grad_in_forward_options(arguments: tuple) -> tuple[None, Request, LossOptions]:
     loss, (window, workspace, *needed) = loss_of(arguments)
-    return True, loss, Request(Limits(window, workspace), 0, *needed)
+    return None, Request(Limits(window, workspace), 0, *needed), loss
 
 
 def _no_options(arguments: tuple) -> tuple[()]:

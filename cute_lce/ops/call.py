@@ -17,8 +17,9 @@ from ..arguments import Operands
 from ..implementation import Request
 from ..options import ComputeOptions, LossOptions, split_options
 from ..plan.problem import Problem
-from . import autograd, inner, schemas
+from . import autograd, inner, prepared, schemas
 from .plain import is_plain_eager
+from .prepared import Prepared, key_of
 from .select import DTYPES, implementation
 
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -26,19 +27,15 @@ TARGET_DTYPES = (torch.int64, torch.int32)
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
-class _Prepared(NamedTuple):
+class _Call(NamedTuple):
     """A call of one kind, checked and decided.
 
-    run: computes the loss of (n, d) and (n,) operands; the loss's numbers may differ from call to call. flat:
-    whether the operands already have these shapes.
+    run: computes the loss of operands of shapes (n, d), (V, d) and (n,); the options' numbers may differ from
+    call to call. flat: whether the operands already have these shapes.
     """
 
-    run: Callable[[Operands, LossOptions], Tensor]
+    run: Callable[[LossOptions, Tensor, Tensor, Tensor], Tensor]
     flat: bool
-
-
-_prepared: dict[tuple, _Prepared] = {}
-_MOST_PREPARED = 4096
 
 
 def linear_cross_entropy(
@@ -53,17 +50,19 @@ def linear_cross_entropy(
     """The loss, in target's shape for "none". watched: whether something intercepts the dispatcher."""
     input, linear_weight = _autocast(input, linear_weight)
     needs = _needs_gradient(input, linear_weight)
-    key = None if watched else _key(input, linear_weight, target, needs, loss, compute)
-    prepared = _prepared.get(key) if key else None
-    if prepared is None:
-        prepared = _prepare(Operands(input, linear_weight, target), needs, loss, compute, watched)
+    try:
+        key = None if watched else key_of(input, linear_weight, target, loss, (needs, compute))
+    except RuntimeError:
+        # A layout without strides, which is refused.
+        key = None
+    call: _Call | None = prepared.cache.get(key) if key else None
+    if call is None:
+        call = _prepare(Operands(input, linear_weight, target), needs, loss, compute, watched)
         if key:
-            if len(_prepared) >= _MOST_PREPARED:
-                _prepared.clear()
-            _prepared[key] = prepared
-    if prepared.flat:
-        return prepared.run(Operands(input, linear_weight, target), loss)
-    result = prepared.run(_flatten(Operands(input, linear_weight, target)), loss)
+            prepared.remember(key, call)
+    if call.flat:
+        return call.run(loss, input, linear_weight, target)
+    result = call.run(loss, *_flatten(Operands(input, linear_weight, target)))
     return result.view(target.shape) if loss.reduction == "none" else result
 
 
@@ -90,37 +89,6 @@ def _needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
     return False, False
 
 
-def _key(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    needs: tuple[bool, bool],
-    loss: LossOptions,
-    compute: ComputeOptions,
-) -> tuple | None:
-    """Everything that a prepared call depends on; None for a layout without strides, which is refused."""
-    try:
-        return (
-            input.device,
-            input.dtype,
-            input.shape,
-            input.stride(),
-            linear_weight.device,
-            linear_weight.dtype,
-            linear_weight.shape,
-            linear_weight.stride(),
-            target.device,
-            target.dtype,
-            target.shape,
-            target.stride(),
-            needs,
-            loss.static,
-            compute,
-        )
-    except RuntimeError:
-        return None
-
-
 def _flatten(operands: Operands) -> Operands:
     """(..., d) and (...) as (n, d) and (n,)."""
     hidden, weight, target = operands
@@ -131,7 +99,7 @@ def _flatten(operands: Operands) -> Operands:
 
 def _prepare(
     operands: Operands, needs: tuple[bool, bool], loss: LossOptions, compute: ComputeOptions, watched: bool
-) -> _Prepared:
+) -> _Call:
     """Check a call, choose its schedule, and bind what computes it."""
     _check_tensors(operands)
     hidden, weight, target = operands
@@ -142,8 +110,8 @@ def _prepare(
         problem, hidden.dtype, hidden.device.type, compute.schedule, loss.reduction, limits
     )
     request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient)
-    run = _bind_op(schedule, request) if watched else _bind_eager(schedule, _flatten(operands), loss, request)
-    return _Prepared(run, hidden.dim() == 2)
+    run = _bind_op(schedule, request) if watched else _bind_eager(schedule, operands, request)
+    return _Call(run, hidden.dim() == 2)
 
 
 _OPS = {
@@ -154,50 +122,37 @@ _OPS = {
 """Schedule -> the inner op, and the fields of the Request that it takes beside the limits."""
 
 
-def _bind_op(schedule: str, request: Request) -> Callable[[Operands, LossOptions], Tensor]:
+def _bind_op(schedule: str, request: Request) -> Callable[..., Tensor]:
     """Through the dispatcher: the inner op of a schedule."""
     op, names = _OPS[schedule]
     arguments = *request.limits, *(getattr(request, name) for name in names)
     return functools.partial(_run_op, op, arguments)
 
 
-def _run_op(op, arguments: tuple, operands: Operands, loss: LossOptions) -> Tensor:
+def _run_op(op, arguments: tuple, loss: LossOptions, *operands: Tensor) -> Tensor:
     return op(*operands, *loss, *arguments)[0]
 
 
-def _bind_forward(operands: Operands, loss: LossOptions, request: Request):
-    forward = inner.prepare_forward(operands, loss, request)
-    return autograd.ForwardFunction, functools.partial(inner.run_forward, forward)
-
-
-def _bind_grad_in_forward(operands: Operands, loss: LossOptions, request: Request):
-    return autograd.GradInForwardFunction, functools.partial(inner.run_grad_in_forward, request)
-
-
 _EAGER = {
-    "recompute": _bind_forward,
-    "keep": _bind_forward,
-    "grad_in_forward": _bind_grad_in_forward,
+    "recompute": (autograd.ForwardFunction, Prepared.forward),
+    "keep": (autograd.ForwardFunction, Prepared.forward),
+    "grad_in_forward": (autograd.GradInForwardFunction, Prepared.grad_in_forward),
 }
-"""Schedule -> what gives its autograd.Function, and the Function's `run`, of operands and loss."""
+"""Schedule -> its autograd.Function, and what of a Prepared the Function runs."""
 
 
-def _bind_eager(
-    schedule: str, operands: Operands, loss: LossOptions, request: Request
-) -> Callable[[Operands, LossOptions], Tensor]:
+def _bind_eager(schedule: str, operands: Operands, request: Request) -> Callable[..., Tensor]:
     """Without the dispatcher: the implementation, in an autograd.Function if a gradient is needed."""
-    function, run = _EAGER[schedule](operands, loss, request)
+    function, method = _EAGER[schedule]
+    passes = prepared.prepare(operands, request)
+    run = functools.partial(method, passes)
     if not request.statistics:
         return functools.partial(_run_for_loss, run)
-    return functools.partial(_run_differentiable, autograd.apply_of(function), run, request)
+    return functools.partial(autograd.apply_of(function), run, passes, request)
 
 
-def _run_for_loss(run, operands: Operands, loss: LossOptions) -> Tensor:
-    return run(operands, loss).loss
-
-
-def _run_differentiable(apply, run, request: Request, operands: Operands, loss: LossOptions) -> Tensor:
-    return apply(run, False, loss, request, *operands)
+def _run_for_loss(run, loss: LossOptions, *operands: Tensor) -> Tensor:
+    return run(Operands(*operands), loss).loss
 
 
 def _check_tensors(operands: Operands) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +9,15 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import Accumulated, Forward, Request, Results, Saved
-from ..options import LossOptions
+from ..implementation import Accumulated, Request, Saved
 from ..plan.problem import Limits
 from ..streaming.products import accumulate_dtype
-from ..streaming.rows import is_ignored
 from . import schemas
+from .prepared import look_up
 from .schemas import loss_of
 from .select import implementation
 
 library = torch.library.Library("cute_lce", "DEF")
-
-# Read once, not in every call.
-CHECK_TARGETS = os.environ.get("CUTE_LCE_CHECK_TARGETS", "0") not in ("", "0")
 
 
 def _define(schema: str, fake: Callable[..., Any]):
@@ -45,44 +40,6 @@ def _absent(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _present(gradients: tuple[Tensor | None, ...], like: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(_absent(like, dtype) if gradient is None else gradient for gradient in gradients)
-
-
-def check_targets(operands: Operands, loss: LossOptions) -> None:
-    """With CUTE_LCE_CHECK_TARGETS=1 a bad target is a device-side assertion, in a captured graph too."""
-    target, V = operands.target, operands.weight.shape[0]
-    if CHECK_TARGETS and target.device.type != "cpu":
-        in_range = ((target >= 0) & (target < V)) | is_ignored(target, loss.ignore_index)
-        message = f"target: found a class outside [0, {V}) that is not ignore_index={loss.ignore_index}"
-        torch.ops.aten._assert_async.msg(in_range.all(), message)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Phases, back to back
-
-
-def prepare_forward(operands: Operands, loss: LossOptions, request: Request) -> Forward:
-    return implementation(operands.hidden.device, operands.hidden.dtype).forward(operands, loss, request)
-
-
-def run_forward(forward: Forward, operands: Operands, loss: LossOptions) -> Results:
-    if CHECK_TARGETS:
-        check_targets(operands, loss)
-    return forward.finish(operands, loss, forward.statistics(operands, loss))
-
-
-def run_backward(
-    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request
-) -> tuple[Tensor | None, Tensor | None]:
-    hidden = saved.hidden
-    backward = implementation(hidden.device, hidden.dtype).backward(dloss, saved, loss, request)
-    return backward.dinput(), backward.dweight()
-
-
-def run_grad_in_forward(request: Request, operands: Operands, loss: LossOptions) -> Accumulated:
-    if CHECK_TARGETS:
-        check_targets(operands, loss)
-    hidden = operands.hidden
-    return implementation(hidden.device, hidden.dtype).grad_in_forward(operands, loss, request)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -141,8 +98,7 @@ def _fake_scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumula
 def forward(input, linear_weight, target, *arguments):
     operands = Operands(input, linear_weight, target)
     loss, limits = loss_of(arguments)
-    request = Request(Limits(*limits), need_dinput=False, need_dweight=False)
-    return run_forward(prepare_forward(operands, loss, request), operands, loss)[:4]
+    return look_up(operands, loss, Request(Limits(*limits))).forward(operands, loss)[:4]
 
 
 @_define(schemas.FORWARD_KEEP, _fake_forward_keep)
@@ -150,7 +106,7 @@ def forward_keep(input, linear_weight, target, *arguments):
     operands = Operands(input, linear_weight, target)
     loss, (window, workspace, kept_columns) = loss_of(arguments)
     request = Request(Limits(window, workspace), kept_columns)
-    results = run_forward(prepare_forward(operands, loss, request), operands, loss)
+    results = look_up(operands, loss, request).forward(operands, loss)
     if results.kept is None:
         # A symbolic number of columns may come to 0.
         kept, scale = implementation(input.device, input.dtype).empty_kept(input, 0)
@@ -162,16 +118,18 @@ def forward_keep(input, linear_weight, target, *arguments):
 def backward(dloss, *arguments):
     saved, rest = Saved(*arguments[: len(Saved._fields)]), arguments[len(Saved._fields) :]
     loss, (window, workspace, *needed) = loss_of(rest)
-    request = Request(Limits(window, workspace), 0, *needed)
-    gradients = run_backward(dloss, saved, loss, request)
+    # The rows of what is kept are padded to 16 bytes.
+    kept_columns = 0 if saved.kept is None else min(saved.kept.shape[1], saved.weight.shape[0])
+    request = Request(Limits(window, workspace), kept_columns)
+    gradients = look_up(saved.operands, loss, request).backward(dloss, saved, loss, tuple(needed))
     return _present(gradients, saved.hidden, saved.hidden.dtype)
 
 
 @_define(schemas.GRAD_IN_FORWARD, _fake_grad_in_forward)
 def grad_in_forward(input, linear_weight, target, *arguments):
     loss, (window, workspace, *needed) = loss_of(arguments)
-    request = Request(Limits(window, workspace), 0, *needed)
-    given = run_grad_in_forward(request, Operands(input, linear_weight, target), loss)
+    operands, request = Operands(input, linear_weight, target), Request(Limits(window, workspace), 0, *needed)
+    given = look_up(operands, loss, request).grad_in_forward(operands, loss)
     return given.loss, given.num_valid, *_present(given[2:], given.loss, given.loss.dtype)
 
 

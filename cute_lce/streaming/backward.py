@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import maths
-from ..implementation import Request, Saved
+from ..arguments import Operands
+from ..implementation import BothGradients, Request, Saved
 from ..options import LossOptions
 from .memory import windows
 from .products import LogitsBuffer, Products, add_mm, mm, without_autocast
@@ -18,22 +19,20 @@ from .rows import grad_scale, is_ignored, subtract_target
 class StreamingBackward:
     """See implementation.Backward. One sweep computes both gradients; `dinput` runs it."""
 
-    def __init__(self, dloss: Tensor, saved: Saved, loss: LossOptions, request: Request):
-        self._arguments = dloss, saved, loss, request
-        self._dweight: Tensor | None = None
+    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
+        self._request = request
 
-    def dinput(self) -> Tensor | None:
-        dinput, self._dweight = _sweep(*self._arguments)
-        return dinput
+    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+        return _sweep(dloss, saved, loss, self._request)
 
-    def dweight(self) -> Tensor | None:
-        return self._dweight
+    def dweight(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+    ) -> BothGradients:
+        return gradients
 
 
 @without_autocast
-def _sweep(
-    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request
-) -> tuple[Tensor | None, Tensor | None]:
+def _sweep(dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> BothGradients:
     """A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum.
 
     The factor is applied outside the matrix products (to dinput's rows at the end, and to a copy of the
@@ -49,8 +48,8 @@ def _sweep(
     valid = ~is_ignored(saved.target, loss.ignore_index)
     ignored = ~valid.unsqueeze(1)
     classes = saved.target.long().clamp(0, V - 1)
-    kept_columns = kept.shape[1] if kept is not None else 0
-    ranges = windows(saved.operands, request._replace(kept_columns=kept_columns))
+    kept_columns = request.kept_columns
+    ranges = windows(saved.operands, request)
     buffer = LogitsBuffer(n, ranges, hidden, acc)
 
     upstream = torch.where(valid, grad_scale(dloss, saved.num_valid, loss), 0)

@@ -28,6 +28,7 @@ from cute_lce.arguments import (
     Sweep,
     Upstream,
 )
+from cute_lce.compile.frozen import freeze
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests import emulator
 from tests.emulated import read_back
@@ -73,14 +74,16 @@ def test_every_group_is_read_back():
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_fields_arrive_under_their_names(group: Any, tmp_path):
-    """Values that differ, and fill more than 32 bits where the field has 64."""
+    """As it is and frozen. Values that differ, and fill more than 32 bits where the field has 64."""
     paths, widths = zip(*numbers(group), strict=True)
     values = [(1 << width - 2) + 1000 + i for i, width in enumerate(widths)]
-    out = torch.full((len(values),), -1)
     # Read in another order than that of the fields.
     compiled = read_back.compile_numbers(group, list(reversed(paths)), str(tmp_path))
-    emulator.run(compiled, built(group, iter(values)), out)
-    assert dict(zip(reversed(paths), out.tolist(), strict=True)) == dict(zip(paths, values, strict=True))
+    passed = built(group, iter(values))
+    for form in (passed, freeze(passed)):
+        out = torch.full((len(values),), -1)
+        emulator.run(compiled, form, out)
+        assert dict(zip(reversed(paths), out.tolist(), strict=True)) == dict(zip(paths, values, strict=True))
 
 
 def test_operands_arrive_under_their_names(tmp_path):
@@ -122,15 +125,16 @@ def _arguments(key: Key) -> list[Any]:
     return [*operands, *(built(group, itertools.repeat(0)) for group in TAKEN[key]), *LAST[key]]
 
 
+@pytest.mark.parametrize("form", [tuple, freeze])
 @pytest.mark.parametrize("change", [-1, 1], ids=["one too few", "one too many"])
 @pytest.mark.parametrize(
     ("key", "position"), ARGUMENTS, ids=lambda each: each if isinstance(each, int) else type(each).__name__
 )
-def test_a_group_of_another_size_is_refused(key: Key, position: int, change: int):
+def test_a_group_of_another_size_is_refused(key: Key, position: int, change: int, form):
     """By TVM-FFI, which names the argument, before anything is launched."""
     arguments = _arguments(key)
     right = tuple(arguments[position])
-    arguments[position] = right[:-1] if change < 0 else (*right, right[-1])
+    arguments[position] = form(right[:-1] if change < 0 else (*right, right[-1]))
     size = rf"argument #{position} .*expected tuple size={len(right)}$"
     with pytest.raises(ValueError, match=f"Mismatched tuple size on {size}"):
         emulated(key).capture(*arguments)

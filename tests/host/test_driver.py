@@ -22,7 +22,6 @@ from cute_lce.compile import cache, driver
 from cute_lce.implementation import Request
 from cute_lce.options import LossOptions
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
-from cute_lce.plan.problem import NO_LIMITS, Problem
 from tests.device import forget_device
 
 DEVICES = {
@@ -52,10 +51,10 @@ def prepare(monkeypatch: pytest.MonkeyPatch, arch: str, version: tuple[int, int]
     for module in (launch.forward, launch.backward):
         monkeypatch.setattr(module, "template", lambda device, dtype, *shape: torch.empty((), dtype=dtype))
     device, dtype = torch.device("cuda", 0), torch.bfloat16
-    launch.backward._prepare(device, dtype, torch.int64, 0, Problem(256, 64, 512), NO_LIMITS)
     with FakeTensorMode():
         hidden, weight = (torch.empty(rows, 64, dtype=dtype, device=device) for rows in (256, 512))
         operands = Operands(hidden, weight, torch.empty(256, dtype=torch.int64, device=device))
+    launch.KERNELS.backward(operands, LossOptions(), Request())
     launch.KERNELS.forward(operands, LossOptions(), Request())
 
 

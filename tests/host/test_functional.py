@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_lce import LinearCrossEntropy, LossOptions, launch, linear_cross_entropy
 from cute_lce.arguments import Operands
-from cute_lce.ops import inner
+from cute_lce.ops import prepared
 from cute_lce.options import ComputeOptions
 from cute_lce.plan.memory import refuse_workspace
 from tests import numerics
@@ -411,7 +411,7 @@ def test_an_ignore_index_beyond_int32_ignores_no_int32_target(ignore_index, sche
 def test_an_ignore_index_beyond_int32_is_no_target_on_request(monkeypatch):
     """CUTE_LCE_CHECK_TARGETS, whose check is made where a device is not a CPU."""
     checked = []
-    monkeypatch.setattr(inner, "CHECK_TARGETS", True)
+    monkeypatch.setattr(prepared, "CHECK_TARGETS", True)
     monkeypatch.setattr(torch.ops.aten._assert_async, "msg", lambda found, message: checked.append(found))
 
     class Elsewhere(torch.Tensor):
@@ -420,7 +420,7 @@ def test_an_ignore_index_beyond_int32_is_no_target_on_request(monkeypatch):
     target = torch.tensor([7, 20], dtype=torch.int32).as_subclass(Elsewhere)
     for ignore_index in (2**32 + 20, 20):
         loss = LossOptions(ignore_index=ignore_index)
-        inner.check_targets(Operands(torch.empty(2, 4), torch.empty(10, 4), target), loss)
+        prepared.check_targets(Operands(torch.empty(2, 4), torch.empty(10, 4), target), loss)
     assert [bool(found) for found in checked] == [False, True]
 
 

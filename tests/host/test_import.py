@@ -69,7 +69,7 @@ def test_targets_are_checked_on_request():
     code = """
 import os
 os.environ["CUTE_LCE_CHECK_TARGETS"] = {!r}
-from cute_lce.ops import inner
-print(inner.CHECK_TARGETS)
+from cute_lce.ops import prepared
+print(prepared.CHECK_TARGETS)
 """
     assert [run(code.format(value)).strip() for value in ("1", "0", "")] == ["True", "False", "False"]

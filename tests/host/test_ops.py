@@ -17,6 +17,7 @@ import cute_lce
 from cute_lce import launch, linear_cross_entropy, ops, streaming
 from cute_lce.implementation import Backward, Forward, Implementation, Results, Saved
 from cute_lce.launch import KERNELS
+from cute_lce.ops import prepared
 from cute_lce.options import ComputeOptions, LossOptions, fields
 from cute_lce.plan.problem import Problem
 from cute_lce.streaming import STREAMING, Streaming, products
@@ -435,7 +436,7 @@ class Other(Streaming):
 
 def serve_with(monkeypatch, other, dtype=torch.float32):
     """Have `other` serve the CPU's tensors of this dtype; what was prepared for others is forgotten."""
-    monkeypatch.setattr(ops.call, "_prepared", {})
+    monkeypatch.setattr(prepared, "cache", {})
     monkeypatch.setitem(ops.select._picked, (torch.device("cpu"), dtype), other)
 
 
@@ -515,21 +516,21 @@ def test_only_the_reduction_of_the_loss_is_static():
 @pytest.mark.parametrize("schedule", ["auto", *SCHEDULES])
 def test_numbers_of_the_loss_are_in_no_key(monkeypatch, schedule, need_dweight):
     """Calls with different ignore_index share what is prepared, and each has its own values."""
-    monkeypatch.setattr(ops.call, "_prepared", {})
+    monkeypatch.setattr(prepared, "cache", {})
     case = random_case(41, 24, 300, torch.float32)
     case.target[::3], case.target[1::3] = 3, 7
     cases = [replace(case, ignore_index=ignore_index) for ignore_index in (3, 7, -100)]
     assert len({float(each.expected()[0]) for each in cases}) == 3
     for each in cases:
         each.check(linear_cross_entropy, schedule=schedule, need_dweight=need_dweight)
-        assert len(ops.call._prepared) == 1
+        assert len(prepared.cache) == 1
     with torch.no_grad():
         for each in cases:
             loss = linear_cross_entropy(
                 each.input, each.linear_weight, each.target, ignore_index=each.ignore_index, schedule=schedule
             )
             assert_close("loss", loss, each.expected()[0], each.baseline()[0])
-            assert len(ops.call._prepared) == 2
+            assert len(prepared.cache) == 2
 
 
 @pytest.mark.parametrize(
@@ -538,12 +539,12 @@ def test_numbers_of_the_loss_are_in_no_key(monkeypatch, schedule, need_dweight):
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_is_static_is_prepared_anew(monkeypatch, changed):
-    monkeypatch.setattr(ops.call, "_prepared", {})
+    monkeypatch.setattr(prepared, "cache", {})
     case = random_case(41, 24, 300, torch.float32)
     for _ in range(2):
         case.check(linear_cross_entropy)
         case.check(linear_cross_entropy, **changed)
-        assert len(ops.call._prepared) == 2
+        assert len(prepared.cache) == 2
 
 
 def arguments_of(op) -> dict[str, tuple[str, Any]]:

@@ -18,7 +18,7 @@ from cute_lce.arch import ARCHITECTURES, Gpu, architecture
 from cute_lce.arguments import Operands
 from cute_lce.implementation import Request, Saved
 from cute_lce.launch import KERNELS
-from cute_lce.ops import inner
+from cute_lce.ops.prepared import Prepared
 from cute_lce.options import LossOptions
 from cute_lce.plan import backward, gemm, schedule
 from cute_lce.plan.backward import BackwardPlan
@@ -282,15 +282,15 @@ def train(call: Call, kept: int, reduction: str = "mean") -> int:
     dloss = torch.empty((call.n,) if reduction == "none" else (), device="meta")
     loss, request = LossOptions(reduction), Request(call.limits, kept, call.need_dinput, call.need_dweight)
     with Allocations() as counted:
-        results = inner.run_forward(KERNELS.forward(operands, loss, request), operands, loss)
+        prepared = Prepared(KERNELS, request)
+        results = prepared.forward(operands, loss)
         assert results.row_max is not None
         assert results.row_sum is not None
         assert results.num_valid is not None
         saved = Saved(
             *operands, results.row_max, results.row_sum, results.num_valid, results.kept, results.kept_scale
         )
-        phases = KERNELS.backward(dloss, saved, loss, request)
-        gradients = phases.dinput(), phases.dweight()
+        gradients = prepared.backward(dloss, saved, loss, (call.need_dinput, call.need_dweight))
     return counted.peak - sum(tensor.nbytes for tensor in gradients if tensor is not None)
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce import linear_cross_entropy, ops, streaming
+from cute_lce import linear_cross_entropy, streaming
 from cute_lce.arguments import Operands
 from cute_lce.implementation import Request
+from cute_lce.ops import prepared
 from cute_lce.options import LossOptions
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.streaming import STREAMING, memory, products
@@ -164,7 +165,7 @@ def narrow_products(monkeypatch):
         monkeypatch.setattr(module, "add_mm", add_mm)
     monkeypatch.setattr(torch, "mm", rounding_mm)
     # What was prepared for this device's products is not for those.
-    monkeypatch.setattr(ops.call, "_prepared", {})
+    monkeypatch.setattr(prepared, "cache", {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,187 @@
+"""What is prepared once for calls of one kind, and what each of them then does; no kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from cute_lce import linear_cross_entropy
+from cute_lce.arch import Gpu
+from cute_lce.arguments import GemmPlan, KeepOutputs, LossArguments, Operands, Stripe, Sweep
+from cute_lce.compile.frozen import freeze
+from cute_lce.implementation import Request
+from cute_lce.launch import KERNELS
+from cute_lce.ops import prepared, select
+from cute_lce.options import LossOptions
+from cute_lce.plan import backward as backward_plans
+from cute_lce.plan import forward as forward_plans
+from cute_lce.plan.kernels import BackwardKey, Key
+from cute_lce.streaming import STREAMING
+from tests import passes
+from tests.device import planned_for
+from tests.numerics import assert_close, random_case
+
+BF16 = torch.bfloat16
+STRIPE = len(Operands._fields) + 5
+"""The position of a backward's stripe."""
+
+
+def thawed(frozen: Any) -> Any:
+    return frozen if isinstance(frozen, int) else tuple(map(thawed, frozen))
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        LossArguments(reduction=2, ignore_index=-(1 << 62) - 1),
+        KeepOutputs(kept=1 << 62, kept_scale=3 << 40, workspace=5, pitch=1 << 33, columns=7),
+        Sweep(tiles_per_window=3, gemm=GemmPlan(windows=5, group_m=7, clusters=11, paced=1)),
+        Stripe(
+            first=1,
+            columns=2,
+            is_first=0,
+            is_last=1,
+            logits=GemmPlan(windows=3, group_m=4, clusters=5, paced=6),
+            dhidden=GemmPlan(windows=7, group_m=8, clusters=9, paced=10),
+            dweight=GemmPlan(windows=11, group_m=12, clusters=13, paced=14),
+        ),
+    ],
+    ids=lambda group: type(group).__name__,
+)
+def test_a_frozen_group_has_the_same_numbers(group: Any):
+    assert thawed(freeze(group)) == group
+
+
+class Launches:
+    """What stands for the compiled functions: the arguments of every launch are noted."""
+
+    def __init__(self):
+        self.forward: list[tuple] = []
+        self.backward: list[tuple] = []
+
+    def get(self, key: Key) -> Callable[..., None]:
+        noted = self.backward if isinstance(key, BackwardKey) else self.forward
+        return lambda *arguments: noted.append(arguments)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """An H100 that serves the CPU's bfloat16."""
+    noted = Launches()
+    monkeypatch.setitem(select._picked, (torch.device("cpu"), BF16), KERNELS)
+    with planned_for(Gpu("sm_90a", 132), noted):
+        yield noted
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    case = random_case(40, 64, 1000, BF16)
+    return case.input.requires_grad_(), case.linear_weight.requires_grad_(), case.target
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[Mock, Mock]:
+    """What plans forwards and backwards, counting."""
+    plans = Mock(wraps=forward_plans.plan), Mock(wraps=backward_plans.plan)
+    for module, plan in zip((forward_plans, backward_plans), plans, strict=True):
+        monkeypatch.setattr(module, "plan", plan)
+    return plans
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_both_passes_of_a_kind_are_planned_once(schedule: str, launches: Launches, monkeypatch):
+    """Whatever the loss's numbers are."""
+    forward, backward = counted(monkeypatch)
+    hidden, weight, target = operands()
+    for ignore_index in (-100, 3, 5):
+        loss = linear_cross_entropy(hidden, weight, target, schedule=schedule, ignore_index=ignore_index)
+        torch.autograd.grad(loss, (hidden, weight))
+        assert (forward.call_count, backward.call_count, len(prepared.cache)) == (1, 1, 1)
+    for passed in (launches.forward, launches.backward):
+        assert [thawed(arguments[3]) for arguments in passed] == [(2, -100), (2, 3), (2, 5)]
+
+
+@pytest.mark.parametrize("kept", [0, 512, 1000])
+def test_the_ops_of_a_kind_are_planned_once(kept: int, launches: Launches, monkeypatch):
+    """A backward's op finds what its forward's op prepared; other gradients are another backward."""
+    forward, backward = counted(monkeypatch)
+    hidden, weight, target = (tensor.detach() for tensor in operands())
+    ops = torch.ops.cute_lce
+    for _ in range(3):
+        if kept:
+            loss, *saved = ops.forward_keep(hidden, weight, target, "mean", -100, 0, 0, kept)
+        else:
+            loss, *saved = *ops.forward(hidden, weight, target, "mean", -100, 0, 0), None, None
+        ops.backward(loss, hidden, weight, target, *saved, "mean", -100, 0, 0, True, True)
+        assert (forward.call_count, backward.call_count, len(prepared.cache)) == (1, 1, 1)
+    assert len(launches.forward) == 3
+    stripes = 2 if kept == 512 else 1
+    assert len(launches.backward) == 3 * stripes
+    for _ in range(2):
+        ops.backward(loss, hidden, weight, target, *saved, "mean", -100, 0, 0, False, True)
+        assert (forward.call_count, backward.call_count, len(prepared.cache)) == (1, 2, 1)
+    wanted = [tuple(address != 0 for address in arguments[6][:2]) for arguments in launches.backward]
+    assert wanted == [(True, True)] * 3 * stripes + [(False, True)] * 2 * stripes
+
+
+def test_stripes_are_frozen_once(launches: Launches):
+    hidden, weight, target = operands()
+    for _ in range(2):
+        loss = linear_cross_entropy(hidden, weight, target, schedule="recompute", window=256)
+        torch.autograd.grad(loss, (hidden, weight))
+    stripes = [arguments[STRIPE] for arguments in launches.backward]
+    assert [thawed(stripe)[:4] for stripe in stripes[:4]] == [
+        (0, 256, 1, 0),
+        (256, 256, 0, 0),
+        (512, 256, 0, 0),
+        (768, 232, 0, 1),
+    ]
+    for first, second in zip(stripes[:4], stripes[4:], strict=True):
+        assert first is second
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=Operands._fields)
+def test_saved_operands_may_come_back_with_other_strides(which: int, launches: Launches):
+    """As hooks on saved tensors give them: the kernels get copies that they can read."""
+    given = operands()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() != given[which].data_ptr():
+            return tensor
+        apart = torch.stack([tensor, tensor], tensor.dim())[..., 0]
+        assert apart.stride(-1) == 2
+        return apart
+
+    plain = linear_cross_entropy(*given, schedule="recompute")
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        hooked = linear_cross_entropy(*given, schedule="recompute")
+    for loss in (plain, hooked):
+        torch.autograd.grad(loss, given[:2])
+    assert len(launches.backward) == 2
+    for launch in (*launches.forward, *launches.backward):
+        for found, want in zip(launch, given, strict=False):
+            assert found.stride() == want.stride()
+            assert torch.equal(found, want)
+
+
+def test_calls_of_a_kind_may_be_interleaved():
+    """What one call's phases pass on is its own."""
+    cases = [random_case(20, 8, 50, torch.float32, seed=seed) for seed in (1, 2)]
+    loss = LossOptions("none")
+    backward = STREAMING.backward(passes.operands_of(cases[0]), loss, Request())
+    dlosses = [case.upstream("none").float() for case in cases]
+    saved = [passes.saved_of(case, passes.forward(STREAMING, case)) for case in cases]
+    first = [backward.dinput(*given, loss) for given in zip(dlosses, saved, strict=True)]
+    for case, dloss, given, gradients in zip(cases, dlosses, saved, first, strict=True):
+        dinput, dweight = backward.dweight(dloss, given, loss, gradients)
+        _, *expected = case.expected(dloss.double(), "none")
+        _, *baseline = case.baseline(dloss.double(), "none")
+        for name, found, want, plain in zip(
+            ("dinput", "dweight"), (dinput, dweight), expected, baseline, strict=True
+        ):
+            assert found is not None
+            assert_close(name, found, want, plain)
