@@ -115,7 +115,9 @@ class DlogitsEpilogue:
                     if row + fragment.rows[r] == target:
                         frag[r, c] = maths.dlogits(frag[r, c], onehot)
         if state.any_ignored:
-            zero_ignored(fragment, state.ignored, frag, slab, range(fragment.count))
+            for i in cutlass.range_constexpr(fragment.owned):
+                own = state.ignored[slab * fragment.owned + i]
+                zero_ignored(fragment, own, frag, fragment.shared(i))
         store_columns(
             tensors.dlogits,
             frag,
@@ -133,13 +135,15 @@ class DlogitsEpilogue:
 @cute.jit
 def zero_ignored(
     fragment: cutlass.Constexpr[Fragment],
-    ignored: cute.Tensor,
+    ignored: Int32,
     frag: cute.Tensor,
-    slab: cutlass.Constexpr[int],
     elements: cutlass.Constexpr[range],
 ):
-    """Set elements of a row that belong to ignored tokens to 0. ignored: of the tokens that this lane owns, 0 or 1."""
+    """Set the elements that belong to ignored tokens to 0, of one 32 columns.
+
+    ignored: of the token that this lane owns among them, 0 or 1.
+    """
     for c in cutlass.range_constexpr(elements.start, elements.stop):
-        if spread(ignored[slab * fragment.owned + c // SHARED], c) != 0:
+        if spread(ignored, c) != 0:
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 frag[r, c] = Float32(0.0)

@@ -1,5 +1,6 @@
 """The forward's epilogue: row statistics of the logits, and the target's logit."""
 
+import functools
 from typing import NamedTuple
 
 import cutlass
@@ -11,6 +12,7 @@ from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, spread
 
+NOTHING = (-Float32.inf, Float32(0.0))  # the statistics of no classes
 NO_ROW = -(2**30)  # a target that no tile contains
 
 
@@ -79,14 +81,9 @@ class ForwardEpilogue:
 
     def accumulate(self, state: ForwardState, frag: cute.Tensor, slab: int):
         """Merge a fragment of logits into the statistics."""
-        heights = len(self.fragment.rows)
         for i in range(self.fragment.owned):
-            values = [
-                row_stats.column_statistics([frag[r, c] for r in range(heights)])
-                for c in self.fragment.shared(i)
-            ]
-            values += [(-Float32.inf, Float32(0.0))] * (SHARED - len(values))
-            self.update(state, slab * self.fragment.owned + i, *fold(values, row_stats.merge))
+            leaf = functools.partial(column_statistics, self.fragment, frag, SHARED * i)
+            self.update(state, slab * self.fragment.owned + i, *fold(leaf, row_stats.merge))
 
     def update(self, state: ForwardState, own, row_max: Float32, row_sum: Float32):
         """Merge statistics into those of a token that this lane owns."""
@@ -131,6 +128,13 @@ class ForwardEpilogue:
                     own = slab * self.fragment.owned + i
                     tensors.partials[partial * self.warps + warp, token, 0] = state.row_max[own]
                     tensors.partials[partial * self.warps + warp, token, 1] = state.row_sum[own]
+
+
+def column_statistics(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
+    """(maximum, sum) of a thread's elements of a column, the one with element first + j."""
+    if first + j >= fragment.count:
+        return NOTHING
+    return row_stats.column_statistics([frag[r, first + j] for r in range(len(fragment.rows))])
 
 
 @cute.jit
