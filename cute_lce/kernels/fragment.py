@@ -81,12 +81,6 @@ def spread(own, c: int):
     return cute.arch.shuffle_sync(own, source + (cute.arch.lane_idx() & 3))
 
 
-def owns_element(c: int):
-    """Whether this lane owns the column of its element c."""
-    lane, j = cute.arch.lane_idx(), c % SHARED
-    return (lane >> 2) == 4 * (j >> 2) + 2 * ((j >> 1) & 1) + (j & 1)
-
-
 def fold(leaf, merge):
     """Merge what 8 lanes have of 8 columns: leaf(j) is a tuple of numbers for a thread's j-th element, and
     merge(*a, *b) a commutative function of two of them. Returns that of the column that the lane owns.
@@ -108,13 +102,6 @@ def fold(leaf, merge):
         return merge(*mine, *theirs)
 
     return node(0, 4)
-
-
-def highest_of_column(value):
-    """The largest of the 8 lanes' values of a column, in each of them."""
-    for step in (4, 8, 16):
-        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=step))
-    return value
 
 
 def opaque(value: Int32) -> Int32:

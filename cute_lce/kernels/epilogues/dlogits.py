@@ -107,17 +107,20 @@ class DlogitsEpilogue:
             factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
-        if has_target(fragment, state.target, row, slab):
+        own = cute.make_rmem_tensor(fragment.owned, Int32)
+        for i in cutlass.range_constexpr(fragment.owned):
+            own[i] = state.target[slab * fragment.owned + i]
+        if has_target(fragment, own, row):
             for c in cutlass.range_constexpr(fragment.count):
-                target = spread(state.target[slab * fragment.owned + c // SHARED], c)
+                target = spread(own[c // SHARED], c)
                 onehot = spread(state.onehot[slab * fragment.owned + c // SHARED], c)
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     if row + fragment.rows[r] == target:
                         frag[r, c] = maths.dlogits(frag[r, c], onehot)
         if state.any_ignored:
             for i in cutlass.range_constexpr(fragment.owned):
-                own = state.ignored[slab * fragment.owned + i]
-                zero_ignored(fragment, own, frag, fragment.shared(i))
+                ignored = state.ignored[slab * fragment.owned + i]
+                zero_ignored(fragment, ignored, frag, fragment.shared(i))
         store_columns(
             tensors.dlogits,
             frag,

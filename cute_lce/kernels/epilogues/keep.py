@@ -8,17 +8,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16
 
 from cute_lce import maths
-from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.dlogits import zero_ignored
-from cute_lce.kernels.epilogues.statistics import NOTHING, ForwardEpilogue, ForwardState, ForwardTensors
+from cute_lce.kernels.epilogues.statistics import (
+    ForwardEpilogue,
+    ForwardState,
+    ForwardTensors,
+    exponentials,
+    fmax_each,
+    highest,
+)
 from cute_lce.kernels.epilogues.store import store_columns
 from cute_lce.kernels.fragment import (
     SHARED,
     Fragment,
     first_row_of_warp,
     fold,
-    highest_of_column,
-    owns_element,
     spread,
 )
 from cute_lce.kernels.keep import KeepTensors
@@ -33,13 +37,12 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """The forward's state; K of each token that a lane owns, and in bits which of them are ignored; the least
-    K of the warp's tokens, and whether any of them is ignored."""
+    """The forward's state; K of each token that a lane owns, and in bits which of them are ignored; whether any
+    of the warp's tokens is ignored."""
 
     forward: ForwardState
     reference: cute.Tensor
     ignored: Int32
-    least: Float32
     any_ignored: Boolean
 
 
@@ -47,8 +50,8 @@ class KeepEpilogue:
     """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
 
     A kept element's exponential is computed once, relative to its token's K, for the operand and for the
-    statistics. A token has one j for a warp's rows of a tile, a unit. Whether any element of a warp needs a
-    j other than 0 is a maximum and a vote: j is then found column by column.
+    statistics. A token has one j for a warp's rows of a tile, a unit; a vote says whether any of a warp's
+    tokens needs one other than 0.
     """
 
     def __init__(self, fragment: Fragment, warps: int):
@@ -60,7 +63,7 @@ class KeepEpilogue:
         fragment = self.fragment
         count = fragment.slabs * fragment.owned
         reference = cute.make_rmem_tensor(count, Float32)
-        least, ignored = Float32(maths.FAR), Int32(0)
+        ignored = Int32(0)
         for slab in cutlass.range_constexpr(fragment.slabs):
             for i in cutlass.range_constexpr(fragment.owned):
                 own = slab * fragment.owned + i
@@ -68,14 +71,12 @@ class KeepEpilogue:
                 token, owns = fragment.owned_column(column, slab, i)
                 if Boolean(owns) and token < cute.size(tensors.forward.target):
                     reference[own] = tensors.keep.reference[token]
-                    least = cute.arch.fmin(least, reference[own])
                     if Int64(tensors.forward.target[token]) == tensors.forward.loss.ignore_index:
                         ignored = ignored | (1 << own)
         return KeepState(
             self.forward.begin(tensors.forward, column),
             reference,
             ignored,
-            cute.arch.warp_reduction(least, cute.arch.fmin),
             cute.arch.vote_any_sync(ignored != 0),
         )
 
@@ -90,8 +91,7 @@ class KeepEpilogue:
         slab: cutlass.Constexpr[int],
         split: Int32,
     ):
-        forward = tensors.forward
-        self.forward.mask_and_catch(forward, state.forward, frag, row, column, slab)
+        self.forward.mask_and_catch(tensors.forward, frag, row, column, slab)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end.
         if first_row_of_warp(row) < tensors.keep.columns:
             self._keep(tensors, state, frag, row, column, slab)
@@ -110,23 +110,22 @@ class KeepEpilogue:
     ):
         """Exponentials instead of the fragment's logits, stored, and their statistics."""
         fragment = self.fragment
-        highest = frag[0, 0]
-        for c in cutlass.range_constexpr(fragment.count):
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                highest = cute.arch.fmax(highest, frag[r, c])
-        raised = cute.arch.vote_any_sync(maths.kept_exponent(highest, state.least, fma) > maths.HEADROOM)
+        row_max = cute.make_rmem_tensor(fragment.owned, Float32)
+        exceeds = Boolean(False)
+        for i in cutlass.range_constexpr(fragment.owned):
+            (row_max[i],) = fold(partial(highest, fragment, frag, SHARED * i), fmax_each)
+            above = maths.kept_exponent(row_max[i], state.reference[slab * fragment.owned + i], fma)
+            exceeds = exceeds or above > maths.HEADROOM
+        raised = cute.arch.vote_any_sync(exceeds)
         if raised:
-            self._raise(tensors, state, frag, row, column, slab)
+            self._raise(tensors, state, row_max, row, column, slab)
         else:
             self._note(tensors, None, row, column, slab)
         for i in cutlass.range_constexpr(fragment.owned):
             base = state.reference[slab * fragment.owned + i]
-            row_max, total = fold(partial(exponentials, fragment, frag, base, SHARED * i), highest_and_sum)
-            # From 2^base to exp(row_max). If nothing lies near K, the sum is 0 and the exponent may exceed
-            # fp32.
-            back = maths.base_exponent(row_stats.finite_max(row_max), base, fma)
-            total = total * cute.math.exp2(cute.arch.fmin(back, Float32(126.0)), fastmath=True)
-            self.forward.update(state.forward, slab * fragment.owned + i, row_max, total)
+            leaf = partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
+            (terms,) = fold(leaf, lambda a, b: (a + b,))
+            self.forward.update(state.forward, slab * fragment.owned + i, row_max[i], terms, base)
             if state.any_ignored:
                 own = (state.ignored >> (slab * fragment.owned + i)) & 1
                 zero_ignored(fragment, own, frag, fragment.shared(i))
@@ -149,7 +148,7 @@ class KeepEpilogue:
         self,
         tensors: KeepForwardTensors,
         state: KeepState,
-        frag: cute.Tensor,
+        row_max: cute.Tensor,
         row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
@@ -158,16 +157,10 @@ class KeepEpilogue:
         fragment = self.fragment
         steps = cute.make_rmem_tensor(fragment.owned, Float32)
         steps.fill(0.0)
-        for c in cutlass.range_constexpr(fragment.count):
-            highest = frag[0, c]
-            for r in cutlass.range_constexpr(1, len(fragment.rows)):
-                highest = cute.arch.fmax(highest, frag[r, c])
-            highest = highest_of_column(highest)
-            reference = spread(state.reference[slab * fragment.owned + c // SHARED], c)
-            needed = maths.raise_steps(highest, reference, fma, cute.math.ceil)
-            needed = cute.arch.fmin(cute.arch.fmax(needed, Float32(0.0)), Float32(maths.MOST_STEPS))
-            if owns_element(c):
-                steps[c // SHARED] = needed
+        for i in cutlass.range_constexpr(fragment.owned):
+            reference = state.reference[slab * fragment.owned + i]
+            needed = maths.raise_steps(row_max[i], reference, fma, cute.math.ceil)
+            steps[i] = cute.arch.fmin(cute.arch.fmax(needed, Float32(0.0)), Float32(maths.MOST_STEPS))
         self._note(tensors, steps, row, column, slab)
         for i in cutlass.range_constexpr(fragment.owned):
             own = slab * fragment.owned + i
@@ -204,25 +197,3 @@ class KeepEpilogue:
     @cute.jit
     def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, number: Int32):
         self.forward.end(tensors.forward, state.forward, column, number)
-
-
-def exponentials(fragment: Fragment, frag: cute.Tensor, base: Float32, first: int, j: int):
-    """Replace a thread's elements of a column by 2^(z log2 e - K); returns (maximum of z, sum of those).
-
-    base: K of the column that this lane owns among the 32 with elements first, first + 1, ...
-    """
-    c, heights = first + j, len(fragment.rows)
-    if c >= fragment.count:
-        return NOTHING
-    base = spread(base, j)
-    highest, total = frag[0, c], Float32(0.0)
-    for r in range(heights):
-        highest = cute.arch.fmax(highest, frag[r, c])
-        frag[r, c] = cute.math.exp2(maths.kept_exponent(frag[r, c], base, fma), fastmath=True)
-        total = frag[r, c] if r == 0 else total + frag[r, c]
-    return highest, total
-
-
-def highest_and_sum(a_max: Float32, a_sum: Float32, b_max: Float32, b_sum: Float32):
-    """Merge (maximum, sum) of sums relative to the same base."""
-    return cute.arch.fmax(a_max, b_max), a_sum + b_sum
