@@ -161,7 +161,7 @@ class Architecture:
     data_sheet: peaks for `cute-lce plan`.
     tokens: the tiling of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by
         hidden. Its epilogue hides behind MMAs. token_tiles: the tile_n that it may have.
-    gradients: the tiling of the gradient by weight's GEMM.
+    gradients: tilings of the gradient by weight's GEMM.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Architecture:
     data_sheet: DataSheet
     tokens: Tiling
     token_tiles: tuple[int, ...]
-    gradients: Tiling
+    gradients: tuple[Tiling, ...]
 
     @functools.cached_property
     def token_configs(self) -> tuple[KernelConfig, ...]:
@@ -186,9 +186,9 @@ class Architecture:
         return tuple(self._configure(replace(self.tokens, tile_n=columns)) for columns in self.token_tiles)
 
     @functools.cached_property
-    def gradient_config(self) -> KernelConfig:
-        """The configuration of the gradient by weight's GEMM."""
-        return self._configure(self.gradients)
+    def gradient_configs(self) -> tuple[KernelConfig, ...]:
+        """The configurations of the gradient by weight's GEMM."""
+        return tuple(self._configure(tiling) for tiling in self.gradients)
 
     def _configure(self, tiling: Tiling) -> KernelConfig:
         fields = {name: getattr(tiling, name) for name in _TILING}
@@ -263,8 +263,8 @@ _SM_90A = Architecture(
     tokens=_HOPPER,
     token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),
     # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
-    # halves; and 256 columns ask the least of shared memory.
-    gradients=replace(_HOPPER, tile_n=256, pingpong=False),
+    # halves. 256 columns ask the least of shared memory and L2; with 128 the epilogue hides.
+    gradients=(replace(_HOPPER, tile_n=256, pingpong=False), replace(_HOPPER, tile_n=128)),
 )
 _SM_100A = Architecture(
     name="sm_100a",
@@ -281,7 +281,7 @@ _SM_100A = Architecture(
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
     tokens=_BLACKWELL,
     token_tiles=(64, 128, 192, 256),
-    gradients=_BLACKWELL,
+    gradients=(_BLACKWELL,),
 )
 _SM_103A = replace(
     _SM_100A,

@@ -17,6 +17,10 @@ PARTIAL_BYTES = 64 * MIB
 PARTIAL_NS = 32
 """What the combine kernel takes for a partial of up to 8192 rows: measured on an H100, used for every
 architecture."""
+EPILOGUE_CLOCKS, EPILOGUE_CLOCKS_SCARCE = 62, 84
+"""Clocks of a tile's epilogue for each of its columns, on an H200; the second where more than SCARCE_REGISTERS
+of a thread hold accumulators, so that few are left to hide latencies with."""
+SCARCE_REGISTERS = 176
 COMBINE_ROWS = 32
 """Rows that a block of the combine kernel processes."""
 
@@ -61,7 +65,7 @@ def plan(
     PARTIAL_BYTES limits the partials. config: the kernel's configuration; None: chosen.
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
-    config = config or choose_config(gpu, n)
+    config = config or choose_config(gpu, n, d, vocab)
     clusters = cluster_count(config, gpu.sms)
     tiles = ceil_div(vocab, config.cluster_rows)
     columns = ceil_div(n, config.cluster_columns)
@@ -97,13 +101,19 @@ def plan(
     )
 
 
-def choose_config(gpu: Gpu, n: int) -> KernelConfig:
-    """The tiles with which n tokens take the fewest clocks; of those that take as many the widest."""
+def choose_config(gpu: Gpu, n: int, d: int, vocab: int) -> KernelConfig:
+    """The tiles with which a GEMM of logits takes the fewest clocks; of those that take as many the widest."""
 
     def cost(config: KernelConfig) -> tuple[float, int]:
         columns = ceil_div(n, config.cluster_columns)
         # A weight that is read for one column of tiles streams from DRAM.
-        return columns * tile_clocks(config, 1024), config.tile_n if columns == 1 else -config.tile_n
+        clocks = tile_clocks(config, d, n * d * vocab)
+        if config.turns > 1:
+            # Two warpgroups in turn: a tile's MMAs and its epilogue take at least two tiles' time.
+            scarce = config.accumulator_registers > SCARCE_REGISTERS
+            epilogue = config.tile_n * (EPILOGUE_CLOCKS_SCARCE if scarce else EPILOGUE_CLOCKS)
+            clocks = max(clocks, (clocks + epilogue) / 2)
+        return columns * clocks, config.tile_n if columns == 1 else -config.tile_n
 
     return min(gpu.row.token_configs, key=cost)
 

@@ -40,18 +40,30 @@ def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, splits: int = 1
     )
 
 
-def tile_clocks(config: KernelConfig, k: int) -> float:
-    """Clocks of a CTA's tile of depth k: of its MMAs or, where tiles are narrow, of its loads from L2."""
+SUSTAINED = 8 * 10**11
+"""Multiply-adds of a GEMM from which the clock of tensor cores falls (H200: from 1.8 to 1.3 GHz, after some
+2 ms) but not that of L2, which then serves narrower tiles."""
+SUSTAINED_L2 = 1.22
+"""By how much more, in an SM's clocks: measured with tiles of 128 and 176 columns."""
+
+
+def tile_clocks(config: KernelConfig, k: int, macs: int = 0) -> float:
+    """Clocks of a CTA's tile of depth k: of its MMAs or, where tiles are narrow, of its loads from L2.
+
+    macs: multiply-adds of the whole GEMM.
+    """
     row = config.row
-    macs = config.tile_m * config.tile_n // config.pair
+    mma = 2 * config.tile_m * config.tile_n / config.pair / row.dense_flops_per_clock
     loaded = 2 * (config.tile_m // config.pair + config.tile_n // config.cluster_m)
-    return k * max(2 * macs / row.dense_flops_per_clock, loaded / row.l2_bytes_per_clock)
+    rate = row.l2_bytes_per_clock * (SUSTAINED_L2 if macs >= SUSTAINED else 1)
+    return k * max(mma, loaded / rate)
 
 
 def clocks(config: KernelConfig, chosen: GemmPlan, n: int, k: int) -> float:
     """Clocks of a GEMM on the busiest cluster."""
+    macs = chosen.windows * chosen.tiles_per_window * config.cluster_rows * n * k
     runs = chosen.windows * ceil_div(n, config.cluster_columns) * chosen.splits
-    return ceil_div(runs, chosen.clusters) * tile_clocks(config, ceil_div(k, chosen.splits))
+    return ceil_div(runs, chosen.clusters) * tile_clocks(config, ceil_div(k, chosen.splits), macs)
 
 
 def split_plan(

@@ -42,5 +42,5 @@ def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
         keys.append(ForwardKey(config, dtype, target_dtype))
         if dtype != "float16":
             keys.append(ForwardKey(config, dtype, target_dtype, keeps=True))
-        keys.append(BackwardKey(config, row.gradient_config, dtype, target_dtype))
+        keys += [BackwardKey(config, dweight, dtype, target_dtype) for dweight in row.gradient_configs]
     return keys
