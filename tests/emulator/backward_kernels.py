@@ -25,9 +25,8 @@ from .host import Emulated
 from .mutate import ARITHMETIC
 from .mutation_kernels import GLOBAL_FENCE, RELINQUISH, TAIL, TWO_FENCES, Subject
 
-# n, d, V, columns of a stripe. Three or more tiles and k tiles of each GEMM for the only cluster, so that
-# rings wrap and each of Blackwell's accumulators is used again; two stripes, of which the second adds to the
-# first's dinput.
+# n, d, V, columns of a stripe. Two or more tiles and three or more k tiles of each GEMM for the only cluster,
+# so that rings wrap and turns come again; two stripes, of which the second adds to the first's dinput.
 SIZES = {"sm_90a": (140, 136, 260, 130), "sm_100a": (280, 136, 520, 260)}
 KEPT = 128
 SMS = 2
@@ -154,8 +153,8 @@ def _subject(arch: str, which: str, **options) -> Subject:
     def mine(entry: str) -> bool:
         if which == "keep":
             return "Gemm" in entry or "Finish" in entry
-        # The host function launches them in this order, with the scaling of rows behind the first.
-        return re.search(rf"Gemm.*_{(0, 2, 3)[GEMMS.index(which)]}$", entry) is not None
+        # The host function launches them in this order, with a small kernel behind each.
+        return re.search(rf"Gemm.*_{2 * GEMMS.index(which)}$", entry) is not None
 
     name = "the forward that keeps" if which == "keep" else f"the backward's GEMM of {which}"
     place = "Blackwell" if arch.startswith("sm_10") else "Hopper"
