@@ -261,6 +261,7 @@ class GemmSm100(gemm.Gemm):
             state = self.epilogue.begin(tensors, column)
             for tile in cutlass.range(first, end, unroll=1):
                 row = walk.m_tile(tile) * config.tile_m + own_row
+                own = _unhoisted(column)
                 accumulators.consumer_wait(full)
                 _fence("after_thread_sync")
                 # Lanes in the upper 16 bits, columns in the lower.
@@ -271,7 +272,7 @@ class GemmSm100(gemm.Gemm):
                         _fence("before_thread_sync")
                         with cute.arch.elect_one():
                             accumulators.consumer_release(full)
-                    self.epilogue.visit(tensors, state, frag, row, column, slab, split)
+                    self.epilogue.visit(tensors, state, frag, row, own, slab, split)
                 full.advance()
             # Each CTA of a pair has rows, and therefore partials, of its own.
             self.epilogue.end(tensors, state, column, walk.partial(window) * config.pair + coord[0])
@@ -280,6 +281,19 @@ class GemmSm100(gemm.Gemm):
 def _fence(kind: str):
     """Order this thread's tcgen05 operations with its waits and arrivals on barriers."""
     cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
+
+
+def _unhoisted(number: Int32) -> Int32:
+    """The same number, which the compiler takes for a new one.
+
+    Called in a loop over tiles it keeps what epilogues derive from a column (addresses, bounds) in the loop.
+    The compiler would otherwise compute them before it for all slabs, more than registers hold.
+    """
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type, [number.ir_value()], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
+        )
+    )
 
 
 def _load_slab(address: Int32, frag: cute.Tensor):

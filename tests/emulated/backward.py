@@ -17,7 +17,8 @@ from cute_lce import arch as architectures
 from cute_lce.arch import Gpu
 from cute_lce.launch import KERNELS
 from cute_lce.plan import backward as backward_plans
-from cute_lce.plan import schedule
+from cute_lce.plan import forward as forward_plans
+from cute_lce.plan import gemm, schedule
 from tests import emulator, passes
 from tests.device import forget_plans, planned_for
 from tests.emulated.forward import Emulator
@@ -32,20 +33,37 @@ def device(arch: str, sms: int, seed: int = 0) -> Iterator[Emulator]:
         yield counts
 
 
-def narrow_plans(patch: pytest.MonkeyPatch) -> None:
-    """Narrow tiles, and few stages so that rings wrap: an emulated tile costs by its columns."""
+def narrow_plans(
+    patch: pytest.MonkeyPatch, *, tile_n: int = 64, splits: int = 0, paced: bool | None = None
+) -> None:
+    """Narrow tiles, and few stages so that rings wrap: an emulated tile costs by its columns.
+
+    tile_n: of the GEMMs whose B are tokens. splits: of dhidden's k; 0: as planned, which is 1 below 1024
+    columns. paced: whether clusters pace, every other k tile; None: as planned.
+    """
     forget_plans()
     for name, row in architectures.ARCHITECTURES.items():
-        columns = 128 if row.tmem_columns else 64
+        pace = row.tokens.pace if paced is None else 2
         narrow = replace(
             row,
-            forward=tuple(replace(tiling, tile_n=columns, stages=3) for tiling in row.forward),
+            tokens=replace(row.tokens, stages=3, pace=pace),
+            token_tiles=(tile_n,),
             # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
-            gradients=replace(row.gradients, tile_n=128, stages=3),
+            gradients=replace(row.gradients, tile_n=128, stages=3, pace=pace),
         )
         patch.setitem(architectures.ARCHITECTURES, name, narrow)
     for module in (schedule, backward_plans):
         patch.setattr(module, "STRIPE_MULTIPLE", 128)
+    if paced is not None:
+        for module in (gemm, forward_plans):
+            patch.setattr(module, "is_paced", lambda *_: paced)
+    if splits:
+
+        def split_plan(gpu, configs, m, n, k, most):
+            (config,) = configs
+            return config, gemm.plan(gpu, config, m, n, k, splits)
+
+        patch.setattr(gemm, "split_plan", split_plan)
 
 
 @dataclass

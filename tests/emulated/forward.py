@@ -77,24 +77,23 @@ def forward(
     seed: int = 0,
     reduction: str = "none",
     paced: bool | None = None,
-    group_m: int | None = None,
+    group: int | None = None,
     resident: int = 16,
     program: emulator.Emulated | None = None,
 ) -> Run:
     """A forward with the emulator in place of the GPU; memory that nobody writes holds nan.
 
-    sms: of the device that the plan is for. paced, group_m: instead of the plan's. resident: CTAs at once.
+    sms: of the device that the plan is for. paced, group: instead of the plan's. resident: CTAs at once.
     program: of the same config, with other PTX.
     """
     n, d = case.input.shape
     gpu, V = Gpu(config.arch, sms), case.linear_weight.shape[0]
     chosen = plans.plan(gpu, n, round_up(d, 8), V, Limits(window), config)
-    gemm = chosen.sweep.gemm
-    gemm = gemm._replace(
-        paced=gemm.paced if paced is None else int(paced),
-        group_m=gemm.group_m if group_m is None else group_m,
+    sweep = chosen.sweep._replace(
+        paced=chosen.sweep.paced if paced is None else int(paced),
+        group=chosen.sweep.group if group is None else group,
     )
-    chosen = replace(chosen, sweep=chosen.sweep._replace(gemm=gemm))
+    chosen = replace(chosen, sweep=sweep)
     counts = Emulator(seed, resident, program)
     with planned_for(gpu, counts, chosen), emulator.known_allocations():
         results = passes.forward(KERNELS, case, reduction=reduction, window=window)
