@@ -13,7 +13,7 @@ from typing import NamedTuple
 KIB = 1024
 WARPGROUP = 128
 WARPS = 4
-"""Warps of the warpgroup that runs a tile's epilogue."""
+"""Warps of a warpgroup that runs a tile's epilogue."""
 MOST_STAGES = 12
 ACCUMULATOR_STAGES = 2
 """Tiles in tensor memory: one is filled while the other is read (Blackwell)."""
@@ -83,6 +83,11 @@ class KernelConfig(Tiling):
         return self.warpgroups if self.pingpong else 1
 
     @property
+    def tile_warps(self) -> int:
+        """Warps of a CTA that share a tile, each with rows of its own."""
+        return WARPS * self.warpgroups // self.turns
+
+    @property
     def pair(self) -> int:
         """CTAs that share a tile, each with a part of its operands."""
         return 2 if self.row.tmem_columns and self.tile_m == 256 else 1
@@ -105,7 +110,7 @@ class KernelConfig(Tiling):
     @property
     def partials_per_window(self) -> int:
         """Partials of one token and window: one for each warp that sees classes of its own."""
-        return self.cluster_m * self.turns * WARPS
+        return self.cluster_m * self.turns * self.tile_warps
 
     @property
     def shared_memory(self) -> int:

@@ -62,8 +62,8 @@ class GemmSm90(gemm.Gemm):
     @staticmethod
     def fragment(config: KernelConfig) -> Fragment:
         """What an epilogue gets at once: a whole tile, or its warpgroup's rows."""
-        blocks = config.tile_m // 64 * config.turns // config.warpgroups
-        rows = tuple(64 * (i // 2) + 8 * (i % 2) for i in range(2 * blocks))
+        apart = _rows_at_once(config)
+        rows = tuple(block + half for block in range(0, config.tile_m, apart) for half in (0, 8))
         return Fragment(rows=rows, columns=config.tile_n, slabs=1)
 
     def __init__(self, config: KernelConfig, epilogue):
@@ -221,14 +221,20 @@ class GemmSm90(gemm.Gemm):
         return slot
 
 
+def _rows_at_once(config: KernelConfig) -> int:
+    """Rows of a tile that the warpgroups which share it multiply by one WGMMA each: 64 for each of them."""
+    return 64 * config.warpgroups // config.turns
+
+
 def _check(config: KernelConfig) -> None:
     """Raise ValueError for a configuration that the kernel does not support."""
     if config.pingpong and config.warpgroups != 2:
         raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
-    rows = 64 * config.warpgroups // config.turns
-    if config.tile_m <= 0 or config.tile_m % rows or config.tile_n % 16 or not 0 < config.tile_n <= 256:
+    rows = _rows_at_once(config)
+    # Epilogues take fragments of two or four blocks of 8 rows.
+    if config.tile_m not in (rows, 2 * rows) or config.tile_n % 16 or not 0 < config.tile_n <= 256:
         raise ValueError(
-            f"config: got a tile of {config.tile_m} x {config.tile_n}, want a multiple of {rows} rows and"
+            f"config: got a tile of {config.tile_m} x {config.tile_n}, want {rows} or {2 * rows} rows and"
             " up to 256 columns, a multiple of 16"
         )
     if config.stages < 2:

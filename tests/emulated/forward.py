@@ -179,17 +179,17 @@ def minus_infinity(case: Case, first_tile: int) -> Case:
 CORNERS = {
     "ragged": lambda: random_case(140, 72, 201, BF16),
     "ragged, fp16": lambda: random_case(140, 72, 201, FP16),
-    "whole tiles": lambda: random_case(128, 64, 192, BF16),
+    "whole tiles": lambda: random_case(128, 64, 256, BF16),
     "one token": lambda: random_case(1, 64, 257, BF16),
     "one class": lambda: random_case(130, 64, 1, BF16),
     "V below a tile": lambda: random_case(129, 40, 7, BF16),
-    "V one above a tile": lambda: random_case(40, 64, 193, BF16),
+    "V one above a tile": lambda: random_case(40, 64, 129, BF16),
     "d of one 16-byte row": lambda: random_case(64, 8, 200, BF16),
     "d padded": lambda: random_case(64, 37, 200, BF16),
     "d of many k tiles": lambda: random_case(40, 1000, 150, BF16),
     "ignored rows": lambda: ignoring(random_case(140, 64, 200, BF16)),
     "all ignored": lambda: replace(random_case(70, 64, 200, BF16), target=torch.full((70,), -100)),
-    "targets in the last column": lambda: last_column(random_case(140, 64, 193, BF16)),
+    "targets in the last column": lambda: last_column(random_case(140, 64, 257, BF16)),
     "int32 targets": lambda: replace(
         random_case(40, 64, 200, BF16), target=random_case(40, 64, 200, BF16).target.int()
     ),

@@ -29,7 +29,7 @@ def store_firsts(hidden: cute.Tensor, weight: cute.Tensor, target: cute.Tensor, 
 
 
 class Numbers:
-    """Writes a group's numbers to out, in the order of `paths` ("gemm.windows")."""
+    """Writes a group's numbers to out, in the order of `paths` ("logits.windows")."""
 
     def __init__(self, paths: list[str]):
         self.paths = paths

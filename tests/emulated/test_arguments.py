@@ -25,7 +25,6 @@ from cute_lce.arguments import (
     Operands,
     Statistics,
     Stripe,
-    Sweep,
     Upstream,
 )
 from cute_lce.compile.frozen import freeze
@@ -37,7 +36,6 @@ from tests.emulated.forward import emulated
 GROUPS = [
     LossArguments,
     GemmPlan,
-    Sweep,
     ForwardOutputs,
     KeepOutputs,
     Upstream,
@@ -49,7 +47,7 @@ GROUPS = [
 
 
 def numbers(group: Any) -> Iterator[tuple[str, int]]:
-    """(path, bits) of a group's numbers, those of groups in it as "gemm.windows"."""
+    """(path, bits) of a group's numbers, those of groups in it as "logits.windows"."""
     for name, hint in get_type_hints(group, include_extras=True).items():
         width = get_args(hint)[1:]
         if width:
@@ -106,11 +104,12 @@ def _narrow(config: KernelConfig) -> KernelConfig:
 
 
 HOPPER = architecture("sm_90a")
-FORWARD = ForwardKey(_narrow(HOPPER.keep_config), keeps=True)
-BACKWARD = BackwardKey(_narrow(HOPPER.keep_config), HOPPER.gradient_config, HOPPER.gradient_config)
+TOKENS = _narrow(HOPPER.token_configs[0])
+FORWARD = ForwardKey(TOKENS, keeps=True)
+BACKWARD = BackwardKey(TOKENS, HOPPER.gradient_config)
 # The groups that they take behind the operands, in this order.
 TAKEN = {
-    FORWARD: (LossArguments, ForwardOutputs, Sweep, KeepOutputs),
+    FORWARD: (LossArguments, ForwardOutputs, GemmPlan, KeepOutputs),
     BACKWARD: (LossArguments, Upstream, Statistics, Gradients, GradientOperands, Stripe),
 }
 # The backward's address of its counters.

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16
 
-from cute_lce.arch import WARPS, KernelConfig
+from cute_lce.arch import KernelConfig
 from cute_lce.arguments import ForwardOutputs, GemmPlan, KeepOutputs, LossArguments
 from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
@@ -37,7 +37,7 @@ class Forward:
         self.keeps = keeps
         self.fragment = gemm.fragment(config)
         epilogue = KeepEpilogue if keeps else ForwardEpilogue
-        self.gemm = gemm(config, epilogue(self.fragment, WARPS))
+        self.gemm = gemm(config, epilogue(self.fragment, config.tile_warps))
         self.references = References()
         self.finish = Finish(self.fragment)
         self.combine = Combine()

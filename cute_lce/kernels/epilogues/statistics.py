@@ -47,7 +47,7 @@ class ForwardEpilogue:
     """
 
     def __init__(self, fragment: Fragment, warps: int):
-        """warps: of the warpgroup that computes a tile."""
+        """warps: that share a tile; the numbers of their warps in the CTA differ modulo `warps`."""
         self.fragment = fragment
         self.warps = warps
 
