@@ -297,7 +297,7 @@ def _unhoisted(number: Int32) -> Int32:
 
 
 def _load_slab(address: Int32, frag: cute.Tensor):
-    """Read a slab of tensor memory, a warp's 32 lanes, into frag (4, columns / 4), and wait until it is there.
+    """Read a slab of tensor memory, a warp's 32 lanes, into frag (4, columns / 4), and wait for it.
 
     tcgen05.ld.16x256b gives 16 lanes of tensor memory as the fragment of m16n8 MMAs: of every 8 columns a
     thread has two in lane l // 4, then the same two 8 lanes below. Both loads and the wait are one inline
@@ -315,8 +315,7 @@ def _load_slab(address: Int32, frag: cute.Tensor):
         ir.Type.parse("!llvm.struct<(" + ", ".join(["f32"] * count) + ")>"),
         [Int32(address).ir_value(), Int32(address + HALF).ir_value()],
         "".join(loads) + "tcgen05.wait::ld.sync.aligned;",
-        # Early clobber: the second load's address must not be among the first's results.
-        ",".join(["=&f"] * count + ["r"] * 2),
+        ",".join(["=f"] * count + ["r"] * 2),
         has_side_effects=True,
     )
     for i in range(count):
