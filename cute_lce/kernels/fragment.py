@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 SHARED = 8  # columns of a thread in 32 columns, and lanes that share a column
 OWNED = 32  # columns among which a lane owns one
@@ -81,37 +81,35 @@ def spread(own, c: int):
     return cute.arch.shuffle_sync(own, source + (cute.arch.lane_idx() & 3))
 
 
-def owns_element(c: int):
-    """Whether this lane owns the column of its element c."""
-    lane, j = cute.arch.lane_idx(), c % SHARED
-    return (lane >> 2) == 4 * (j >> 2) + 2 * ((j >> 1) & 1) + (j & 1)
+def fold(leaf, merge):
+    """Merge what 8 lanes have of 8 columns: leaf(j) is a tuple of numbers for a thread's j-th element, and
+    merge(*a, *b) a commutative function of two of them. Returns that of the column that the lane owns.
 
-
-def fold(values: list, merge):
-    """Merge what 8 lanes have of 8 columns: values[j] is a tuple of numbers for a thread's j-th element, and
-    merge(*a, *b) a commutative function of two of them. Returns that of the column that the lane owns."""
+    Depth first: few of the tuples are alive at once.
+    """
     lane = cute.arch.lane_idx()
-    for step in (16, 8, 4):
+
+    def node(j: int, step: int):
+        # Elements j, j + step / 4 of the next level: bit `step` of the lane says which of them it keeps.
+        if step > 16:
+            return leaf(j)
         upper = (lane & step) != 0
-        half = len(values) // 2
-        folded = []
-        for low, high in zip(values[:half], values[half:], strict=True):
-            mine, theirs = [], []
-            for a, b in zip(low, high, strict=True):
-                kind = type(a)
-                mine.append(kind(cutlass.select_(upper, b, a)))
-                sent = kind(cutlass.select_(upper, a, b))
-                theirs.append(cute.arch.shuffle_sync_bfly(sent, offset=step))
-            folded.append(merge(*mine, *theirs))
-        values = folded
-    return values[0]
+        mine, theirs = [], []
+        for a, b in zip(node(j, 2 * step), node(j + step // 4, 2 * step), strict=True):
+            mine.append(Float32(cutlass.select_(upper, b, a)))
+            sent = Float32(cutlass.select_(upper, a, b))
+            theirs.append(cute.arch.shuffle_sync_bfly(sent, offset=step))
+        return merge(*mine, *theirs)
+
+    return node(0, 4)
 
 
-def highest_of_column(value):
-    """The largest of the 8 lanes' values of a column, in each of them."""
-    for step in (4, 8, 16):
-        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=step))
-    return value
+def opaque(value: Int32) -> Int32:
+    """The value, of which the compiler knows nothing: it does not keep what is computed from it in registers
+    while a loop runs in which this is called."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
 
 
 def first_row_of_warp(row: Int32) -> Int32:

@@ -10,7 +10,7 @@ from cutlass.utils import hopper_helpers
 
 from cute_lce.arch import WARPGROUP, WARPGROUP_REGISTERS, KernelConfig
 from cute_lce.kernels import gemm
-from cute_lce.kernels.fragment import Fragment
+from cute_lce.kernels.fragment import Fragment, opaque
 
 TURN_BARRIER = 1
 
@@ -190,7 +190,7 @@ class GemmSm90(gemm.Gemm):
             for tile in cutlass.range(first + share, end, turns, unroll=1):
                 slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, walk.depth)
                 row = walk.m_tile(tile) * config.tile_m + own_row
-                self.epilogue.visit(tensors, state, frag, row, column, 0, split)
+                self.epilogue.visit(tensors, state, frag, row, opaque(column), 0, split)
             self.epilogue.end(tensors, state, column, walk.partial(window) * turns + share)
             before += end - first
 

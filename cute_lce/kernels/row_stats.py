@@ -48,18 +48,7 @@ def merge(a_max: Float32, a_sum: Float32, b_max: Float32, b_sum: Float32):
     return both, leading + maths.rescaled(trailing, lower, finite_max(both), exp)
 
 
-def column_statistics(values: list):
-    """(maximum, sum) of a thread's elements of a column."""
-    highest = _tree(values, cute.arch.fmax)
-    ref = finite_max(highest)
-    return highest, _tree([maths.exponential(value, ref, exp) for value in values], _add)
-
-
-def _add(a, b):
-    return a + b
-
-
-def _tree(values, op):
+def tree(values, op):
     """Reduce a list by pairs, traced as a tree."""
     while len(values) > 1:
         half = len(values) // 2

@@ -107,15 +107,20 @@ class DlogitsEpilogue:
             factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
-        if has_target(fragment, state.target, row, slab):
+        own = cute.make_rmem_tensor(fragment.owned, Int32)
+        for i in cutlass.range_constexpr(fragment.owned):
+            own[i] = state.target[slab * fragment.owned + i]
+        if has_target(fragment, own, row):
             for c in cutlass.range_constexpr(fragment.count):
-                target = spread(state.target[slab * fragment.owned + c // SHARED], c)
+                target = spread(own[c // SHARED], c)
                 onehot = spread(state.onehot[slab * fragment.owned + c // SHARED], c)
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     if row + fragment.rows[r] == target:
                         frag[r, c] = maths.dlogits(frag[r, c], onehot)
         if state.any_ignored:
-            zero_ignored(fragment, state.ignored, frag, slab, range(fragment.count))
+            for i in cutlass.range_constexpr(fragment.owned):
+                ignored = state.ignored[slab * fragment.owned + i]
+                zero_ignored(fragment, ignored, frag, fragment.shared(i))
         store_columns(
             tensors.dlogits,
             frag,
@@ -133,13 +138,15 @@ class DlogitsEpilogue:
 @cute.jit
 def zero_ignored(
     fragment: cutlass.Constexpr[Fragment],
-    ignored: cute.Tensor,
+    ignored: Int32,
     frag: cute.Tensor,
-    slab: cutlass.Constexpr[int],
     elements: cutlass.Constexpr[range],
 ):
-    """Set elements of a row that belong to ignored tokens to 0. ignored: of the tokens that this lane owns, 0 or 1."""
+    """Set the elements that belong to ignored tokens to 0, of one 32 columns.
+
+    ignored: of the token that this lane owns among them, 0 or 1.
+    """
     for c in cutlass.range_constexpr(elements.start, elements.stop):
-        if spread(ignored[slab * fragment.owned + c // SHARED], c) != 0:
+        if spread(ignored, c) != 0:
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 frag[r, c] = Float32(0.0)

@@ -1,5 +1,6 @@
 """The epilogue of a forward that keeps: statistics, and exponentials that the backward reads."""
 
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -7,17 +8,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16
 
 from cute_lce import maths
-from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.dlogits import zero_ignored
-from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
+from cute_lce.kernels.epilogues.statistics import (
+    ForwardEpilogue,
+    ForwardState,
+    ForwardTensors,
+    exponentials,
+    fmax_each,
+    highest,
+)
 from cute_lce.kernels.epilogues.store import store_columns
 from cute_lce.kernels.fragment import (
     SHARED,
     Fragment,
     first_row_of_warp,
     fold,
-    highest_of_column,
-    owns_element,
     spread,
 )
 from cute_lce.kernels.keep import KeepTensors
@@ -32,13 +37,12 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """The forward's state; for each token that a lane owns K and whether it is ignored; the least K of the
-    warp's tokens, and whether any of them is ignored."""
+    """The forward's state; K of each token that a lane owns, and in bits which of them are ignored; whether any
+    of the warp's tokens is ignored."""
 
     forward: ForwardState
     reference: cute.Tensor
-    ignored: cute.Tensor
-    least: Float32
+    ignored: Int32
     any_ignored: Boolean
 
 
@@ -46,8 +50,8 @@ class KeepEpilogue:
     """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
 
     A kept element's exponential is computed once, relative to its token's K, for the operand and for the
-    statistics. A token has one j for a warp's rows of a tile, a unit. Whether any element of a warp needs a
-    j other than 0 is a maximum and a vote: j is then found column by column.
+    statistics. A token has one j for a warp's rows of a tile, a unit; a vote says whether any of a warp's
+    tokens needs one other than 0.
     """
 
     def __init__(self, fragment: Fragment, warps: int):
@@ -58,25 +62,22 @@ class KeepEpilogue:
     def begin(self, tensors: KeepForwardTensors, column: Int32) -> KeepState:
         fragment = self.fragment
         count = fragment.slabs * fragment.owned
-        reference, ignored = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Int32)
-        least, any_ignored = Float32(maths.FAR), Boolean(False)
+        reference = cute.make_rmem_tensor(count, Float32)
+        ignored = Int32(0)
         for slab in cutlass.range_constexpr(fragment.slabs):
             for i in cutlass.range_constexpr(fragment.owned):
                 own = slab * fragment.owned + i
-                reference[own], ignored[own] = Float32(0.0), Int32(0)
+                reference[own] = Float32(0.0)
                 token, owns = fragment.owned_column(column, slab, i)
                 if Boolean(owns) and token < cute.size(tensors.forward.target):
                     reference[own] = tensors.keep.reference[token]
-                    least = cute.arch.fmin(least, reference[own])
                     if Int64(tensors.forward.target[token]) == tensors.forward.loss.ignore_index:
-                        ignored[own] = Int32(1)
-                any_ignored = any_ignored or ignored[own] != 0
+                        ignored = ignored | (1 << own)
         return KeepState(
             self.forward.begin(tensors.forward, column),
             reference,
             ignored,
-            cute.arch.warp_reduction(least, cute.arch.fmin),
-            cute.arch.vote_any_sync(any_ignored),
+            cute.arch.vote_any_sync(ignored != 0),
         )
 
     @cute.jit
@@ -90,8 +91,7 @@ class KeepEpilogue:
         slab: cutlass.Constexpr[int],
         split: Int32,
     ):
-        forward = tensors.forward
-        self.forward.mask_and_catch(forward, state.forward, frag, row, column, slab)
+        self.forward.mask_and_catch(tensors.forward, frag, row, column, slab)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end.
         if first_row_of_warp(row) < tensors.keep.columns:
             self._keep(tensors, state, frag, row, column, slab)
@@ -110,29 +110,25 @@ class KeepEpilogue:
     ):
         """Exponentials instead of the fragment's logits, stored, and their statistics."""
         fragment = self.fragment
-        steps = cute.make_rmem_tensor(fragment.owned, Float32)
-        steps.fill(0.0)
-        highest = frag[0, 0]
-        for c in cutlass.range_constexpr(fragment.count):
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                highest = cute.arch.fmax(highest, frag[r, c])
-        if cute.arch.vote_any_sync(maths.kept_exponent(highest, state.least, fma) > maths.HEADROOM):
-            self._raise(state, frag, steps, slab)
-        self._note(tensors, steps, row, column, slab)
+        row_max = cute.make_rmem_tensor(fragment.owned, Float32)
+        exceeds = Boolean(False)
         for i in cutlass.range_constexpr(fragment.owned):
-            base = maths.raised(state.reference[slab * fragment.owned + i], steps[i])
-            values = [
-                exponentials(frag, c, spread(base, c), len(fragment.rows)) for c in fragment.shared(i)
-            ]
-            values += [(-Float32.inf, Float32(0.0))] * (SHARED - len(values))
-            row_max, total = fold(values, highest_and_sum)
-            # From 2^base to exp(row_max). If nothing lies near K, the sum is 0 and the exponent may exceed
-            # fp32.
-            back = maths.base_exponent(row_stats.finite_max(row_max), base, fma)
-            total = total * cute.math.exp2(cute.arch.fmin(back, Float32(126.0)), fastmath=True)
-            self.forward.update(state.forward, slab * fragment.owned + i, row_max, total)
+            (row_max[i],) = fold(partial(highest, fragment, frag, SHARED * i), fmax_each)
+            above = maths.kept_exponent(row_max[i], state.reference[slab * fragment.owned + i], fma)
+            exceeds = exceeds or above > maths.HEADROOM
+        raised = cute.arch.vote_any_sync(exceeds)
+        if raised:
+            self._raise(tensors, state, row_max, row, column, slab)
+        else:
+            self._note(tensors, None, row, column, slab)
+        for i in cutlass.range_constexpr(fragment.owned):
+            base = state.reference[slab * fragment.owned + i]
+            leaf = partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
+            (terms,) = fold(leaf, lambda a, b: (a + b,))
+            self.forward.update(state.forward, slab * fragment.owned + i, row_max[i], terms, base)
             if state.any_ignored:
-                zero_ignored(fragment, state.ignored, frag, slab, fragment.shared(i))
+                own = (state.ignored >> (slab * fragment.owned + i)) & 1
+                zero_ignored(fragment, own, frag, fragment.shared(i))
             store_columns(
                 tensors.keep.kept,
                 frag,
@@ -141,68 +137,63 @@ class KeepEpilogue:
                 fragment,
                 fragment.shared(i),
             )
+        if raised:
+            for i in cutlass.range_constexpr(fragment.owned):
+                token, owns = fragment.owned_column(column, slab, i)
+                if Boolean(owns) and token < cute.size(tensors.forward.target):
+                    state.reference[slab * fragment.owned + i] = tensors.keep.reference[token]
 
     @cute.jit
     def _raise(
         self,
+        tensors: KeepForwardTensors,
         state: KeepState,
-        frag: cute.Tensor,
-        steps: cute.Tensor,
+        row_max: cute.Tensor,
+        row: Int32,
+        column: Int32,
         slab: cutlass.Constexpr[int],
     ):
-        """j of every token that the lane owns, in this unit."""
+        """Find j of every token that the lane owns, in this unit, store it, and raise K for this fragment."""
         fragment = self.fragment
-        for c in cutlass.range_constexpr(fragment.count):
-            highest = frag[0, c]
-            for r in cutlass.range_constexpr(1, len(fragment.rows)):
-                highest = cute.arch.fmax(highest, frag[r, c])
-            highest = highest_of_column(highest)
-            reference = spread(state.reference[slab * fragment.owned + c // SHARED], c)
-            needed = maths.raise_steps(highest, reference, fma, cute.math.ceil)
-            needed = cute.arch.fmin(cute.arch.fmax(needed, Float32(0.0)), Float32(maths.MOST_STEPS))
-            if owns_element(c):
-                steps[c // SHARED] = needed
+        steps = cute.make_rmem_tensor(fragment.owned, Float32)
+        steps.fill(0.0)
+        for i in cutlass.range_constexpr(fragment.owned):
+            reference = state.reference[slab * fragment.owned + i]
+            needed = maths.raise_steps(row_max[i], reference, fma, cute.math.ceil)
+            steps[i] = cute.arch.fmin(cute.arch.fmax(needed, Float32(0.0)), Float32(maths.MOST_STEPS))
+        self._note(tensors, steps, row, column, slab)
+        for i in cutlass.range_constexpr(fragment.owned):
+            own = slab * fragment.owned + i
+            state.reference[own] = maths.raised(state.reference[own], steps[i])
 
     @cute.jit
     def _note(
         self,
         tensors: KeepForwardTensors,
-        steps: cute.Tensor,
+        steps: cutlass.Constexpr,
         row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
     ):
-        """Store j of the tokens that the lane owns."""
+        """Store j of the tokens that the lane owns; steps: None for zeros."""
         unit = self.fragment.unit(first_row_of_warp(row))
         for i in cutlass.range_constexpr(self.fragment.owned):
             token, owns = self.fragment.owned_column(column, slab, i)
             if Boolean(owns) and token < cute.size(tensors.forward.target):
-                tensors.keep.notes[unit, token] = Uint16(Int32(steps[i]))
-                if steps[i] > 0:
-                    cute.arch.red(
-                        (tensors.keep.most_raised.iterator + token),
-                        Int32(steps[i]),
-                        op="max",
-                        dtype="s32",
-                        sem="relaxed",
-                        scope="gpu",
-                    )
+                if cutlass.const_expr(steps is None):
+                    tensors.keep.notes[unit, token] = Uint16(0)
+                else:
+                    tensors.keep.notes[unit, token] = Uint16(Int32(steps[i]))
+                    if steps[i] > 0:
+                        cute.arch.red(
+                            (tensors.keep.most_raised.iterator + token),
+                            Int32(steps[i]),
+                            op="max",
+                            dtype="s32",
+                            sem="relaxed",
+                            scope="gpu",
+                        )
 
     @cute.jit
-    def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, partial: Int32):
-        self.forward.end(tensors.forward, state.forward, column, partial)
-
-
-def exponentials(frag: cute.Tensor, c: int, base: Float32, heights: int):
-    """Replace a column of a fragment by 2^(z log2 e - base); returns (maximum of z, sum of exponentials)."""
-    highest, total = frag[0, c], Float32(0.0)
-    for r in range(heights):
-        highest = cute.arch.fmax(highest, frag[r, c])
-        frag[r, c] = cute.math.exp2(maths.kept_exponent(frag[r, c], base, fma), fastmath=True)
-        total = frag[r, c] if r == 0 else total + frag[r, c]
-    return highest, total
-
-
-def highest_and_sum(a_max: Float32, a_sum: Float32, b_max: Float32, b_sum: Float32):
-    """Merge (maximum, sum) of sums relative to the same base."""
-    return cute.arch.fmax(a_max, b_max), a_sum + b_sum
+    def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, number: Int32):
+        self.forward.end(tensors.forward, state.forward, column, number)

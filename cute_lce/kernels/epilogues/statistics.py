@@ -1,5 +1,6 @@
 """The forward's epilogue: row statistics of the logits, and the target's logit."""
 
+import functools
 from typing import NamedTuple
 
 import cutlass
@@ -9,8 +10,11 @@ from cutlass import Boolean, Float32, Int32
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, spread
 
+NOTHING = (-Float32.inf, Float32(0.0))  # the statistics of no classes
+LOWEST = -3.4e38  # a base that every finite logit exceeds
 NO_ROW = -(2**30)  # a target that no tile contains
 
 
@@ -32,12 +36,12 @@ class ForwardTensors(NamedTuple):
 
 
 class ForwardState(NamedTuple):
-    """For each token that a lane owns: statistics of the classes that its warp has seen in this run, and the
-    target."""
+    """For each token that a lane owns: the maximum of the classes that its warp has seen in this run, their sum
+    relative to 2^base, with an integer base."""
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
-    target: cute.Tensor
+    base: cute.Tensor
 
 
 class ForwardEpilogue:
@@ -59,9 +63,11 @@ class ForwardEpilogue:
         count = self.fragment.slabs * self.fragment.owned
         row_max = cute.make_rmem_tensor(count, Float32)
         row_sum = cute.make_rmem_tensor(count, Float32)
+        base = cute.make_rmem_tensor(count, Float32)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return ForwardState(row_max, row_sum, targets(self.fragment, tensors.target, column, tensors.vocab))
+        base.fill(LOWEST)
+        return ForwardState(row_max, row_sum, base)
 
     @cute.jit
     def visit(
@@ -74,31 +80,55 @@ class ForwardEpilogue:
         slab: cutlass.Constexpr[int],
         split: Int32,
     ):
-        self.mask_and_catch(tensors, state, frag, row, column, slab)
+        self.mask_and_catch(tensors, frag, row, column, slab)
         self.accumulate(state, frag, slab)
 
-    def accumulate(self, state: ForwardState, frag: cute.Tensor, slab: int):
-        """Merge a fragment of logits into the statistics."""
-        heights = len(self.fragment.rows)
-        for i in range(self.fragment.owned):
-            values = [
-                row_stats.column_statistics([frag[r, c] for r in range(heights)])
-                for c in self.fragment.shared(i)
-            ]
-            values += [(-Float32.inf, Float32(0.0))] * (SHARED - len(values))
-            self.update(state, slab * self.fragment.owned + i, *fold(values, row_stats.merge))
+    @cute.jit
+    def accumulate(self, state: ForwardState, frag: cute.Tensor, slab: cutlass.Constexpr[int]):
+        """Add a fragment of logits to the statistics.
 
-    def update(self, state: ForwardState, own, row_max: Float32, row_sum: Float32):
-        """Merge statistics into those of a token that this lane owns."""
-        state.row_max[own], state.row_sum[own] = row_stats.merge(
-            state.row_max[own], state.row_sum[own], row_max, row_sum
-        )
+        Terms are relative to 2^base of their token. A token that exceeds its base by HEADROOM, as every one
+        does at first, gets a new one.
+        """
+        fragment = self.fragment
+        row_max, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(2))
+        exceeds = Boolean(False)
+        for i in cutlass.range_constexpr(fragment.owned):
+            (row_max[i],) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
+            above = maths.kept_exponent(row_max[i], state.base[slab * fragment.owned + i], fma)
+            exceeds = exceeds or above > maths.HEADROOM
+        if cute.arch.vote_any_sync(exceeds):
+            for i in cutlass.range_constexpr(fragment.owned):
+                own = slab * fragment.owned + i
+                if maths.kept_exponent(row_max[i], state.base[own], fma) > maths.HEADROOM:
+                    base = cute.math.floor(row_max[i] * Float32(maths.LOG2_E))
+                    state.row_sum[own] *= cute.math.exp2(state.base[own] - base, fastmath=True)
+                    state.base[own] = base
+        self._terms(state, frag, terms, slab)
+        for i in cutlass.range_constexpr(fragment.owned):
+            own = slab * fragment.owned + i
+            state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max[i])
+            state.row_sum[own] += terms[i]
+
+    def _terms(self, state: ForwardState, frag: cute.Tensor, terms: cute.Tensor, slab: int):
+        """A fragment's sum of each token that the lane owns."""
+        for i in range(self.fragment.owned):
+            base = state.base[slab * self.fragment.owned + i]
+            leaf = functools.partial(exponentials, self.fragment, frag, base, SHARED * i, in_place=False)
+            (terms[i],) = fold(leaf, lambda a, b: (a + b,))
+
+    def update(self, state: ForwardState, own: int, row_max: Float32, terms: Float32, base: Float32):
+        """Add a maximum, and a sum relative to 2^base, to the statistics of a token that the lane owns."""
+        higher = cute.arch.fmax(state.base[own], base)
+        before = state.row_sum[own] * cute.math.exp2(state.base[own] - higher, fastmath=True)
+        state.row_sum[own] = before + terms * cute.math.exp2(base - higher, fastmath=True)
+        state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max)
+        state.base[own] = higher
 
     @cute.jit
     def mask_and_catch(
         self,
         tensors: ForwardTensors,
-        state: ForwardState,
         frag: cute.Tensor,
         row: Int32,
         column: Int32,
@@ -113,9 +143,11 @@ class ForwardEpilogue:
                 if row + fragment.rows[r] >= tensors.vocab:
                     for c in cutlass.range_constexpr(fragment.count):
                         frag[r, c] = -Float32.inf
-        if has_target(fragment, state.target, row, slab):
+        # Read again for every tile: registers are scarcer than loads.
+        own = targets(fragment, tensors.target, column, slab, tensors.vocab)
+        if has_target(fragment, own, row):
             for c in cutlass.range_constexpr(fragment.count):
-                target = spread(state.target[slab * fragment.owned + c // SHARED], c)
+                target = spread(own[c // SHARED], c)
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     if row + fragment.rows[r] == target:
                         token = column + (slab * fragment.columns + fragment.offset(c))
@@ -129,38 +161,75 @@ class ForwardEpilogue:
                 token, owns = self.fragment.owned_column(column, slab, i)
                 if Boolean(owns) and token < cute.size(tensors.target):
                     own = slab * self.fragment.owned + i
-                    tensors.partials[partial * self.warps + warp, token, 0] = state.row_max[own]
-                    tensors.partials[partial * self.warps + warp, token, 1] = state.row_sum[own]
+                    row_max = state.row_max[own]
+                    # From 2^base to exp(row_max). If all lies far below the base the sum is 0, and the
+                    # exponent may exceed fp32.
+                    back = maths.base_exponent(row_stats.finite_max(row_max), state.base[own], fma)
+                    back = cute.math.exp2(cute.arch.fmin(back, Float32(126.0)), fastmath=True)
+                    number = partial * self.warps + warp
+                    tensors.partials[number, token, 0] = row_max
+                    tensors.partials[number, token, 1] = state.row_sum[own] * back
+
+
+def highest(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
+    """The maximum of a thread's elements of a column, element first + j of a row."""
+    if first + j >= fragment.count:
+        return (-Float32.inf,)
+    return (row_stats.tree([frag[r, first + j] for r in range(len(fragment.rows))], cute.arch.fmax),)
+
+
+def fmax_each(a: Float32, b: Float32):
+    return (cute.arch.fmax(a, b),)
+
+
+def exponentials(
+    fragment: Fragment, frag: cute.Tensor, base: Float32, first: int, j: int, *, in_place: bool
+):
+    """The sum of 2^(z log2 e - base) of a thread's elements of a column, element first + j of a row.
+
+    base: of the column that this lane owns among the 32 with elements first, first + 1, ...
+    in_place: whether the exponentials replace the fragment's elements.
+    """
+    c = first + j
+    if c >= fragment.count:
+        return (Float32(0.0),)
+    base = spread(base, j)
+    terms = []
+    for r in range(len(fragment.rows)):
+        terms.append(cute.math.exp2(maths.kept_exponent(frag[r, c], base, fma), fastmath=True))
+        if in_place:
+            frag[r, c] = terms[r]
+    return (row_stats.tree(terms, lambda a, b: a + b),)
 
 
 @cute.jit
 def targets(
-    fragment: cutlass.Constexpr[Fragment], target: cute.Tensor, column: Int32, vocab: Int32
+    fragment: cutlass.Constexpr[Fragment],
+    target: cute.Tensor,
+    column: Int32,
+    slab: cutlass.Constexpr[int],
+    vocab: Int32,
 ) -> cute.Tensor:
-    """The targets of the tokens that this lane owns; NO_ROW for one outside [0, vocab)."""
-    own = cute.make_rmem_tensor(fragment.slabs * fragment.owned, Int32)
+    """The targets of the tokens that this lane owns in a slab; NO_ROW for one outside [0, vocab)."""
+    own = cute.make_rmem_tensor(fragment.owned, Int32)
     own.fill(NO_ROW)
-    for slab in cutlass.range_constexpr(fragment.slabs):
-        for i in cutlass.range_constexpr(fragment.owned):
-            token, owns = fragment.owned_column(column, slab, i)
-            if Boolean(owns) and token < cute.size(target):
-                index = target[token]
-                if index >= 0 and index < vocab:
-                    own[slab * fragment.owned + i] = Int32(index)
+    for i in cutlass.range_constexpr(fragment.owned):
+        token, owns = fragment.owned_column(column, slab, i)
+        if Boolean(owns) and token < cute.size(target):
+            index = target[token]
+            if index >= 0 and index < vocab:
+                own[i] = Int32(index)
     return own
 
 
 @cute.jit
-def has_target(
-    fragment: cutlass.Constexpr[Fragment], target: cute.Tensor, row: Int32, slab: cutlass.Constexpr[int]
-) -> Boolean:
-    """Whether a target of a slab's tokens may be among this warp's rows, the same in all of its lanes.
+def has_target(fragment: cutlass.Constexpr[Fragment], own: cute.Tensor, row: Int32) -> Boolean:
+    """Whether a token's target may be among this warp's rows, the same in all of its lanes.
 
-    target: of the tokens that this lane owns.
+    own: targets of the tokens that this lane owns in a slab.
     """
     first = first_row_of_warp(row)
     found = Boolean(False)
     for i in cutlass.range_constexpr(fragment.owned):
-        own = target[slab * fragment.owned + i]
-        found = found or (own >= first and own < first + fragment.span)
+        found = found or (own[i] >= first and own[i] < first + fragment.span)
     return cute.arch.vote_any_sync(found)
