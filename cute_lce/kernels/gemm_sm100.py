@@ -12,7 +12,7 @@ from cutlass.utils import blackwell_helpers
 
 from cute_lce.arch import ACCUMULATOR_STAGES, KernelConfig
 from cute_lce.kernels import gemm
-from cute_lce.kernels.fragment import Fragment
+from cute_lce.kernels.fragment import Fragment, opaque
 
 WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
@@ -261,7 +261,7 @@ class GemmSm100(gemm.Gemm):
             state = self.epilogue.begin(tensors, column)
             for tile in cutlass.range(first, end, unroll=1):
                 row = walk.m_tile(tile) * config.tile_m + own_row
-                own = _unhoisted(column)
+                own = opaque(column)
                 accumulators.consumer_wait(full)
                 _fence("after_thread_sync")
                 # Lanes in the upper 16 bits, columns in the lower.
@@ -281,19 +281,6 @@ class GemmSm100(gemm.Gemm):
 def _fence(kind: str):
     """Order this thread's tcgen05 operations with its waits and arrivals on barriers."""
     cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
-
-
-def _unhoisted(number: Int32) -> Int32:
-    """The same number, which the compiler takes for a new one.
-
-    Called in a loop over tiles it keeps what epilogues derive from a column (addresses, bounds) in the loop.
-    The compiler would otherwise compute them before it for all slabs, more than registers hold.
-    """
-    return Int32(
-        llvm.inline_asm(
-            Int32.mlir_type, [number.ir_value()], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
-        )
-    )
 
 
 def _load_slab(address: Int32, frag: cute.Tensor):
