@@ -262,10 +262,10 @@ def test_epilogue_hides_behind_the_mmas(name: str):
     counts, total = budget(CONFIGS[name])["epilogue"]
     ex2 = counts["ex2.approx.ftz.f32"]
     loads = sum(v for k, v in counts.items() if k.startswith("tcgen05.ld"))
-    assert ex2 == 256 + 256 / 32 * 8  # a lane's logits, and the merges of what 8 lanes have of 8 columns
+    assert ex2 == 256  # a lane's logits; merging what 8 lanes have of a column needs no more
     assert loads == 2 * 256 / 64
     mma = 128 * 256 * 1024 * 2 / 8192
-    assert 8 * ex2 + 72 * loads + 2 * (total - ex2) < 0.92 * mma
+    assert 8 * ex2 + 72 * loads + 2 * (total - ex2) < 0.7 * mma
 
 
 if __name__ == "__main__":
