@@ -154,9 +154,8 @@ def _subject(arch: str, which: str, **options) -> Subject:
     def mine(entry: str) -> bool:
         if which == "keep":
             return "Gemm" in entry or "Finish" in entry
-        # The host function launches them in this order, with the scaling of rows behind the first and the sum of
-        # splits behind the second.
-        return re.search(rf"Gemm.*_{(0, 2, 4)[GEMMS.index(which)]}$", entry) is not None
+        # The host function launches them in this order, with the scaling of rows behind the first.
+        return re.search(rf"Gemm.*_{(0, 2, 3)[GEMMS.index(which)]}$", entry) is not None
 
     name = "the forward that keeps" if which == "keep" else f"the backward's GEMM of {which}"
     place = "Blackwell" if arch.startswith("sm_10") else "Hopper"
