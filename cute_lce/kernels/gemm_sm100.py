@@ -32,7 +32,9 @@ class GemmSm100(gemm.Gemm):
     each CTA computes a tile.
 
     Warps of a CTA (192 threads, one CTA to an SM):
-        0-3  epilogue: a thread has one row, all columns; warp w reads lanes 32 w to 32 w + 31 of TMEM
+        0-3  epilogue: warp w has rows 32 w to 32 w + 31 of the CTA's 128, which are its lanes of TMEM; it
+             reads them in slabs of 64 or 32 columns, each by two tcgen05.ld.16x256b of 16 lanes, and gets the
+             fragment of m16n8 MMAs (kernels.fragment)
         4    MMA: issues for the pair in its first CTA, idle in its second
         5    load: TMA of this CTA's parts of A and B
 
@@ -45,17 +47,21 @@ class GemmSm100(gemm.Gemm):
 
     Timeline: load runs up to `stages` k tiles ahead of MMA, across tiles and runs. MMA fills one accumulator
     while the epilogue reads the other, so an epilogue costs nothing as long as it is shorter than a tile's
-    MMAs: the forward's is, from a d between 260 and 660 upwards (docs/kernels.md has the cycles). The last
+    MMAs: the forward's is, from a d between 256 and 630 upwards (docs/kernels.md has the cycles). The last
     epilogue of a CTA is exposed.
 
-    Budgets: registers 124 a thread, 167 if the forward keeps, without spills; 192 threads could have 255, so
-    setmaxnreg is not needed. Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32
-    KiB for 256 x 256 x 64 (7 stages in 227 KiB) and 48 KiB for 128 x 256 x 64 (4 stages). TMEM: two
-    accumulators of tile_n columns, all 512 columns at 256.
+    Partials: CTAs of a pair have rows of their own, and each of their warps a partial for every window.
+
+    Budgets: registers up to 206 a thread in the forward, 240 if it keeps, 212 for dlogits, 255 for dhidden
+    and 154 for dweight, without spills; 192 threads could have 255, so setmaxnreg is not needed. The loop over
+    slabs is unrolled, since an epilogue's numbers of a column are in registers. Shared memory: (tile_m +
+    tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (7 stages in 227 KiB), 20
+    KiB for 256 x 64 x 64 (11 stages) and 48 KiB for 128 x 256 x 64 (4 stages). TMEM: two accumulators of
+    tile_n columns, all 512 columns at 256; a power of two is allocated.
 
     Four epilogue warps, one for each of the SM's schedulers: the exponentials are the limit, 16 a clock and
-    SM, and four warps keep enough of them in flight. Eight would divide each row between two warps, which
-    would have to be merged or to write twice the partials.
+    SM, and four warps keep enough of them in flight. Eight would divide each column's rows between more
+    warps, which would write twice the partials.
 
     Hazards, besides gemm.Gemm's. tcgen05 operations issued by one CTA are ordered among themselves, but not
     with other threads. An accumulator may be overwritten only when all its rows have been read, so each
