@@ -285,7 +285,7 @@ _SM_100A = Architecture(
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
     tokens=_BLACKWELL,
-    token_tiles=(64, 128, 192, 256),
+    token_tiles=(64, 96, 128, 160, 192, 224, 256),
     gradients=(_BLACKWELL,),
 )
 _SM_103A = replace(

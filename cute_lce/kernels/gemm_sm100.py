@@ -12,6 +12,7 @@ from cutlass.utils import blackwell_helpers
 
 from cute_lce.arch import ACCUMULATOR_STAGES, KernelConfig
 from cute_lce.kernels import gemm
+from cute_lce.kernels.fragment import Fragment, opaque
 
 WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
@@ -19,7 +20,8 @@ MMA_WARP = 4
 LOAD_WARP = 5
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have finished reading it
-SLAB = 64  # columns of a tile that an epilogue thread holds at once, in as many registers
+SLABS = (64, 32)  # columns of a tile that an epilogue warp holds at once, in as many registers of a thread
+HALF = 16 << 16  # from the first 16 of a warp's lanes of tensor memory to the others
 
 
 class GemmSm100(gemm.Gemm):
@@ -30,7 +32,9 @@ class GemmSm100(gemm.Gemm):
     each CTA computes a tile.
 
     Warps of a CTA (192 threads, one CTA to an SM):
-        0-3  epilogue: a thread has one row, all columns; warp w reads lanes 32 w to 32 w + 31 of TMEM
+        0-3  epilogue: warp w has rows 32 w to 32 w + 31 of the CTA's 128, which are its lanes of TMEM; it
+             reads them in slabs of 64 or 32 columns, each by two tcgen05.ld.16x256b of 16 lanes, and gets the
+             fragment of m16n8 MMAs (kernels.fragment)
         4    MMA: issues for the pair in its first CTA, idle in its second
         5    load: TMA of this CTA's parts of A and B
 
@@ -43,17 +47,21 @@ class GemmSm100(gemm.Gemm):
 
     Timeline: load runs up to `stages` k tiles ahead of MMA, across tiles and runs. MMA fills one accumulator
     while the epilogue reads the other, so an epilogue costs nothing as long as it is shorter than a tile's
-    MMAs: the forward's is, from a d between 260 and 660 upwards (docs/kernels.md has the cycles). The last
+    MMAs: the forward's is, from a d between 256 and 630 upwards (docs/kernels.md has the cycles). The last
     epilogue of a CTA is exposed.
 
-    Budgets: registers 124 a thread, 167 if the forward keeps, without spills; 192 threads could have 255, so
-    setmaxnreg is not needed. Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32
-    KiB for 256 x 256 x 64 (7 stages in 227 KiB) and 48 KiB for 128 x 256 x 64 (4 stages). TMEM: two
-    accumulators of tile_n columns, all 512 columns at 256.
+    Partials: CTAs of a pair have rows of their own, and each of their warps a partial for every window.
+
+    Budgets: registers up to 206 a thread in the forward, 240 if it keeps, 212 for dlogits, 255 for dhidden
+    and 154 for dweight, without spills; 192 threads could have 255, so setmaxnreg is not needed. The loop over
+    slabs is unrolled, since an epilogue's numbers of a column are in registers. Shared memory: (tile_m +
+    tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (7 stages in 227 KiB), 20
+    KiB for 256 x 64 x 64 (11 stages) and 48 KiB for 128 x 256 x 64 (4 stages). TMEM: two accumulators of
+    tile_n columns, all 512 columns at 256; a power of two is allocated.
 
     Four epilogue warps, one for each of the SM's schedulers: the exponentials are the limit, 16 a clock and
-    SM, and four warps keep enough of them in flight. Eight would divide each row between two warps, which
-    would have to be merged or to write twice the partials.
+    SM, and four warps keep enough of them in flight. Eight would divide each column's rows between more
+    warps, which would write twice the partials.
 
     Hazards, besides gemm.Gemm's. tcgen05 operations issued by one CTA are ordered among themselves, but not
     with other threads. An accumulator may be overwritten only when all its rows have been read, so each
@@ -74,19 +82,19 @@ class GemmSm100(gemm.Gemm):
     has been measured.
     """
 
-    threads_per_row = 1
     threads = WARP * (EPILOGUE_WARPS + 2)
 
     @staticmethod
-    def fragment_columns(config: KernelConfig) -> int:
-        """Columns of a tile in one call of epilogue.visit, over all threads that share a row."""
-        return SLAB
+    def fragment(config: KernelConfig) -> Fragment:
+        """What an epilogue gets at once: a slab of columns of its warp's 32 rows."""
+        columns = next((slab for slab in SLABS if config.tile_n % slab == 0), SLABS[-1])
+        return Fragment(rows=(0, 8, 16, 24), columns=columns, slabs=config.tile_n // columns)
 
     def __init__(self, config: KernelConfig, epilogue):
-        if config.tile_m not in (128, 256) or config.tile_n % SLAB or not 0 < config.tile_n <= 256:
+        if config.tile_m not in (128, 256) or config.tile_n % SLABS[-1] or not 0 < config.tile_n <= 256:
             raise ValueError(
                 f"config: got a tile of {config.tile_m} x {config.tile_n}, want 128 or 256 rows and"
-                f" up to 256 columns, a multiple of {SLAB}"
+                f" up to 256 columns, a multiple of {SLABS[-1]}"
             )
         if config.cluster_m % config.pair:
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
@@ -176,7 +184,6 @@ class GemmSm100(gemm.Gemm):
 
         tiled = tiled_mma.get_slice(coord[0])
         gA, gB = self.tiles(a, b)
-        n_tiles, k_tiles = cute.size(gB, mode=[2]), cute.size(gA, mode=[3])
         # (MMA, MMA_M, MMA_N, accumulators)
         acc_shape = cute.append(tiled_mma.partition_shape_C(self.tile[:2]), self.acc_stages)
         acc_layout = tiled_mma.make_fragment_C(acc_shape).layout
@@ -196,13 +203,13 @@ class GemmSm100(gemm.Gemm):
             tmem.wait_for_alloc()
             acc = cute.make_tensor(tmem.retrieve_ptr(Float32), acc_layout)
             if coord[0] == 0:
-                self._mma(tiled_mma, sA, sB, acc, ring, accumulators, coord, runs, n_tiles, k_tiles)
+                self._mma(tiled_mma, sA, sB, acc, ring, accumulators, coord, runs)
         if warp < EPILOGUE_WARPS:
             tmem.allocate(config.tmem_columns)
             tmem.wait_for_alloc()
             base = tmem.retrieve_ptr(Float32)
             acc = cute.make_tensor(base, acc_layout)
-            self._epilogue(tiled, acc, accumulators, tensors, coord, runs, n_tiles)
+            self._epilogue(acc, accumulators, tensors, coord, runs)
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=DONE_BARRIER, number_of_threads=WARP * EPILOGUE_WARPS)
             tmem.free(base)
@@ -218,8 +225,6 @@ class GemmSm100(gemm.Gemm):
         accumulators,
         coord,
         runs: gemm.Runs,
-        n_tiles: Int32,
-        k_tiles: Int32,
     ):
         """MMA warp of the pair's first CTA: every tile of every run into the next free accumulator."""
         config = self.config
@@ -227,14 +232,14 @@ class GemmSm100(gemm.Gemm):
         tCrB = tiled_mma.make_fragment_B(sB)  # (MMA, MMA_N, MMA_K, stages)
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
         free = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.acc_stages)
-        walk = self.walk(runs, coord, n_tiles)
+        walk = self.walk(runs, coord)
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
-            _, _, first, end = walk.run(run)
+            _, _, _, first, end = walk.run(run)
             for _ in cutlass.range(first, end, unroll=1):
                 accumulators.producer_acquire(free)
                 _fence("after_thread_sync")
                 tile = acc[None, None, None, free.index]
-                for k in cutlass.range(k_tiles, unroll=1):
+                for k in cutlass.range(walk.depth, unroll=1):
                     ring.consumer_wait(slot)
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                         tiled_mma.set(tcgen05.Field.ACCUMULATE, k + block > 0)
@@ -247,43 +252,36 @@ class GemmSm100(gemm.Gemm):
         accumulators.producer_tail(free)
 
     @cute.jit
-    def _epilogue(self, tiled, acc, accumulators, tensors, coord, runs: gemm.Runs, n_tiles: Int32):
-        """Epilogue warps: every tile's 128 rows of this CTA, a row to a thread, slab by slab."""
-        config = self.config
-        thread = cute.arch.thread_idx()[0]
-        slabs = config.tile_n // SLAB
-        load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(SLAB)), Float32)
-        # (128, SLAB, 1, slabs, accumulators), and the tile's coordinates divided likewise
-        slabbed = cute.flat_divide(acc[(None, None), 0, 0, None], (128, SLAB))
-        where = tiled.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
-        where = cute.flat_divide(where[(None, None), 0, 0], (128, SLAB))
-        copy = tcgen05.make_tmem_copy(load, slabbed[None, None, 0, 0, 0]).get_slice(thread)
-        tTR_acc = copy.partition_S(slabbed)[None, None, None, 0, None, None]  # (T2R, 1, 1, slabs, acc.)
-        tTR_where = copy.partition_D(where)[None, None, None, 0, None]  # (T2R, 1, 1, slabs)
-        frag = cute.make_rmem_tensor((1, SLAB), Float32)  # (rows, cols)
-        cols = cute.make_rmem_tensor(SLAB, Int32)
-        row_index = cute.make_rmem_tensor(1, Int32)
+    def _epilogue(self, acc, accumulators, tensors, coord, runs: gemm.Runs):
+        """Epilogue warps: every tile's 128 rows of this CTA, 32 to a warp, slab by slab."""
+        config, fragment = self.config, self.fragment(self.config)
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        own_row, own_column = coord[0] * 128 + warp * WARP + (lane >> 2), 2 * (lane & 3)
+        frag = cute.make_rmem_tensor((len(fragment.rows), fragment.count), Float32)  # (rows, cols)
 
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.acc_stages)
-        walk = self.walk(runs, coord, n_tiles)
+        walk = self.walk(runs, coord)
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
-            m_tile, window, first, end = walk.run(run)
-            row_index[0] = m_tile * config.tile_m + tTR_where[0][0]
-            state = self.epilogue.begin(tensors, row_index)
+            n_tile, window, split, first, end = walk.run(run)
+            column = n_tile * config.tile_n + own_column
+            state = self.epilogue.begin(tensors, column)
             for tile in cutlass.range(first, end, unroll=1):
+                row = walk.m_tile(tile) * config.tile_m + own_row
+                own = opaque(column)
                 accumulators.consumer_wait(full)
                 _fence("after_thread_sync")
-                for slab in cutlass.range(slabs, unroll=1):
-                    _load_slab(tTR_acc[None, None, None, slab, full.index], frag)
-                    if slab + 1 == slabs:
+                # Lanes in the upper 16 bits, columns in the lower.
+                address = acc[None, None, None, full.index].iterator.toint() + (warp * WARP << 16)
+                for slab in cutlass.range_constexpr(fragment.slabs):
+                    _load_slab(address + slab * fragment.columns, frag)
+                    if cutlass.const_expr(slab + 1 == fragment.slabs):
                         _fence("before_thread_sync")
                         with cute.arch.elect_one():
                             accumulators.consumer_release(full)
-                    for c in cutlass.range_constexpr(SLAB):
-                        cols[c] = tTR_where[c, 0, 0, slab][1]
-                    self.epilogue.visit(tensors, state, frag, row_index, cols, walk.n_tile(tile))
+                    self.epilogue.visit(tensors, state, frag, row, own, slab, split)
                 full.advance()
-            self.epilogue.end(tensors, state, row_index, walk.partial(window))
+            # Each CTA of a pair has rows, and therefore partials, of its own.
+            self.epilogue.end(tensors, state, column, walk.partial(window) * config.pair + coord[0])
 
 
 def _fence(kind: str):
@@ -291,24 +289,31 @@ def _fence(kind: str):
     cute.arch.inline_ptx(f"tcgen05.fence::{kind};")
 
 
-def _load_slab(source: cute.Tensor, frag: cute.Tensor):
-    """Read a slab of tensor memory, a warp's 32 lanes, into frag (1, SLAB), and wait until it is there.
+def _load_slab(address: Int32, frag: cute.Tensor):
+    """Read a slab of tensor memory, a warp's 32 lanes, into frag (4, columns / 4), and wait for it.
 
-    Both are one inline assembly statement: nothing tells the compiler that the results of a tcgen05.ld depend
-    on a separate tcgen05.wait::ld, so it moves their uses ahead of it.
+    tcgen05.ld.16x256b gives 16 lanes of tensor memory as the fragment of m16n8 MMAs: of every 8 columns a
+    thread has two in lane l // 4, then the same two 8 lanes below. Both loads and the wait are one inline
+    assembly statement: nothing tells the compiler that the results of a tcgen05.ld depend on a separate
+    tcgen05.wait::ld, so it moves their uses ahead of it.
     """
     count = cute.size(frag)
-    results = ", ".join(f"${i}" for i in range(count))
+    half = count // 2
+    loads = [
+        f"tcgen05.ld.sync.aligned.16x256b.x{half // 4}.b32 {{{registers}}}, [${count + i}];\n"
+        for i in range(2)
+        for registers in [", ".join(f"${half * i + j}" for j in range(half))]
+    ]
     values = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(" + ", ".join(["f32"] * count) + ")>"),
-        [source.iterator.toint().ir_value()],
-        f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];\n"
-        "tcgen05.wait::ld.sync.aligned;",
-        ",".join(["=f"] * count + ["r"]),
+        [Int32(address).ir_value(), Int32(address + HALF).ir_value()],
+        "".join(loads) + "tcgen05.wait::ld.sync.aligned;",
+        ",".join(["=f"] * count + ["r"] * 2),
         has_side_effects=True,
     )
     for i in range(count):
-        frag[i] = Float32(llvm.extractvalue(Float32.mlir_type, values, [i]))
+        upper, block, lower, pair = i // half, i % half // 4, i % 4 // 2, i % 2
+        frag[2 * upper + lower, 2 * block + pair] = Float32(llvm.extractvalue(Float32.mlir_type, values, [i]))
 
 
 MAINLOOP = GemmSm100
