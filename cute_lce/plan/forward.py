@@ -71,9 +71,9 @@ def plan(
         # Shorter windows take fewer rounds, but write more partials.
         spare = min(PARTIAL_BYTES, (limits.workspace or 2 * PARTIAL_BYTES) - forward_bytes(n) // 2)
         shortest = ceil_div(8 * n * config.partials_per_window * tiles, max(spare, 1))
-        candidates = range(max(1, min(shortest, tiles)), min(max(MAX_TILES_PER_WINDOW, 2 * shortest), tiles) + 1)
+        longest = min(max(MAX_TILES_PER_WINDOW, 2 * shortest), tiles)
         costs = {}
-        for tiles_in_window in candidates:
+        for tiles_in_window in range(max(1, min(shortest, tiles)), longest + 1):
             windows, rounds = _rounds(tiles, columns, clusters, tiles_in_window)
             partials = windows * config.partials_per_window * ceil_div(n, 8192)
             costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS

@@ -209,7 +209,9 @@ def test_workspace(arch: str):
         bytes_ = 8 + 8 * plan.n * partials + 4 * plan.n + 8 * ceil_div(plan.n, 32)
         assert plan.workspace_floats * 4 == bytes_
         # The four warps of each warpgroup that takes turns, in each CTA of a cluster.
-        assert plan.config.partials_per_window == 4 * plan.config.cluster_m * (2 if plan.config.pingpong else 1)
+        assert plan.config.partials_per_window == 4 * plan.config.cluster_m * (
+            2 if plan.config.pingpong else 1
+        )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

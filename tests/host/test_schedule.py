@@ -43,7 +43,7 @@ def test_groups_come_one_after_another_and_windows_rise_inside_them(seed: int):
         assert groups == sorted(groups)
         for (column, window), (following, next_window) in pairwise(found):
             if column // group == following // group:
-                # Columns vary fastest: the next run is the next column of this window or the next one's first.
+                # Columns vary fastest: next is the next column of this window or the next one's first.
                 assert (next_window, following) > (window, column)
 
 
