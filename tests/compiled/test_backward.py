@@ -72,8 +72,8 @@ def named(chosen: Iterable[Pass], spills: dict[Pass, str] | None = None) -> Any:
 PASSES = [each for arch, tiles in TILES.items() for each in passes(arch, tiles)]
 ALL = passes("sm_90a", architecture("sm_90a").token_tiles)
 SPILLS = {
-    Pass("sm_90a", 112): "dhidden: 16 bytes, 4 accesses",
-    Pass("sm_90a", 192): "dlogits: 24 bytes, 24 accesses",
+    **{Pass("sm_90a", 112, dtype): "dhidden: 16 bytes, 4 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", 192, dtype): "dlogits: 24 bytes, 24 accesses" for dtype in DTYPES},
     Pass("sm_90a", 144, which="keep"): "8 bytes, 4 accesses",
     Pass("sm_90a", 160, which="keep"): "32 bytes, 18 accesses",
     Pass("sm_90a", 176, which="keep"): "104 bytes, 70 accesses",
