@@ -43,7 +43,7 @@ test-gpu:  ## run the tests that need a GPU with the python3 that is there; inst
 	@$(PYTHON) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "test-gpu: $(PYTHON) has torch %s, which sees no CUDA device" % torch.__version__)'
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
-test-emulator-full: $(STAMP)  ## run the long sweeps of emulated kernels
+test-emulator-full: $(STAMP)  ## run the long sweeps of emulated and of compiled kernels
 	$(ONE_THREAD) $(BIN)/python -m pytest -m emulator_full -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GPU: python3 -m bench.run ...)

@@ -20,6 +20,11 @@ Address = Annotated[int, 64]
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 """LossArguments.reduction."""
+KEPT_TILE = 128
+"""Columns that are kept, or not, together."""
+UNIT = 32
+"""Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
+NOTE_BYTES = 2
 
 
 class Operands(NamedTuple):

@@ -7,18 +7,20 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
+import multiprocessing
 import os
 import platform
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from cute_lce.compile import cache
 from cute_lce.options import ComputeOptions
 from cute_lce.plan import backward, forward, schedule
-from cute_lce.plan.kernels import kernels
+from cute_lce.plan.kernels import Key, kernels
 from cute_lce.plan.problem import Limits, Problem
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
@@ -140,14 +142,13 @@ def _show_forward(args: argparse.Namespace, gpu: Gpu, chosen: forward.ForwardPla
     budgets = [("shared memory", f"{config.shared_memory:,} of {device.shared_memory:,} bytes")]
     if device.tmem_columns:
         budgets.append(("tensor memory", f"{config.tmem_columns} of {device.tmem_columns} columns"))
-    busy = chosen.sweep.gemm.clusters * config.cluster_size
+    busy = chosen.sweep.clusters * config.cluster_size
     _print_table([*budgets, ("SMs", f"{busy} of {gpu.sms}")], indent=2)
 
     print("plan of the forward, where nothing needs a gradient")
     sizes = {"n": chosen.n, "d": chosen.d, "vocab": chosen.vocab}
-    grid = {"tiles_per_window": chosen.sweep.tiles_per_window, **chosen.sweep.gemm._asdict()}
     rounds = {"rounds": chosen.rounds, "ideal_rounds": chosen.ideal_rounds}
-    rows = [(name, str(value)) for name, value in {**sizes, **grid, **rounds}.items()]
+    rows = [(name, str(value)) for name, value in {**sizes, **chosen.sweep._asdict(), **rounds}.items()]
     rows.append(("window", f"{chosen.window} columns"))
     rows.append(("busiest cluster", f"{chosen.rounds / chosen.ideal_rounds:.3f} of an even share"))
     rows.append(("workspace", f"{chosen.workspace_floats * 4 / 2**20:.2f} MiB"))
@@ -172,8 +173,9 @@ def _show_backward(
         ("recomputed", f"{vocab - kept} columns in {recomputed} stripes"),
         ("stripe", f"{chosen.columns} columns"),
         ("workspace", f"{chosen.workspace / 2**20:.2f} MiB at most, with what the forward keeps"),
-        ("GEMM of logits", _describe(chosen.logits) if recomputed else "none"),
-        ("GEMM of dinput", _describe(chosen.dhidden) if need_dinput else "none"),
+        ("GEMM of logits", _describe(chosen.tokens) if recomputed else "none"),
+        ("GEMM of dinput", _describe(chosen.tokens) if need_dinput else "none"),
+        ("splits of dinput", str(chosen.splits) if need_dinput else "none"),
         ("GEMM of dweight", _describe(chosen.dweight) if need_dweight else "none"),
     ]
     _print_table(rows, indent=2)
@@ -224,18 +226,43 @@ def _show_floor(
 
 def fill_cache(args: argparse.Namespace) -> int:
     """Compile every kernel that calls may need, on a machine with or without a GPU."""
-    print(f"into {cache.cache_dir()}")
-    for dtype, target_dtype in itertools.product(args.dtype, args.target_dtype):
-        # One kernel serves all sizes.
-        for key in kernels(args.arch, dtype, target_dtype):
-            started = time.perf_counter()
-            try:
-                cache.get(key)
-            except OSError as error:
-                print(f"cute-lce compile: {error}", file=sys.stderr)
-                return 1
-            print(f"{time.perf_counter() - started:6.2f} s  {key}", flush=True)
+    print(f"into {cache.cache_dir()}", flush=True)
+    types = itertools.product(args.dtype, args.target_dtype)
+    keys = [key for names in types for key in kernels(args.arch, *names)]
+    started = time.perf_counter()
+    try:
+        for seconds, key in _compiled(keys, min(args.jobs or _cores(), len(keys))):
+            print(f"{seconds:6.2f} s  {key}", flush=True)
+    except OSError as error:
+        print(f"cute-lce compile: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(keys)} kernels in {time.perf_counter() - started:.1f} s")
     return 0
+
+
+def _compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:
+    """Compile the keys in `jobs` processes, or here if 1; yields (seconds, key) as each is there."""
+    if jobs == 1:
+        yield from map(_compile, keys)
+        return
+    # Fresh processes: torch and the DSL have threads, which a fork would not copy.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            for done in as_completed([pool.submit(_compile, key) for key in keys]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _compile(key: Key) -> tuple[float, Key]:
+    started = time.perf_counter()
+    cache.get(key)
+    return time.perf_counter() - started, key
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # The command line
@@ -278,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         text = f"one or more of {', '.join(choices)} ({' '.join(default)})"
         command.add_argument(option, nargs="+", choices=choices, default=default, metavar="NAME", help=text)
+    command.add_argument("--jobs", type=_positive, help="processes that compile (one for each core)")
     command.set_defaults(run=fill_cache)
     return parser
 

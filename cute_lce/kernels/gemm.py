@@ -79,10 +79,11 @@ class Gemm:
     are close together. Every `pace` k tiles a cluster adds one step to `progress`. It goes on if the total is
     at least what it would be if every cluster were one step behind this one, less another step for one in
     SLACK of them; otherwise it polls `progress` until it is. The total that it looks at first was requested
-    half a step earlier, so that a cluster that need not wait does not wait for L2 either. At its end a cluster adds the steps of the runs and tiles that it did not
-    have, so that others do not wait for it. Only the load warp of a cluster's first CTA does this; the other
-    CTAs follow through the ring. It affects speed alone: after PATIENCE failed polls a cluster stops pacing,
-    so nothing depends on all clusters being resident.
+    half a step earlier, so that a cluster that need not wait does not wait for L2 either. At its end a
+    cluster adds the steps of the runs and tiles that it did not have, so that others do not wait for it. Only
+    the load warp of a cluster's first CTA does this; the other CTAs follow through the ring. It affects speed
+    alone: after PATIENCE failed polls a cluster stops pacing, so nothing depends on all clusters being
+    resident.
 
     Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's
     producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; the epilogue

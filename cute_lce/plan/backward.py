@@ -27,10 +27,10 @@ at 1024."""
 class BackwardPlan:
     """One backward call, stripe by stripe over the vocabulary.
 
-    tokens: the configuration of the GEMMs of the logits and of dhidden. dweight: of dweight's. kept: columns that the forward kept, the
-    first stripe if there are any. columns: of each recomputed stripe except the last. pitch: elements of a
-    row of dlogits. splits: of dhidden's k, each with a sum of its own. workspace: bytes of what is kept,
-    dlogits, sums, scaled rows and factors.
+    tokens: the configuration of the GEMMs of the logits and of dhidden. dweight: of dweight's. kept: columns
+    that the forward kept, the first stripe if there are any. columns: of each recomputed stripe except the
+    last. pitch: elements of a row of dlogits. splits: of dhidden's k, each with a sum of its own. workspace:
+    bytes of what is kept, dlogits, sums, scaled rows and factors.
     """
 
     tokens: KernelConfig

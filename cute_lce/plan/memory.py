@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import decimal
 
+from ..arguments import KEPT_TILE, NOTE_BYTES, UNIT
 from .problem import KIB, MIB, Problem, ceil_div, round_up
 
 DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes; raised if the schedule needs more."""
-KEPT_TILE = 128
-"""Columns that are kept, or not, together."""
-UNIT = 32
-"""Columns of a token that share one raise (kernels/keep.py)."""
-NOTE_BYTES = 2
 
 
 def refuse_workspace(schedule: str, workspace: int, least: int) -> ValueError:

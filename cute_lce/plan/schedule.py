@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..arguments import KEPT_TILE
 from .memory import (
     DEFAULT_WORKSPACE,
-    KEPT_TILE,
-    note_bytes,
     backward_bytes,
     forward_bytes,
+    note_bytes,
     refuse_workspace,
     usable,
 )
@@ -22,8 +22,8 @@ on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at
 The estimate is used for every architecture."""
 LEAST_KEPT = 1 << 33
 LEAST_KEPT_WEIGHT = 1 << 26
-"""n d V and d V below which "auto" does not keep: keeping takes longer than the logits' GEMM that it saves, whose
-time is that of its arithmetic or of reading the weight."""
+"""n d V and d V: where both are less, "auto" does not keep. Keeping takes longer than the logits' GEMM that
+it saves, whose time is that of its arithmetic or of reading the weight."""
 
 
 def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:

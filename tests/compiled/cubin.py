@@ -37,6 +37,17 @@ class Kernel:
         return re.findall(pattern, self.ptx)
 
 
+def check_no_local_memory(key: Key) -> None:
+    """No kernel of a key spills or has a stack; which does, and by how much, is in the error."""
+    found = {kernel.name: kernel for kernel in kernels(key).values()}
+    spilled = {
+        name: f"{kernel.usage['STACK']} bytes of stack, {len(kernel.local_accesses)} loads and stores of it"
+        for name, kernel in found.items()
+        if kernel.usage["STACK"] or kernel.usage["LOCAL"] or kernel.local_accesses or ".local" in kernel.ptx
+    }
+    assert not spilled, spilled
+
+
 @functools.cache
 def kernels(key: Key) -> dict[str, Kernel]:
     """Compile a key; its kernels by name."""

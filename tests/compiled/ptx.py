@@ -14,7 +14,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from cute_lce.arch import ARCHITECTURES, architecture
+from cute_lce.arch import ARCHITECTURES
 from cute_lce.compile.trace import trace
 from cute_lce.plan.kernels import BackwardKey, Key, kernels
 
@@ -38,9 +38,10 @@ def ptx(key: Key) -> str:
 
 
 def _pass_of(key: Key) -> str:
+    """Also the width of its tiles of tokens."""
     if isinstance(key, BackwardKey):
-        return "backward"
-    return "keep" if key.keeps else f"forward{architecture(key.config.arch).configs.index(key.config)}"
+        return f"backward{key.tokens.tile_n}"
+    return f"{'keep' if key.keeps else 'forward'}{key.config.tile_n}"
 
 
 def compare(before: str, after: str) -> str:

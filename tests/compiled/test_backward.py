@@ -1,94 +1,120 @@
-"""What the compiler made of the backward and of the forward that keeps: PTX, registers, memory. No GPU."""
+"""What the compiler made of the backward and of the forward that keeps: PTX, registers, memory. No GPU.
+
+Each test has a few of the tiles that a plan may choose; `emulator_full` has all of Hopper's.
+"""
 
 from __future__ import annotations
 
-import functools
 import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 
-from cute_lce.arch import architecture
+from cute_lce.arch import KernelConfig, architecture
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-# float16 keeps nothing.
-PASSES = [
-    *((arch, dtype, "backward") for arch in ARCHITECTURES for dtype in DTYPES),
-    *((arch, "bfloat16", "keep") for arch in ARCHITECTURES),
-]
-every_pass = pytest.mark.parametrize(("arch", "dtype", "which"), PASSES)
-every_backward = pytest.mark.parametrize(
-    ("arch", "dtype"), [(arch, dtype) for arch in ARCHITECTURES for dtype in DTYPES]
-)
+# The narrowest, the widest, and for Hopper one that is no multiple of the 32 columns that lanes share.
+TILES = {"sm_90a": (32, 112, 192), "sm_100a": (64, 256)}
 
 
-@functools.cache
-def key(arch: str, dtype: str, which: str, target_dtype: str = "int64") -> Key:
-    """The key of what launch/ asks for."""
-    row = architecture(arch)
-    if which == "keep":
-        return ForwardKey(row.keep_config, dtype, target_dtype, keeps=True)
-    return BackwardKey(row.keep_config, row.gradient_config, row.gradient_config, dtype, target_dtype)
+class Pass(NamedTuple):
+    """A backward or a forward that keeps."""
+
+    arch: str
+    tile: int
+    dtype: str = "bfloat16"
+    which: str = "backward"
+
+    @property
+    def config(self) -> KernelConfig:
+        (config,) = (each for each in architecture(self.arch).token_configs if each.tile_n == self.tile)
+        return config
+
+    @property
+    def key(self) -> Key:
+        """The key of what launch/ asks for."""
+        if self.which == "keep":
+            return ForwardKey(self.config, self.dtype, keeps=True)
+        return BackwardKey(self.config, architecture(self.arch).gradient_config, self.dtype)
+
+    @property
+    def gemms(self) -> list[cubin.Kernel]:
+        """The GEMMs in the order in which the host function launches them: logits, dhidden, dweight."""
+        found = [kernel for name, kernel in cubin.kernels(self.key).items() if "Gemm" in name]
+        return sorted(found, key=lambda kernel: int(kernel.name.rsplit("_", 1)[1]))
 
 
-def gemms(arch: str, dtype: str, which: str = "backward") -> list[cubin.Kernel]:
-    """The GEMMs in the order in which the host function launches them: logits, dhidden, dweight."""
-    found = [kernel for name, kernel in cubin.kernels(key(arch, dtype, which)).items() if "Gemm" in name]
-    return sorted(found, key=lambda kernel: int(kernel.name.rsplit("_", 1)[1]))
+def passes(arch: str, tiles: Iterable[int]) -> list[Pass]:
+    """float16 keeps nothing."""
+    kinds = [*((dtype, "backward") for dtype in DTYPES), ("bfloat16", "keep")]
+    return [Pass(arch, tile, *kind) for tile in tiles for kind in kinds]
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype", "which"),
-    [
-        pytest.param(*each, marks=pytest.mark.xfail(reason="a word a run; see the next test"))
-        if each == ("sm_90a", "bfloat16", "keep")
-        else each
-        for each in PASSES
-    ],
-)
-def test_no_spill_and_no_local_memory(arch: str, dtype: str, which: str):
-    for kernel in cubin.kernels(key(arch, dtype, which)).values():
-        assert kernel.target == arch
-        assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0, kernel.name
-        assert not kernel.local_accesses, kernel.name
-        assert ".local" not in kernel.ptx
-
-
-def test_what_hoppers_keeping_forward_spills_is_outside_the_loop_over_tiles():
-    """One word that lives through all runs, stored once and read once a run, before the run's first MMA."""
-    (kernel,) = gemms("sm_90a", "bfloat16", "keep")
-    assert kernel.usage["STACK"] <= 8
-    assert kernel.local_accesses == ["STL", "LDL"]
-    assert max(kernel.sass.index(access) for access in ("STL", "LDL")) < kernel.sass.index("HGMMA")
-    jumps = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+\S*\s*BRA\S* \S*?\s*0x([0-9a-f]+)", kernel.sass)
-    first_mma, read = (
-        int(found[1], 16)
-        for op in ("HGMMA", "LDL")
-        if (found := re.search(rf"/\*([0-9a-f]{{4,5}})\*/[^\n]*\b{op}\b", kernel.sass))
+def named(chosen: Iterable[Pass], spills: dict[Pass, str] | None = None) -> Any:
+    """Parametrize a test by passes; those in `spills` are expected to fail for the given reason."""
+    spills = spills or {}
+    return pytest.mark.parametrize(
+        "each",
+        [
+            pytest.param(
+                each,
+                id="-".join(map(str, each)),
+                marks=[pytest.mark.xfail(reason=spills[each])] if each in spills else [],
+            )
+            for each in chosen
+        ],
     )
-    loops = [(int(to, 16), int(at, 16)) for at, to in jumps if int(to, 16) < int(at, 16)]
-    around_mma = sorted(end - start for start, end in loops if start <= first_mma <= end)
-    around_read = sorted(end - start for start, end in loops if start <= read <= end)
-    # The loops around the MMAs are those over k tiles, tiles and runs; of these only the last has the load.
-    assert len(around_mma) >= 3
-    assert around_read[0] > around_mma[1]
+
+
+PASSES = [each for arch, tiles in TILES.items() for each in passes(arch, tiles)]
+ALL = passes("sm_90a", architecture("sm_90a").token_tiles)
+SPILLS = {
+    **{Pass("sm_90a", 112, dtype): "dhidden: 16 bytes, 4 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", 192, dtype): "dlogits: 24 bytes, 24 accesses" for dtype in DTYPES},
+    Pass("sm_90a", 144, which="keep"): "8 bytes, 4 accesses",
+    Pass("sm_90a", 160, which="keep"): "32 bytes, 18 accesses",
+    Pass("sm_90a", 176, which="keep"): "104 bytes, 70 accesses",
+    Pass("sm_90a", 192, which="keep"): "200 bytes, 195 accesses",
+}
+every_pass = named(PASSES)
+every_backward = named(each for each in PASSES if each.which == "backward")
+hoppers_backwards = named(each for each in PASSES if (each.arch, each.which) == ("sm_90a", "backward"))
+
+
+@named(PASSES, SPILLS)
+def test_no_spill_and_no_local_memory(each: Pass):
+    cubin.check_no_local_memory(each.key)
+
+
+@pytest.mark.emulator_full
+@named(ALL, SPILLS)
+def test_no_tile_spills(each: Pass):
+    check_registers(each)
+    cubin.check_no_local_memory(each.key)
 
 
 @every_pass
-def test_kernels(arch: str, dtype: str, which: str):
-    """Three GEMMs and the scaling of rows; or the forward's, the references and the finish."""
-    names = list(cubin.kernels(key(arch, dtype, which)))
-    wanted = ["ScaleRows"] if which == "backward" else ["References", "Combine", "Finish"]
+def test_kernels(each: Pass):
+    """Three GEMMs, the scaling of rows and the sum of splits; or the forward's, references and finish."""
+    kernels = cubin.kernels(each.key)
+    names = list(kernels)
+    assert {kernel.target for kernel in kernels.values()} == {each.arch}
+    wanted = ["ScaleRows", "Reduce"] if each.which == "backward" else ["References", "Combine", "Finish"]
     for want in wanted:
         assert sum(want in name for name in names) == 1, (want, names)
-    assert len(gemms(arch, dtype, which)) == (3 if which == "backward" else 1)
+    assert len(each.gemms) == (3 if each.which == "backward" else 1)
 
 
 @every_pass
-def test_registers(arch: str, dtype: str, which: str):
-    for kernel in cubin.kernels(key(arch, dtype, which)).values():
+def test_registers(each: Pass):
+    check_registers(each)
+
+
+def check_registers(each: Pass) -> None:
+    for kernel in cubin.kernels(each.key).values():
         if "GemmSm90" in kernel.name:
             # At launch all warps have the same; then the load warpgroup gives up what the consumers take.
             assert kernel.usage["REG"] <= 168, kernel.name
@@ -101,12 +127,11 @@ def test_registers(arch: str, dtype: str, which: str):
             assert kernel.usage["REG"] <= 64, kernel.name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_wgmma(dtype: str):
-    row = architecture("sm_90a")
-    configs = row.keep_config, row.gradient_config, row.gradient_config
-    for kernel, config in zip(gemms("sm_90a", dtype), configs, strict=True):
-        shape = f"m64n{config.tile_n}k16.f32.{DTYPES[dtype]}.{DTYPES[dtype]}"
+@hoppers_backwards
+def test_wgmma(each: Pass):
+    configs = each.config, each.config, architecture("sm_90a").gradient_config
+    for kernel, config in zip(each.gemms, configs, strict=True):
+        shape = f"m64n{config.tile_n}k16.f32.{DTYPES[each.dtype]}.{DTYPES[each.dtype]}"
         rows_of_64 = config.tile_m * config.turns // (64 * config.warpgroups)
         assert kernel.ptx_of(r"wgmma\.mma_async\.sync\.aligned\.(\S+)") == [shape] * (4 * rows_of_64)
         assert kernel.sass.count("HGMMA") == 4 * rows_of_64
@@ -114,26 +139,26 @@ def test_wgmma(dtype: str):
         assert sorted(kernel.ptx_of(r"wgmma\.wait_group\S*\s+(\d)")) == ["0", "1"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_wgmma_reads_operands_where_they_lie(dtype: str):
+@hoppers_backwards
+def test_wgmma_reads_operands_where_they_lie(each: Pass):
     """dhidden takes weight as it is stored, dweight both of its operands; no copy is made for it.
 
     The last two numbers of wgmma say which operand is transposed.
     """
     transposed = []
-    for kernel in gemms("sm_90a", dtype):
+    for kernel in each.gemms:
         numbers = {
             tuple(int(x) for x in line.split(",")[-2:])
             for line in re.findall(r"wgmma\.mma_async[^;]*?((?:, *-?\d+)+);", kernel.ptx)
         }
         assert len(numbers) == 1, numbers
         transposed += numbers
-    assert transposed == [(0, 0), (0, 1), (1, 1)]
+    assert transposed == [(0, 0), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tcgen05(dtype: str):
-    for kernel in gemms("sm_100a", dtype):
+    for kernel in Pass("sm_100a", 256, dtype).gemms:
         mma = re.findall(r"tcgen05\.mma\.cta_group::(\d)\.kind::(\w+)", kernel.ptx)
         assert mma == [("2", "f16")] * 4  # a k tile of 64 is four MMAs of 16
         lines = [line.strip() for line in kernel.ptx.split("\n")]
@@ -143,28 +168,33 @@ def test_tcgen05(dtype: str):
         assert "UTCHMMA.2CTA" in kernel.sass
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_is_kept_costs_one_exponential_an_element(arch: str):
+@named(each for each in PASSES if each.which == "keep")
+def test_what_is_kept_costs_one_exponential_an_element(each: Pass):
     """The exponential that is stored serves the statistics; columns beyond take the other branch."""
-    config = architecture(arch).keep_config
-    (kernel,) = gemms(arch, "bfloat16", "keep")
-    elements = config.tile_m * config.tile_n // 128 if arch == "sm_90a" else 64
+    from cute_lce.kernels.mainloop import mainloop
+
+    (kernel,) = each.gemms
+    fragment = mainloop(each.config).fragment(each.config)
+    elements = len(fragment.rows) * fragment.count
     exponentials = len(kernel.ptx_of(r"ex2\.\S+"))
-    # Both branches, and a few a row to rescale its sum.
-    assert 2 * elements <= exponentials <= 2.2 * elements + 32
+    # Both branches, and for each 32 columns of a slab, which a warp's lanes own: in one 8 to merge
+    # statistics, in the other 2 to convert a sum and merge it.
+    assert 2 * elements <= exponentials <= 2 * elements + 10 * fragment.owned
 
 
 @every_backward
-def test_gradients_are_stored_in_pairs(arch: str, dtype: str):
-    """No element alone: gradients, dlogits and accumulators leave at least as two neighbours."""
-    for kernel in gemms(arch, dtype):
+def test_16_bit_numbers_are_stored_16_bytes_at_once(each: Pass):
+    """Gradients and dlogits, transposed by movmatrix where tokens are an MMA's columns; sums are in fp32."""
+    for kernel in each.gemms:
         stores = kernel.ptx_of(r"st\.global\S*")
         assert stores
-        assert not any(store.endswith((".b16", ".u16", ".b8")) and ".v2" not in store for store in stores)
+        assert not any(store.endswith((".b16", ".u16", ".b8")) for store in stores)
+        assert any(store.endswith((".v4.b32", ".v2.b64", ".v4.u32", ".v2.u64")) for store in stores), stores
+    assert [bool(kernel.ptx_of(r"movmatrix\S*")) for kernel in each.gemms] == [True, True, False]
 
 
 @pytest.mark.parametrize("arch", ["sm_103a"])
 def test_other_targets_compile(arch: str):
-    for kernel in gemms(arch, "bfloat16"):
+    for kernel in Pass(arch, 256).gemms:
         assert kernel.target == arch
         assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0

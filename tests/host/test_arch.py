@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_lce.arch import ARCHITECTURES, Gpu, architecture, of_capability
+from cute_lce.arch import ARCHITECTURES, MOST_STAGES, Gpu, architecture, of_capability
 from cute_lce.compile import driver
 from cute_lce.launch import KERNELS
 from cute_lce.launch.device import gpu_of
@@ -19,7 +19,7 @@ from cute_lce.plan.problem import NO_LIMITS, Problem
 from cute_lce.streaming import STREAMING
 from tests.device import forget_device
 
-CONFIG = architecture("sm_90a").configs[0]
+CONFIG = architecture("sm_90a").token_configs[-1]
 
 
 @pytest.mark.parametrize("name", ["sm_120a", "sm_90", "sm_100", "sm_10", "SM_90A", ""])
@@ -46,16 +46,18 @@ def test_an_unknown_name_is_refused(call: Callable[[str], object], name: str):
 def test_every_configuration_is_of_its_row(arch: str):
     row = architecture(arch)
     assert row.name == arch
-    for config in (*row.configs, row.keep_config, row.gradient_config):
+    for config in (*row.token_configs, row.gradient_config):
         assert config.arch == arch
         assert config.row is row
-    assert row.keep_config == row.configs[0]
+    assert [config.tile_n for config in row.token_configs] == sorted(set(row.token_tiles))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_configuration_that_does_not_fit_is_refused(arch: str):
     row = architecture(arch)
-    for config in (*row.configs, row.gradient_config):
+    for config in (*row.token_configs, row.gradient_config):
+        # The ring is as deep as can be.
+        assert config.stages == config.stages_that_fit <= MOST_STAGES
         dataclasses.replace(config, stages=config.stages - 1)
         with pytest.raises(ValueError, match=rf"^config: got \d+ bytes of shared memory, want .* on {arch}"):
             dataclasses.replace(config, stages=config.stages + 1)
@@ -63,7 +65,7 @@ def test_a_configuration_that_does_not_fit_is_refused(arch: str):
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_accumulators_fit_tensor_memory(arch: str):
-    config = dataclasses.replace(architecture(arch).configs[0], stages=1)
+    config = dataclasses.replace(architecture(arch).token_configs[-1], stages=1)
     assert config.tmem_columns == 512
     with pytest.raises(ValueError, match=r"^config: got 1024 columns of tensor memory, want at most 512 on "):
         dataclasses.replace(config, tile_n=264)

@@ -23,7 +23,7 @@ from tests.host.modules import closure
 
 PACKAGE = Path(cute_lce.__file__).parent
 CONFIG = dataclasses.replace(
-    architecture("sm_90a").configs[0],
+    architecture("sm_90a").token_configs[0],
     tile_m=64,
     tile_n=64,
     warpgroups=1,
@@ -106,7 +106,7 @@ def only_file(folder: Path) -> Path:
 def variants():
     """(what differs, key) for every field of both kinds of key."""
     other = dataclasses.replace(CONFIG, pace=0)
-    backward = BackwardKey(CONFIG, CONFIG, CONFIG)
+    backward = BackwardKey(CONFIG, CONFIG)
     yield "kind", backward
     for key in (KEY, backward):
         for name, value in key._asdict().items():

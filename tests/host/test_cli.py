@@ -1,6 +1,5 @@
 """The command line: what it prints is what the package does."""
 
-import dataclasses
 import errno
 import os
 import re
@@ -130,8 +129,8 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     row = architecture(arch)
     sms = given.get("--sms", row.sms)
     wanted = forward.plan(Gpu(arch, sms), n, d, vocab, Limits(given.get("--window", 0)))
-    groups = {"config": wanted.config, "sweep": wanted.sweep, "gemm": wanted.sweep.gemm}
-    named = {**vars(wanted), **vars(wanted.config), **wanted.sweep._asdict(), **wanted.sweep.gemm._asdict()}
+    groups = {"config": wanted.config, "sweep": wanted.sweep}
+    named = {**vars(wanted), **vars(wanted.config), **wanted.sweep._asdict()}
     assert groups.keys() < named.keys()
     for name, value in named.items():
         if name not in groups:
@@ -140,8 +139,9 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     assert table["arch"] == arch
     config = wanted.config
     assert table["shared memory"] == f"{config.shared_memory:,} of {row.shared_memory:,} bytes"
-    assert table.get("tensor memory") == ("512 of 512 columns" if row.tmem_columns else None)
-    assert table["SMs"] == f"{wanted.sweep.gemm.clusters * config.cluster_m * config.cluster_n} of {sms}"
+    columns = f"{config.tmem_columns} of 512 columns"
+    assert table.get("tensor memory") == (columns if row.tmem_columns else None)
+    assert table["SMs"] == f"{wanted.sweep.clusters * config.cluster_m * config.cluster_n} of {sms}"
     flops = 2 * n * d * vocab
     assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
     peak = row.data_sheet.flops * sms / row.data_sheet.sms
@@ -176,6 +176,7 @@ def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule,
     assert table["recomputed"] == f"{vocab - kept} columns in {stripes} stripes"
     assert float(table["workspace"].split()[0]) == pytest.approx(wanted.workspace / 2**20, abs=0.01)
     assert workspace == 0 or wanted.workspace <= workspace
+    assert table["splits of dinput"] == (str(wanted.splits) if needs[0] else "none")
     for name, needed in zip(("dinput", "dweight"), needs, strict=True):
         assert (table[f"GEMM of {name}"] == "none") != needed
     flops = 2 * n * d * (gemms * vocab - kept * (gemms > 2 or stripes > 0))
@@ -229,19 +230,22 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(cli, "kernels", lambda *_: keys)
     monkeypatch.setattr(cache, "get", asked.append)
-    assert cli.main(["compile", "--arch", "sm_90a", "--dtype", "float16", "--target-dtype", "int32"]) == 0
+    types = "--dtype float16 --target-dtype int32"
+    assert cli.main(f"compile --arch sm_90a --jobs 1 {types}".split()) == 0
     assert asked == keys
     lines = capsys.readouterr().out.splitlines()[1:]
-    named = [line.split()[2].partition("(")[0] for line in lines]
-    assert named == ["Sideways", "ForwardKey", "ForwardKey", "BackwardKey"]
+    named = [line.split()[2].partition("(")[0] for line in lines[:-1]]
+    assert named == ["Sideways", *["ForwardKey", "BackwardKey"] * len(architecture("sm_90a").token_tiles)]
+    assert lines[-1].startswith(f"{len(keys)} kernels in ")
 
 
 def test_compile_says_why_it_refuses_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache, "_functions", {})
     tmp_path.chmod(0o777)
-    assert cli.main(["compile", "--arch", "sm_90a"]) == 1
-    assert f"cute-lce compile: {tmp_path}: got owner" in capsys.readouterr().err
+    for jobs in ("1", "2"):
+        assert cli.main(["compile", "--arch", "sm_90a", "--jobs", jobs]) == 1
+        assert f"cute-lce compile: {tmp_path}: got owner" in capsys.readouterr().err
 
 
 def test_compile_says_what_is_in_the_folders_place(tmp_path, monkeypatch, capsys):
@@ -249,7 +253,7 @@ def test_compile_says_what_is_in_the_folders_place(tmp_path, monkeypatch, capsys
     path.write_text("")
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(path))
     monkeypatch.setattr(cache, "_functions", {})
-    assert cli.main(["compile", "--arch", "sm_90a"]) == 1
+    assert cli.main(["compile", "--arch", "sm_90a", "--jobs", "1"]) == 1
     message = f"cute-lce compile: {path}: got {path}, which is no folder, want a folder"
     assert capsys.readouterr().err.startswith(message)
 
@@ -291,13 +295,19 @@ def test_info_survives_whatever_is_in_the_cache(tmp_path, monkeypatch, capsys):
 def test_compile_fills_the_cache_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache, "_functions", {})
-    row = architecture("sm_90a")
-    monkeypatch.setitem(ARCHITECTURES, "sm_90a", dataclasses.replace(row, forward=row.forward[:1]))
+    few = kernels("sm_90a", "bfloat16", "int64")[:3]
+    monkeypatch.setattr(cli, "kernels", lambda *names: few)
     argv = ["compile", "--arch", "sm_90a", "--d", "64", "--vocab", "1000"]
-    assert cli.main(argv) == 0
-    # One configuration's forward, the one that keeps, and the backward.
+    assert cli.main([*argv, "--jobs", "2"]) == 0
+    # The narrowest tiles' forward, the one that keeps, and the backward.
+    assert sorted(
+        line.split()[2].partition("(")[0] for line in capsys.readouterr().out.splitlines()[1:-1]
+    ) == [
+        "BackwardKey",
+        "ForwardKey",
+        "ForwardKey",
+    ]
     assert len(list(tmp_path.glob("*.so"))) == 3
-    capsys.readouterr()
     cli.main(["info"])
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled kernels"))
     assert f"3 in {tmp_path}" in line
@@ -307,4 +317,4 @@ def test_compile_fills_the_cache_without_a_gpu(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(cache, "_functions", {})
     monkeypatch.setattr(cache, "trace", no_second_compile)
-    assert cli.main(argv) == 0
+    assert cli.main([*argv, "--jobs", "1"]) == 0

@@ -23,7 +23,8 @@ from cute_lce.options import LossOptions
 from cute_lce.plan import backward, gemm, schedule
 from cute_lce.plan.backward import BackwardPlan
 from cute_lce.plan.kernels import Key
-from cute_lce.plan.problem import MIB, Limits, Problem, ceil_div
+from cute_lce.plan.memory import DEFAULT_WORKSPACE, backward_bytes, usable
+from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem, ceil_div
 from tests.device import planned_for
 
 NEEDS = ((True, True), (True, False), (False, True))
@@ -121,10 +122,10 @@ def test_stripes_end_in_full_rounds(arch: str):
             shorter += plan.columns < most
 
             def rounds(lengths: list[int], d: int = d, n: int = n) -> int:
-                planned_gemms = [(length, gemm.plan(gpu, config, length, d, n)) for length in lengths]
+                grids = [gemm.plan(gpu, config, length, d, n) for length in lengths]
                 return sum(
-                    -(-(-(-length // config.cluster_rows) * chosen.windows) // chosen.clusters)
-                    for length, chosen in planned_gemms
+                    -(-(chosen.windows * -(-d // config.cluster_columns)) // chosen.clusters)
+                    for chosen in grids
                 )
 
             tiles = -(-V // config.cluster_rows) * -(-d // config.cluster_columns)
@@ -167,16 +168,64 @@ def test_gemms_are_in_bounds(arch: str):
         for stripe in plan.stripes:
             assert all(type(number) is int for number in stripe[:4])
             gemms = (stripe.logits, stripe.dhidden, stripe.dweight)
-            sizes = ((call.n, stripe.columns), (call.n, call.d), (stripe.columns, call.d))
-            configs = (plan.logits, plan.dhidden, plan.dweight)
+            sizes = ((stripe.columns, call.n), (call.d, call.n), (stripe.columns, call.d))
+            configs = (plan.tokens, plan.tokens, plan.dweight)
             for chosen, config, (rows, width) in zip(gemms, configs, sizes, strict=True):
                 assert all(type(number) is int for number in chosen)
-                windows, group_m, clusters, paced = chosen
-                assert windows == ceil_div(width, config.cluster_columns)
-                assert 1 <= group_m <= ceil_div(rows, config.cluster_rows)
-                assert 1 <= clusters <= ceil_div(rows, config.cluster_rows) * windows
-                assert clusters * config.cluster_m * config.cluster_n <= architecture(arch).sms
-                assert paced in (0, 1)
+                columns = ceil_div(width, config.cluster_columns)
+                assert chosen.windows == ceil_div(rows, config.cluster_rows)
+                # Its epilogues see every tile by itself.
+                assert chosen.tiles_per_window == 1
+                assert chosen.splits == (plan.splits if chosen is stripe.dhidden else 1)
+                assert 1 <= chosen.group <= columns
+                assert 1 <= chosen.clusters <= columns * chosen.windows * chosen.splits
+                assert chosen.clusters * config.cluster_m * config.cluster_n <= architecture(arch).sms
+                assert chosen.paced in (0, 1)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_splits_sums_count_and_fit(arch: str):
+    """dhidden's k is split where that is faster and the workspace holds a sum for each split."""
+    split = 0
+    for call in draws(600, seed=23):
+        kept = decide(call, "auto")
+        if kept is None:
+            continue
+        plan = planned(arch, call, kept)
+        assert plan.splits >= 1
+        stripes = len(plan.stripes)
+        least = backward_bytes(call.problem, plan.columns, kept)
+        if plan.splits == 1:
+            assert plan.workspace == least
+            continue
+        split += 1
+        assert not call.window, "an explicit window fixes the order of a row's additions"
+        assert call.need_dinput
+        # With several stripes one sum is among the least.
+        assert plan.workspace == least + 4 * call.n * call.d * (plan.splits - (stripes > 1))
+        assert plan.workspace <= usable(call.workspace or DEFAULT_WORKSPACE)
+        # Each has at least half of 1024 columns of the widest stripe.
+        widest = max(stripe.columns for stripe in plan.stripes)
+        assert widest > 1024 * (plan.splits - 1)
+    assert split > 50
+
+
+def test_splits_save_time():
+    """On an H100, where few tiles of dhidden would leave clusters idle."""
+    gpu = Gpu("sm_90a", 132)
+    for n, splits in ((128, 4), (512, 4), (1024, 2)):
+        plan = backward.plan(gpu, Problem(n, 4096, 128256), 0, NO_LIMITS)
+        (stripe,) = plan.stripes
+        assert plan.splits == splits
+        alone = gemm.plan(gpu, plan.tokens, 4096, n, 128256)
+        clocks = [gemm.clocks(plan.tokens, grid, n, 128256) for grid in (stripe.dhidden, alone)]
+        sums = 8 * n * 4096 * splits / gemm.SUM_BYTES_PER_CLOCK
+        assert clocks[0] + sums < clocks[1]
+    # No room for another sum, and a window that the caller gave.
+    tight = backward_bytes(Problem(128, 4096, 128256), 128256)
+    for limits in (Limits(workspace=tight + tight // 7 + 1), Limits(window=128256)):
+        plan = backward.plan(gpu, Problem(128, 4096, 128256), 0, limits)
+        assert (len(plan.stripes), plan.splits) == (1, 1)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -206,8 +255,8 @@ def test_more_workspace_is_never_more_work():
             costs.append(left + schedule.STRIPE_COLUMNS * stripes)
             # Whole tiles of the forward, so that no tile is half kept; or everything.
             for arch in ARCHITECTURES:
-                columns = architecture(arch).configs[0].cluster_columns
-                assert kept == given.V or kept % columns == 0
+                for config in architecture(arch).token_configs:
+                    assert kept == given.V or kept % config.cluster_rows == 0
         assert costs == sorted(costs, reverse=True), (call, costs)
         assert costs[-1] == 0, "the last is room for anything"
 
@@ -314,31 +363,35 @@ def no_kernels() -> Iterator[Asked]:
 def test_all_that_launch_asks_for_is_what_compile_compiles(half: bool, no_kernels: Asked):
     """No key more, and none less."""
     calls = [call._replace(half=half) for call in draws(60, seed=17)]
-    calls += [Call(100, 64, 1000, half=half), Call(8192, 4096, 1 << 19, half=half)]
+    tiles = architecture("sm_90a").token_tiles
+    # A tile of each width for all tokens, in whose columns there is one for each cluster.
+    calls += [*(Call(n, 16384, 1000, half=half) for n in tiles), Call(8192, 4096, 1 << 19, half=half)]
     for call in calls:
-        kept = decide(call)
-        if kept is not None:
+        for kept in {decide(call), decide(call, "recompute")} - {None}:
             train(call, kept)
     by_launch = frozenset(no_kernels)
     no_kernels.clear()
-    assert cli.main(["compile", "--arch", "sm_90a", "--dtype", "float16" if half else "bfloat16"]) == 0
+    dtype = "float16" if half else "bfloat16"
+    assert cli.main(["compile", "--jobs", "1", "--arch", "sm_90a", "--dtype", dtype]) == 0
     assert by_launch == no_kernels
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "auto"])
 def test_what_is_allocated_is_within_the_workspace(schedule: str, reduction: str, no_kernels):
-    served = 0
+    served = split = 0
     for call in draws(120, seed=13):
         kept = decide(call, schedule) if call.workspace else None
         if kept is None:
             continue
         served += 1
+        split += planned("sm_90a", call, kept).splits > 1
         peak = train(call, kept, reduction)
         assert peak <= call.workspace, (
             f"{call}, kept {kept}: {peak / MIB:.2f} MiB of {call.workspace / MIB:.2f}"
         )
     assert served > 20
+    assert split > 0
 
 
 def test_the_least_that_is_named_is_enough(no_kernels: Asked):

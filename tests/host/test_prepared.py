@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cute_lce import linear_cross_entropy
 from cute_lce.arch import Gpu
-from cute_lce.arguments import GemmPlan, KeepOutputs, LossArguments, Operands, Stripe, Sweep
+from cute_lce.arguments import GemmPlan, KeepOutputs, LossArguments, Operands, Stripe
 from cute_lce.compile.frozen import freeze
 from cute_lce.implementation import Request
 from cute_lce.launch import KERNELS
@@ -41,15 +41,15 @@ def thawed(frozen: Any) -> Any:
     [
         LossArguments(reduction=2, ignore_index=-(1 << 62) - 1),
         KeepOutputs(kept=1 << 62, kept_scale=3 << 40, workspace=5, pitch=1 << 33, columns=7),
-        Sweep(tiles_per_window=3, gemm=GemmPlan(windows=5, group_m=7, clusters=11, paced=1)),
+        GemmPlan(windows=5, tiles_per_window=3, splits=1, group=7, clusters=11, paced=1),
         Stripe(
             first=1,
             columns=2,
             is_first=0,
             is_last=1,
-            logits=GemmPlan(windows=3, group_m=4, clusters=5, paced=6),
-            dhidden=GemmPlan(windows=7, group_m=8, clusters=9, paced=10),
-            dweight=GemmPlan(windows=11, group_m=12, clusters=13, paced=14),
+            logits=GemmPlan(windows=3, tiles_per_window=4, splits=5, group=6, clusters=7, paced=8),
+            dhidden=GemmPlan(windows=9, tiles_per_window=10, splits=11, group=12, clusters=13, paced=14),
+            dweight=GemmPlan(windows=15, tiles_per_window=16, splits=17, group=18, clusters=19, paced=20),
         ),
     ],
     ids=lambda group: type(group).__name__,

@@ -1,4 +1,4 @@
-"""Runs and tiles: every (row, window) and every tile exactly once, in an order that shares operands."""
+"""Runs and tiles: every (column, window), split and tile exactly once, in an order that shares operands."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ import pytest
 from cute_lce.kernels.schedule import Walk, clamp_below, run_coord, run_tiles
 
 
-def order(rows: int, windows: int, group_m: int) -> list[tuple[int, int]]:
-    return [run_coord(run, rows, windows, group_m) for run in range(rows * windows)]
+def order(columns: int, windows: int, group: int) -> list[tuple[int, int]]:
+    return [run_coord(run, columns, windows, group) for run in range(columns * windows)]
 
 
 def sweep(count: int, seed: int):
-    """(rows, windows, group_m) of every small size, then of `count` random ones."""
-    for rows in range(1, 8):
+    """(columns, windows, group) of every small size, then of `count` random ones."""
+    for columns in range(1, 8):
         for windows in range(1, 6):
-            for group_m in range(1, rows + 1):
-                yield rows, windows, group_m
+            for group in range(1, columns + 1):
+                yield columns, windows, group
     draw = random.Random(seed)
     for _ in range(count):
-        rows, windows = draw.randint(1, 300), draw.randint(1, 90)
-        yield rows, windows, draw.randint(1, rows)
+        columns, windows = draw.randint(1, 300), draw.randint(1, 90)
+        yield columns, windows, draw.randint(1, columns)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_row_and_window_once(seed: int):
-    for rows, windows, group_m in sweep(60, seed):
-        found = order(rows, windows, group_m)
-        assert len(set(found)) == rows * windows, (rows, windows, group_m)
-        assert all(0 <= row < rows and 0 <= window < windows for row, window in found)
+def test_every_column_and_window_once(seed: int):
+    for columns, windows, group in sweep(60, seed):
+        found = order(columns, windows, group)
+        assert len(set(found)) == columns * windows, (columns, windows, group)
+        assert all(0 <= column < columns and 0 <= window < windows for column, window in found)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_groups_come_one_after_another_and_windows_rise_inside_them(seed: int):
-    for rows, windows, group_m in sweep(60, seed):
-        found = order(rows, windows, group_m)
-        groups = [row // group_m for row, _ in found]
+    for columns, windows, group in sweep(60, seed):
+        found = order(columns, windows, group)
+        groups = [column // group for column, _ in found]
         assert groups == sorted(groups)
-        for (row, window), (following, next_window) in pairwise(found):
-            if row // group_m == following // group_m:
-                # Rows vary fastest: the next run is the next row of this window or the first of the next.
-                assert (next_window, following) > (window, row)
+        for (column, window), (following, next_window) in pairwise(found):
+            if column // group == following // group:
+                # Columns vary fastest: next is the next column of this window or the next one's first.
+                assert (next_window, following) > (window, column)
 
 
 def test_the_last_group_is_narrower():
-    # 5 rows in groups of 2: the group of row 4 has one row, and its windows follow one another.
+    # 5 columns in groups of 2: the group of column 4 has one, and its windows follow one another.
     assert order(5, 3, 2)[12:] == [(4, 0), (4, 1), (4, 2)]
     assert order(5, 3, 2)[:6] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
 
@@ -60,14 +60,14 @@ def test_one_group_and_groups_of_one():
 
 @pytest.mark.parametrize("clusters", [1, 2, 7, 66, 132])
 def test_resident_clusters_share_operands(clusters: int):
-    """Runs under way at once lie in few groups, and so touch few rows of H and windows of W."""
-    rows, windows, group_m = 64, 50, 5
-    found = order(rows, windows, group_m)
-    for first in range(0, rows * windows, clusters):
+    """Runs under way at once lie in few groups, and so touch few tiles of B and windows of A."""
+    columns, windows, group = 64, 50, 5
+    found = order(columns, windows, group)
+    for first in range(0, columns * windows, clusters):
         now = found[first : first + clusters]
-        touched = {row for row, _ in now}
-        assert len(touched) <= 2 * group_m
-        assert len({window for _, window in now}) <= 2 * -(-len(now) // group_m) + 2
+        touched = {column for column, _ in now}
+        assert len(touched) <= 2 * group
+        assert len({window for _, window in now}) <= 2 * -(-len(now) // group) + 2
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -84,34 +84,43 @@ def test_windows_cover_every_tile_once(seed: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_walks_cover_every_tile_once(seed: int):
-    """All CTAs of all clusters together: each tile of the product once, in windows that are theirs alone."""
+    """All CTAs of all clusters together: each tile of the product once in each split, in windows that are
+    theirs alone."""
     draw = random.Random(seed)
     for _ in range(40):
-        rows, tiles, tiles_m, tiles_n = (draw.randint(1, most) for most in (9, 9, 2, 3))
+        columns, tiles, tiles_m, tiles_n, splits = (draw.randint(1, most) for most in (9, 9, 2, 3, 4))
         tiles_per_window, clusters = draw.randint(1, tiles), draw.randint(1, 12)
         windows = -(-tiles // tiles_per_window)
-        group_m = draw.randint(1, rows)
+        group = draw.randint(1, columns)
         found, partials = [], {}
         for cluster, m, n in itertools.product(range(clusters), range(tiles_m), range(tiles_n)):
             walk = Walk(
-                rows,
-                windows,
-                tiles_per_window,
-                group_m,
-                tiles,
-                cluster,
-                clusters,
-                tiles_m,
-                tiles_n,
-                m,
-                n,
+                columns=columns,
+                windows=windows,
+                tiles_per_window=tiles_per_window,
+                group=group,
+                tiles=tiles,
+                splits=splits,
+                depth=1,
+                cluster=cluster,
+                clusters=clusters,
+                tiles_m=tiles_m,
+                tiles_n=tiles_n,
+                m=m,
+                n=n,
             )
+            reached = -1
             for run in range(walk.cluster, walk.runs, walk.clusters):
-                m_tile, window, first, end = walk.run(run)
-                found += [(m_tile, walk.n_tile(tile)) for tile in range(first, end)]
-                assert partials.setdefault((m_tile, walk.partial(window)), walk) is walk
-        assert sorted(found) == list(itertools.product(range(rows * tiles_m), range(tiles * tiles_n)))
-        assert len(partials) == rows * tiles_m * windows * tiles_n
+                n_tile, window, split, first, end = walk.run(run)
+                found += [(split, walk.m_tile(tile), n_tile) for tile in range(first, end)]
+                assert partials.setdefault((split, n_tile, walk.partial(window)), walk) is walk
+                # Splits vary slowest.
+                assert split >= reached
+                reached = split
+        sizes = splits, tiles * tiles_m, columns * tiles_n
+        assert sorted(found) == list(itertools.product(*map(range, sizes)))
+        assert len(partials) == splits * columns * tiles_n * windows * tiles_m
+        assert {partial for _, _, partial in partials} == set(range(windows * tiles_m))
 
 
 def test_clamp_below():
@@ -121,7 +130,7 @@ def test_clamp_below():
 
 
 def test_run_coord_fits_32_bits():
-    """Kernels run it on Int32: no number on the way leaves it, up to 2^20 rows of clusters and windows."""
+    """Kernels run it on Int32: no number on the way leaves it, up to 2^20 columns of tiles and windows."""
 
     class Checked(int):
         pass
@@ -136,7 +145,7 @@ def test_run_coord_fits_32_bits():
 
     for name in ("__add__", "__sub__", "__mul__", "__floordiv__", "__and__", "__rshift__"):
         setattr(Checked, name, checked(name))
-    # n = 2^20 tokens of V = 2^20 in windows of one tile of 192: more than any plan has.
-    rows, windows, group_m = 2**20 // 256, 2**20 // 192 + 1, 44
-    for run in (0, 1, rows * windows // 2, rows * windows - 1):
-        run_coord(Checked(run), Checked(rows), Checked(windows), Checked(group_m))
+    # n = 2^20 tokens in tiles of 32, V = 2^20 in windows of one tile: more than any plan has.
+    columns, windows, group = 2**20 // 32, 2**20 // 256, 44
+    for run in (0, 1, columns * windows // 2, columns * windows - 1):
+        run_coord(Checked(run), Checked(columns), Checked(windows), Checked(group))

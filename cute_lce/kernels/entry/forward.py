@@ -6,14 +6,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16
 
 from cute_lce.arch import KernelConfig
-from cute_lce.arguments import ForwardOutputs, GemmPlan, KeepOutputs, LossArguments
+from cute_lce.arguments import KEPT_TILE, UNIT, ForwardOutputs, GemmPlan, KeepOutputs, LossArguments
 from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.mainloop import mainloop
-from cute_lce.plan.memory import KEPT_TILE, UNIT
 
 
 @cute.kernel
@@ -105,12 +104,11 @@ class Forward:
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:
         notes = cute.make_ptr(Uint16, keep.workspace + Int64(n) * 8, cute.AddressSpace.gmem, assumed_align=2)
+        units = KEPT_TILE // UNIT * cute.ceil_div(keep.columns, KEPT_TILE)
         return KeepTensors(
             kept=matrix(element, keep.kept, n, keep.columns, keep.pitch),
             reference=vector(Float32, keep.workspace, n),
-            notes=cute.make_tensor(
-                notes, cute.make_layout((KEPT_TILE // UNIT * cute.ceil_div(keep.columns, KEPT_TILE), n), stride=(Int64(n), 1))
-            ),
+            notes=cute.make_tensor(notes, cute.make_layout((units, n), stride=(Int64(n), 1))),
             most_raised=vector(Int32, keep.workspace + Int64(n) * 4, n),
             kept_scale=vector(Float32, keep.kept_scale, n),
             columns=keep.columns,
