@@ -107,9 +107,7 @@ def fold(leaf, merge):
 def opaque(value: Int32) -> Int32:
     """The value, of which the compiler knows nothing: it does not keep what is computed from it in registers
     while a loop runs in which this is called."""
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
-    )
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def first_row_of_warp(row: Int32) -> Int32:

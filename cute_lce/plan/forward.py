@@ -18,8 +18,8 @@ PARTIAL_NS = 32
 """What the combine kernel takes for a partial of up to 8192 rows: measured on an H100, used for every
 architecture."""
 EPILOGUE_CLOCKS, EPILOGUE_CLOCKS_SCARCE = 62, 84
-"""Clocks of a tile's epilogue for each of its columns, on an H200; the second where more than SCARCE_REGISTERS
-of a thread hold accumulators, so that few are left to hide latencies with."""
+"""Clocks of a tile's epilogue for each of its columns, on an H200; the second where more than
+SCARCE_REGISTERS of a thread hold accumulators, so that few are left to hide latencies with."""
 SCARCE_REGISTERS = 176
 COMBINE_ROWS = 32
 """Rows that a block of the combine kernel processes."""
@@ -102,7 +102,7 @@ def plan(
 
 
 def choose_config(gpu: Gpu, n: int, d: int, vocab: int) -> KernelConfig:
-    """The tiles with which a GEMM of logits takes the fewest clocks; of those that take as many the widest."""
+    """The tiles with which a GEMM of logits takes the fewest clocks; of equally fast ones the widest."""
 
     def cost(config: KernelConfig) -> tuple[float, int]:
         columns = ceil_div(n, config.cluster_columns)

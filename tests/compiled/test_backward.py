@@ -38,7 +38,7 @@ class Pass(NamedTuple):
         """The key of what launch/ asks for."""
         if self.which == "keep":
             return ForwardKey(self.config, self.dtype, keeps=True)
-        return BackwardKey(self.config, architecture(self.arch).gradient_config, self.dtype)
+        return BackwardKey(self.config, architecture(self.arch).gradient_configs[0], self.dtype)
 
     @property
     def gemms(self) -> list[cubin.Kernel]:
@@ -129,7 +129,7 @@ def check_registers(each: Pass) -> None:
 
 @hoppers_backwards
 def test_wgmma(each: Pass):
-    configs = each.config, each.config, architecture("sm_90a").gradient_config
+    configs = each.config, each.config, architecture("sm_90a").gradient_configs[0]
     for kernel, config in zip(each.gemms, configs, strict=True):
         shape = f"m64n{config.tile_n}k16.f32.{DTYPES[each.dtype]}.{DTYPES[each.dtype]}"
         rows_of_64 = config.tile_m * config.turns // (64 * config.warpgroups)

@@ -49,7 +49,7 @@ def narrow_plans(
             tokens=replace(row.tokens, stages=3, pace=pace),
             token_tiles=(tile_n,),
             # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
-            gradients=replace(row.gradients, tile_n=128, stages=3, pace=pace),
+            gradients=tuple(replace(each, tile_n=128, stages=3, pace=pace) for each in row.gradients),
         )
         patch.setitem(architectures.ARCHITECTURES, name, narrow)
     for module in (schedule, backward_plans):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from cute_lce import launch, linear_cross_entropy, ops
+from cute_lce.arch import architecture
 from cute_lce.launch import KERNELS
 from cute_lce.plan import forward as plans
 from cute_lce.streaming import STREAMING
@@ -180,12 +181,13 @@ def test_windows(window):
 
 
 @poisoned
-@pytest.mark.parametrize("config", range(2))
+@pytest.mark.parametrize("tile_n", architecture("sm_90a").token_tiles)
 @pytest.mark.parametrize("dtype", NARROW)
-def test_every_config(config, dtype, monkeypatch):
+def test_every_config(tile_n, dtype, monkeypatch):
     """Whichever a plan chooses at other sizes, paced and with few clusters too."""
-    chosen = launch.device.gpu_of(torch.device("cuda", 0)).row.configs
-    monkeypatch.setattr(plans, "_choose_config", lambda *_: chosen[config])
+    configs = launch.device.gpu_of(torch.device("cuda", 0)).row.token_configs
+    chosen = next(config for config in configs if config.tile_n == tile_n)
+    monkeypatch.setattr(plans, "choose_config", lambda *_: chosen)
     try:
         for n, d, V in ((700, 4096, 40_000), (300, 64, 500), (1, 8, 1000)):
             plans.plan.cache_clear()

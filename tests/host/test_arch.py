@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused(call: Callable[[str], object], name: str):
 def test_every_configuration_is_of_its_row(arch: str):
     row = architecture(arch)
     assert row.name == arch
-    for config in (*row.token_configs, row.gradient_config):
+    for config in (*row.token_configs, *row.gradient_configs):
         assert config.arch == arch
         assert config.row is row
     assert [config.tile_n for config in row.token_configs] == sorted(set(row.token_tiles))
@@ -55,7 +55,7 @@ def test_every_configuration_is_of_its_row(arch: str):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_configuration_that_does_not_fit_is_refused(arch: str):
     row = architecture(arch)
-    for config in (*row.token_configs, row.gradient_config):
+    for config in (*row.token_configs, *row.gradient_configs):
         # The ring is as deep as can be.
         assert config.stages == config.stages_that_fit <= MOST_STAGES
         dataclasses.replace(config, stages=config.stages - 1)

@@ -119,7 +119,7 @@ def test_fewer_sms_than_a_cluster_are_refused():
     for call in (
         lambda: forward.plan(one, 1, 64, 1000),
         lambda: forward.plan(one, 1000, 64, 1000),
-        lambda: gemm.plan(one, H100.row.gradient_config, 1000, 64, 1000),
+        lambda: gemm.plan(one, H100.row.gradient_configs[0], 1000, 64, 1000),
         lambda: backward.plan(one, Problem(100, 64, 1000), 0, NO_LIMITS),
     ):
         with pytest.raises(ValueError, match=r"^sms: got 1, want at least the 2 of a cluster"):
@@ -159,7 +159,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str):
     # A column of tiles, for each of whose k the busiest CTA computes or, if that takes longer, loads.
     clocks = {config: gemm.tile_clocks(config, 1) for config in configs}
     for n in range(1, 5001):
-        chosen = forward.choose_config(gpu, n)
+        chosen = forward.choose_config(gpu, n, 4096, 1000)
         assert chosen in configs
         columns = ceil_div(n, chosen.cluster_columns)
         assert 0 <= columns * chosen.cluster_columns - n < chosen.cluster_columns
@@ -176,7 +176,7 @@ def test_ragged_numbers_of_tokens_waste_little():
     configs = H100.row.token_configs
     least = min(gemm.tile_clocks(config, 1) / config.cluster_columns for config in configs)
     for n in range(1, 5001):
-        chosen = forward.choose_config(H100, n)
+        chosen = forward.choose_config(H100, n, 4096, 1000)
         padded = ceil_div(n, chosen.cluster_columns) * chosen.cluster_columns
         if n <= 192:
             assert padded - n < 32

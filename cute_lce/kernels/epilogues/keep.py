@@ -23,7 +23,6 @@ from cute_lce.kernels.fragment import (
     Fragment,
     first_row_of_warp,
     fold,
-    spread,
 )
 from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.row_stats import fma
@@ -37,8 +36,8 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """The forward's state; K of each token that a lane owns, and in bits which of them are ignored; whether any
-    of the warp's tokens is ignored."""
+    """The forward's state; K of each token that a lane owns, and in bits which of them are ignored; whether
+    any of the warp's tokens is ignored."""
 
     forward: ForwardState
     reference: cute.Tensor

@@ -10,8 +10,8 @@ from cutlass import Boolean, Float32, Int32
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
-from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, spread
+from cute_lce.kernels.row_stats import fma
 
 NOTHING = (-Float32.inf, Float32(0.0))  # the statistics of no classes
 LOWEST = -3.4e38  # a base that every finite logit exceeds
@@ -36,8 +36,8 @@ class ForwardTensors(NamedTuple):
 
 
 class ForwardState(NamedTuple):
-    """For each token that a lane owns: the maximum of the classes that its warp has seen in this run, their sum
-    relative to 2^base, with an integer base."""
+    """For each token that a lane owns: the maximum of the classes that its warp has seen in this run, their
+    sum relative to 2^base, with an integer base."""
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -182,9 +182,7 @@ def fmax_each(a: Float32, b: Float32):
     return (cute.arch.fmax(a, b),)
 
 
-def exponentials(
-    fragment: Fragment, frag: cute.Tensor, base: Float32, first: int, j: int, *, in_place: bool
-):
+def exponentials(fragment: Fragment, frag: cute.Tensor, base: Float32, first: int, j: int, *, in_place: bool):
     """The sum of 2^(z log2 e - base) of a thread's elements of a column, element first + j of a row.
 
     base: of the column that this lane owns among the 32 with elements first, first + 1, ...

@@ -18,9 +18,7 @@ def _pack(low: Float32, high: Float32, kind) -> Int32:
 def _at(matrix: cute.Tensor, row: Int32, column: Int32, align: int, count: int) -> cute.Tensor:
     """`count` elements of a row-major matrix at an address aligned to `align` bytes."""
     pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
-    address = cute.make_ptr(
-        matrix.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align
-    )
+    address = cute.make_ptr(matrix.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(address, cute.make_layout(count))
 
 
@@ -28,9 +26,7 @@ def _at(matrix: cute.Tensor, row: Int32, column: Int32, align: int, count: int) 
 def _store_eight(matrix: cute.Tensor, words: cute.Tensor, row: Int32, column: Int32):
     """Store eight 16-bit numbers at a column that is a multiple of 8, if it is in the matrix."""
     if row < cute.size(matrix, mode=[0]) and column < cute.size(matrix, mode=[1]):
-        cute.autovec_copy(
-            cute.recast_tensor(words, matrix.element_type), _at(matrix, row, column, 16, 8)
-        )
+        cute.autovec_copy(cute.recast_tensor(words, matrix.element_type), _at(matrix, row, column, 16, 8))
 
 
 @cute.jit
