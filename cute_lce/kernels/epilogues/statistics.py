@@ -162,13 +162,13 @@ class ForwardEpilogue:
                 if Boolean(owns) and token < cute.size(tensors.target):
                     own = slab * self.fragment.owned + i
                     row_max = state.row_max[own]
-                    # From 2^base to exp(row_max). If all lies far below the base the sum is 0, and the
-                    # exponent may exceed fp32.
-                    back = maths.base_exponent(row_stats.finite_max(row_max), state.base[own], fma)
-                    back = cute.math.exp2(cute.arch.fmin(back, Float32(126.0)), fastmath=True)
+                    # From 2^base to exp(row_max), whose own term becomes exactly 1. If all lies far below the
+                    # base, the sum is 0.
+                    exponent = maths.kept_exponent(row_stats.finite_max(row_max), state.base[own], fma)
+                    one = cute.math.exp2(cute.arch.fmax(exponent, Float32(-126.0)), fastmath=True)
                     number = partial * self.warps + warp
                     tensors.partials[number, token, 0] = row_max
-                    tensors.partials[number, token, 1] = state.row_sum[own] * back
+                    tensors.partials[number, token, 1] = state.row_sum[own] / one
 
 
 def highest(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
