@@ -26,9 +26,9 @@ from tests.numerics import Case, assert_close
 
 
 @contextlib.contextmanager
-def device(arch: str, sms: int, seed: int = 0) -> Iterator[Emulator]:
-    """While active, launch/ runs CPU tensors on an emulated device of `sms` SMs."""
-    counts = Emulator(seed)
+def device(arch: str, sms: int, seed: int = 0, resident: int = 16) -> Iterator[Emulator]:
+    """While active, launch/ runs CPU tensors on an emulated device of `sms` SMs; resident: CTAs at once."""
+    counts = Emulator(seed, resident)
     with emulator.known_allocations(), planned_for(Gpu(arch, sms), counts):
         yield counts
 
@@ -90,6 +90,7 @@ def train(
     need_dweight: bool = True,
     sms: int = 4,
     seed: int = 0,
+    resident: int = 16,
 ) -> Run:
     """Both passes of launch/.
 
@@ -98,7 +99,7 @@ def train(
     """
     upstream = case.upstream(reduction) if dloss is None else dloss
     options = {"reduction": reduction, "window": window, "workspace": workspace}
-    with device(arch, sms, seed) as counts:
+    with device(arch, sms, seed, resident) as counts:
         results = passes.forward(KERNELS, case, kept_columns=kept_columns, **options)
         # A strided or expanded float32 vector goes in as it is; others are converted as autograd would.
         upstream = upstream if upstream.dtype is torch.float32 else upstream.float()

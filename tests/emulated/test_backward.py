@@ -5,6 +5,8 @@ python -m tests.emulated.test_backward      prints the instruction counts that d
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +15,17 @@ import pytest
 import torch
 
 from cute_lce import linear_cross_entropy
+from cute_lce.arch import architecture
+from cute_lce.arguments import Gradients
 from cute_lce.launch import KERNELS, Kernels
 from cute_lce.launch.backward import KernelBackward
 from cute_lce.ops import plain, select
+from cute_lce.plan.kernels import Key
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem
 from tests import passes
 from tests.device import forget_plans
 from tests.emulated.backward import Run, check, device, narrow_plans, train
-from tests.emulated.forward import ignoring, minus_infinity, scaled
+from tests.emulated.forward import Emulator, ignoring, minus_infinity, scaled
 from tests.emulator import known_allocations
 from tests.gpu import sanitize
 from tests.numerics import (
@@ -326,6 +331,193 @@ def test_bad_targets_stay_in_their_rows(arch: str, how: str, gradient: float):
     assert torch.equal(run.dinput.isnan().all(1), sick)
     assert torch.equal(run.dinput.isnan().any(1), sick)
     assert run.dweight.isnan().all()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Tiles, splits of dhidden's k, pacing
+
+
+# n, V, d, tile_n, how: ends of n and V in every part of a tile, tiles in whose last 32 columns not every lane
+# owns one, d padded and in several tiles of dhidden's rows.
+SHAPES = [
+    (1, 129, 24, 64, "recompute"),
+    (1, 257, 24, 48, "keep"),
+    (1, 200, 24, 48, "fp16, stripes"),
+    (16, 1, 24, 32, "recompute"),
+    (16, 7, 40, 48, "keep"),
+    (17, 257, 264, 48, "keep, stripes"),
+    (33, 127, 136, 32, "keep"),
+    (33, 129, 37, 48, "keep"),
+    (41, 200, 129, 112, "keep, stripes"),
+    (47, 127, 200, 48, "recompute"),
+    (129, 129, 24, 64, "keep"),
+    (129, 7, 300, 48, "fp16"),
+    (192, 130, 24, 64, "stripes"),
+    (193, 129, 24, 64, "keep, stripes"),
+    (193, 1, 24, 48, "keep"),
+    (193, 127, 16, 112, "keep"),
+    (300, 130, 24, 112, "stripes"),
+    (300, 129, 8, 112, "keep"),
+    (300, 131, 24, 48, "fp16, stripes"),
+]
+
+
+@both
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_shapes(arch: str, shape: tuple[int, int, int, int, str], monkeypatch):
+    n, V, d, tile_n, how = shape
+    if arch != "sm_90a" and tile_n not in architecture(arch).token_tiles:
+        tile_n = 64
+    narrow_plans(monkeypatch, tile_n=tile_n)
+    dloss = torch.linspace(1, 2, n).double()
+    make = random_case if V == 1 else lambda *sizes: ignoring(random_case(*sizes))
+    case, run = run_how(how, lambda dtype: make(n, d, V, dtype), arch, dloss=dloss, seed=n + V)
+    if V > 1:
+        check(case, run, dloss=dloss)
+    else:
+        assert run.dinput is not None
+        assert run.dweight is not None
+        # Nothing to learn; what is kept is relative to another number than the maximum.
+        for found in (run.loss, run.dinput, run.dweight):
+            assert found.abs().max() <= run.kept_columns * 2**-12
+
+
+# Two columns of a row, of which the second is raised and the first is not, unless they are of one unit (a
+# warp's 16 rows of both halves of a tile of 128). Their probabilities are alike.
+UNITS = [(0, 15), (0, 16), (0, 64), (0, 79), (15, 80), (63, 64), (64, 48), (127, 128), (129, 1), (200, 140)]
+
+
+@both
+@pytest.mark.parametrize("tile_n", [48, 64])
+@pytest.mark.parametrize("columns", UNITS, ids=str)
+def test_raises_in_single_units(arch: str, columns: tuple[int, int], tile_n: int, monkeypatch):
+    if arch == "sm_90a":
+        narrow_plans(monkeypatch, tile_n=tile_n)
+    low, high = columns
+    rows = slice(3, None, 7)
+    case = jumping(random_case(53, 64, 201, BF16, scale=0.1), {low: 44.2, high: 45.0}, rows)
+    dloss = torch.linspace(1, 2, 53).double()
+    check(case, train(case, arch, kept_columns=201, dloss=dloss, seed=low % 3), dloss=dloss)
+
+
+# splits, kept, columns of a stripe, of a vocabulary of 330 (6 k tiles): of 4 splits the last one lies wholly
+# beyond k, of 5 the last two.
+SPLITS = [
+    (2, 0, 0),
+    (3, 0, 0),
+    (4, 0, 0),
+    (5, 0, 0),
+    (2, 0, 130),
+    (3, 0, 70),
+    (5, 0, 130),
+    (3, 330, 0),
+    (2, 128, 130),
+    (3, 128, 0),
+]
+
+
+@both
+@dtypes
+@pytest.mark.parametrize(("splits", "kept", "window"), SPLITS)
+def test_splits(arch: str, dtype: torch.dtype, splits: int, kept: int, window: int, monkeypatch):
+    """Splits of dhidden's k, in several stripes too; ignored rows of nan."""
+    if dtype is FP16 and kept:
+        kept, window = 0, 64
+    narrow_plans(monkeypatch, splits=splits)
+    case, clean = with_bad_ignored_rows(random_case(69, 136, 330, dtype))
+    dloss = torch.linspace(1, 2, 69).double()
+    run = train(case, arch, kept_columns=kept, window=window, dloss=dloss, seed=splits + window)
+    # bfloat16's recomputed columns multiply zeros by the rows as they are.
+    check(clean, run if dtype is FP16 or kept == 330 else replace(run, dweight=None), dloss=dloss)
+    assert sum("Reduce" in name for name in run.emulator.launched) == 1
+
+
+@both
+@pytest.mark.parametrize("window", [0, 130], ids=["one stripe", "stripes"])
+def test_splits_without_dweight(arch: str, window: int, monkeypatch):
+    narrow_plans(monkeypatch, splits=3)
+    case = random_case(37, 72, 200, BF16)
+    check(case, train(case, arch, window=window, need_dweight=False))
+
+
+@both
+def test_splits_are_added_in_their_order(arch: str, monkeypatch):
+    """Whatever the schedule. Of three splits the second cancels the first, so that another order gives other
+    bits: of the third what the first leaves room for."""
+    narrow_plans(monkeypatch, splits=3)
+    n, d, V = 40, 72, 192
+    weight = torch.randn(3, V // 3, d, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[0] *= 2**20
+    weight[1] = -weight[0]
+    # Every class has the same probability, and the targets are in the third split.
+    case = Case(torch.zeros(n, d, dtype=BF16), weight.view(V, d), torch.arange(128, 128 + n))
+    dloss = torch.linspace(1, 2, n)
+    found = []
+    for seed in range(4):
+        with device(arch, 4, seed) as emulator:
+            sums = _record_sums(emulator, (3, n, d))
+            results = passes.forward(KERNELS, case)
+            dinput, _ = passes.backward(KERNELS, case, dloss.clone(), results, need_dweight=False)
+        assert dinput is not None
+        found.append(dinput)
+    (first, second, third), *_ = sums
+    ordered, *others = (
+        ((a + b) + c).bfloat16()
+        for a, b, c in ((first, second, third), (third, second, first), (first, third, second))
+    )
+    assert ordered.any()
+    assert all(torch.equal(each, ordered) for each in found)
+    assert not any(torch.equal(other, ordered) for other in others)
+
+
+def _record_sums(emulator: Emulator, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Gets what is in Gradients.sums after each launch of a backward."""
+    sums: list[torch.Tensor] = []
+    get = emulator.get
+
+    def recording(key: Key):
+        function = get(key)
+
+        def call(*arguments) -> None:
+            function(*arguments)
+            for group in arguments:
+                if isinstance(group, Gradients):
+                    floats = ctypes.c_float * math.prod(shape)
+                    there = torch.frombuffer(floats.from_address(group.sums), dtype=torch.float32)
+                    sums.append(there.clone().view(shape))
+
+        return call
+
+    emulator.get = recording
+    return sums
+
+
+@both
+@pytest.mark.parametrize("resident", [16, 2])
+@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize("how", ["recompute", "keep, stripes", "fp16, stripes"])
+def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):
+    """All GEMMs of both passes, with four clusters of which all or only one runs at a time."""
+    narrow_plans(monkeypatch, splits=splits, paced=True)
+    case, run = run_how(
+        how,
+        lambda dtype: ignoring(random_case(150, 264, 330, dtype)),
+        arch,
+        sms=8,
+        seed=splits,
+        resident=resident,
+    )
+    check(case, run)
+    gemms = [
+        (launched, counts)
+        for result in run.emulator.results
+        for launched, counts in zip(result.launches, result.by_launch, strict=True)
+        if "Gemm" in launched.kernel
+    ]
+    assert len(gemms) >= 4
+    for launched, counts in gemms:
+        assert launched.grid[0] >= 4, launched.kernel
+        assert any(op.startswith("red.") for warp in counts.values() for op in warp), launched.kernel
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from tests.numerics import random_case
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 HOPPER, PAIR = (
-    replace(architecture(name).token_configs[0], tile_n=64, stages=2, pace=1) for name in ("sm_90a", "sm_100a")
+    replace(architecture(name).token_configs[0], tile_n=64, stages=2, pace=1)
+    for name in ("sm_90a", "sm_100a")
 )
 # With narrow tiles, two stages and a step each k tile or every other.
 CONFIGS = {

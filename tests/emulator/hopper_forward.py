@@ -1,7 +1,7 @@
 """The project's Hopper forward as a subject: compiled without a cache, called through launch/.
 
-One small problem serves the mutations and the record on hardware: ragged in n and V, several k tiles, two
-windows of the vocabulary, ignored rows.
+One small problem serves the mutations and the record on hardware: ragged in n and V, several k tiles, several
+runs a cluster, with ping-pong of two windows of the vocabulary, ignored rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ N, D, VOCAB, WINDOW = 140, 136, 200, 128
 def config(pingpong: bool = False):
     from cute_lce.arch import architecture
 
-    return replace(architecture("sm_90a").keep_config, tile_n=64, stages=2, pingpong=pingpong)
+    planned = architecture("sm_90a").token_configs[0]
+    return replace(planned, tile_m=64 if pingpong else 128, tile_n=32, stages=2, pingpong=pingpong)
 
 
 def trace(pingpong: bool, folder: str | None):
