@@ -45,6 +45,8 @@ NO_NEGATIVE_COLUMN = (
     "Of the division of a column by the unit, which rounds towards zero: no column is negative.",
 )
 
+SEVERAL_SPLITS = (r"setp\.lt\.s32 \S+ %r\d+, 1$", "or equal", "There are two splits or more.")
+
 
 def case(arch: str, keeps: bool):
     """Ignored rows; for what keeps also rows that rise above their reference in some columns."""
@@ -137,7 +139,7 @@ def _subject(arch: str, which: str, **options) -> Subject:
 
     @functools.cache
     def expected() -> list[Tensor]:
-        """Of the kernels as they are: the first call is before any mutation."""
+        """Of the kernels as they are: `build` calls it before any mutation."""
         results = run(arch, 0)[1]
         (_check_keep if which == "keep" else _check_backward)(arch, results)
         return results
@@ -145,6 +147,7 @@ def _subject(arch: str, which: str, **options) -> Subject:
     def build(folder: str) -> Emulated:
         from tests.emulated.forward import emulated
 
+        expected()
         return emulated(run(arch, 0)[0])
 
     def check(program: Emulated, seed: int) -> bool:
@@ -206,29 +209,51 @@ def _right_by_the_tests(seed: int) -> bool:
     return True
 
 
+def _sum_of_splits_is_right(seed: int) -> bool:
+    """What tests/emulated/test_backward.py asks of dhidden in splits of k."""
+    from tests.emulated.backward import check, train
+    from tests.numerics import random_case
+
+    case = random_case(17, 72, 200, torch.bfloat16)
+    # The loop over splits is unrolled by 4.
+    for splits in (5, 4):
+        with _narrow(splits):
+            try:
+                check(case, train(case, "sm_90a", need_dweight=False, sms=SMS, seed=seed))
+            except AssertionError:
+                return False
+    return True
+
+
 @contextlib.contextmanager
-def _narrow() -> Iterator[None]:
+def _narrow(splits: int = 0) -> Iterator[None]:
     from tests.device import forget_plans
     from tests.emulated.backward import narrow_plans
 
     with pytest.MonkeyPatch.context() as patch:
-        narrow_plans(patch)
+        narrow_plans(patch, splits=splits)
         yield
     forget_plans()
 
 
-def _arithmetic(kernel: str, least_mutations: int, missed: int, reasons: list) -> Subject:
+def _arithmetic(
+    kernel: str,
+    least_mutations: int,
+    missed: int,
+    reasons: list,
+    is_right: Callable[[int], bool] = _right_by_the_tests,
+) -> Subject:
     """One of the small kernels, which both architectures share, by the rules of arithmetic."""
 
     def build(folder: str) -> Emulated:
         from tests.emulated.forward import emulated
 
-        return emulated((_backward if kernel == "ScaleRows" else _keep)("sm_90a", 0)[0])
+        return emulated((_keep if kernel in ("References", "Finish") else _backward)("sm_90a", 0)[0])
 
     return Subject(
         f"arithmetic of {kernel}",
         build,
-        lambda program, seed: _right_by_the_tests(seed),
+        lambda program, seed: is_right(seed),
         range(1),
         least_mutations,
         missed,
@@ -253,7 +278,8 @@ def subjects() -> list[Subject]:
         )
     found += [
         _arithmetic("References", 30, 3, [SAME_LANES, CLASS_0, EITHER_INTEGER]),
-        _arithmetic("Finish", 40, 2, [NO_NEGATIVE_COLUMN]),
+        _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN]),
         _arithmetic("ScaleRows", 15, 1, [SAME_LANES]),
+        _arithmetic("Reduce", 40, 1, [SEVERAL_SPLITS], _sum_of_splits_is_right),
     ]
     return found

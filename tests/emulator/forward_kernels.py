@@ -15,11 +15,8 @@ def configs() -> dict:
     from cute_lce.arch import architecture
 
     pair = replace(architecture("sm_100a").token_configs[0], tile_n=64, stages=2)
-    return {
-        "pair": pair,
-        "single": replace(pair, tile_m=128, cluster_m=1),
-        "two pairs": replace(pair, cluster_m=4),
-    }
+    single = replace(pair, tile_m=128, cluster_m=1)
+    return {"pair": pair, "single": single, "two pairs": replace(pair, cluster_m=4)}
 
 
 # Waits of producers' tails: two for the ring's two slots, one for the accumulators. Between two pairs, which
