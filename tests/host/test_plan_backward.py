@@ -111,7 +111,7 @@ def test_stripes_end_in_full_rounds(arch: str):
     """Rounds of the weight's GEMM, of all stripes, are at most 3% more than were every round full, or as many
     as the longest stripes take; nor are there many more stripes."""
     gpu = Gpu(arch, architecture(arch).sms)
-    config = gpu.row.gradient_config
+    config = gpu.row.gradient_configs[-1]
     shorter = 0
     for n, d, V in [(8192, 4096, 131072), (4096, 4096, 128256), (4096, 7168, 129280), (32768, 4096, 262144)]:
         for workspace in (300 * MIB, 700 * MIB, 1126 * MIB):
@@ -230,12 +230,12 @@ def test_splits_save_time():
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_configs_fit_the_device(arch: str):
-    config = architecture(arch).gradient_config
-    assert config.arch == arch
-    assert config.shared_memory <= architecture(arch).shared_memory
-    # Operands whose rows are not along k come in 64 columns; a multicast sends each CTA whole ones.
-    assert config.tile_m % (64 * config.cluster_n) == 0
-    assert config.tile_n % (64 * config.cluster_m) == 0
+    for config in architecture(arch).gradient_configs:
+        assert config.arch == arch
+        assert config.shared_memory <= architecture(arch).shared_memory
+        # Operands whose rows are not along k come in 64 columns; a multicast sends each CTA whole ones.
+        assert config.tile_m % (64 * config.cluster_n) == 0
+        assert config.tile_n % (64 * config.cluster_m) == 0
 
 
 def test_more_workspace_is_never_more_work():
