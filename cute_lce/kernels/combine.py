@@ -11,8 +11,9 @@ from cute_lce import maths
 from cute_lce.arguments import REDUCTIONS, LossArguments
 from cute_lce.kernels import row_stats
 
-ROWS = 32  # rows of a block: a warp's lanes, which read 256 consecutive bytes of a window's partials
-WARPS = 16  # windows that a block reads at once
+ROWS = 8  # of a block, whose partials of a window are 64 consecutive bytes
+WARPS = 16
+LANES = 32
 
 
 class CombineTensors(NamedTuple):
@@ -41,13 +42,13 @@ class CombineTensors(NamedTuple):
 
 
 class Combine:
-    """One block of 16 warps for 32 rows: lane = row, warp = every 16th window.
+    """One block of 16 warps for 8 rows: a lane has every 64th partial of a row, since few tokens have many.
 
-    Timeline of a block: each warp merges its windows' partials in registers -> shared memory -> warp 0 merges
-    the 16 results, writes the rows' statistics and losses and, by shuffles, the block's loss and count -> the
-    block that arrives last adds up all blocks in a fixed order, in float64, so that the result does not
-    depend on which block is last.
-    Shared memory: 4 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once.
+    Timeline of a block: each lane merges its partials in registers -> the 4 lanes of a row by shuffles ->
+    shared memory -> warp 0 merges the 16 results, writes the rows' statistics and losses and, by shuffles,
+    the block's loss and count -> the block that arrives last adds up all blocks in a fixed order, in float64,
+    so that the result does not depend on which block is last.
+    Shared memory: 1 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once.
     """
 
     @cute.jit
@@ -61,7 +62,7 @@ class Combine:
 
         self.storage = SharedStorage
         blocks = cute.ceil_div(cute.size(tensors.target), ROWS)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(ROWS * WARPS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, tensors: CombineTensors):
@@ -69,7 +70,8 @@ class Combine:
         block = cute.arch.block_idx()[0]
         blocks = cute.arch.grid_dim()[0]
         n = cute.size(tensors.target)
-        row = block * ROWS + lane
+        line, share = lane % ROWS, lane // ROWS
+        row = block * ROWS + line
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         maxima = storage.maxima.get_tensor(cute.make_layout((WARPS, ROWS), stride=(ROWS, 1)))
         sums = storage.sums.get_tensor(cute.make_layout((WARPS, ROWS), stride=(ROWS, 1)))
@@ -77,18 +79,24 @@ class Combine:
 
         row_max, row_sum = -Float32.inf, Float32(0.0)
         if row < n:
-            for window in cutlass.range(warp, cute.size(tensors.partials, mode=[0]), WARPS, unroll=4):
+            first, step = warp * (LANES // ROWS) + share, WARPS * (LANES // ROWS)
+            for window in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
                 row_max, row_sum = row_stats.merge(
                     row_max, row_sum, tensors.partials[window, row, 0], tensors.partials[window, row, 1]
                 )
-        maxima[warp, lane] = row_max
-        sums[warp, lane] = row_sum
+        for offset in cutlass.range_constexpr(2):
+            other_max = cute.arch.shuffle_sync_bfly(row_max, offset=ROWS << offset)
+            other_sum = cute.arch.shuffle_sync_bfly(row_sum, offset=ROWS << offset)
+            row_max, row_sum = row_stats.merge(row_max, row_sum, other_max, other_sum)
+        if share == 0:
+            maxima[warp, line] = row_max
+            sums[warp, line] = row_sum
         cute.arch.sync_threads()
         if warp == 0:
             for other in cutlass.range_constexpr(1, WARPS):
-                row_max, row_sum = row_stats.merge(row_max, row_sum, maxima[other, lane], sums[other, lane])
+                row_max, row_sum = row_stats.merge(row_max, row_sum, maxima[other, line], sums[other, line])
             loss, valid = Float32(0.0), Float32(0.0)
-            if row < n:
+            if row < n and share == 0:
                 target = Int64(tensors.target[row])
                 if target != tensors.loss.ignore_index:
                     valid = Float32(1.0)
@@ -119,7 +127,7 @@ class Combine:
         totals = storage.totals.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
         cute.arch.fence_acq_rel_gpu()
         loss, valid = Float64(0.0), Float64(0.0)
-        for block in cutlass.range(warp * ROWS + lane, blocks, ROWS * WARPS, unroll=1):
+        for block in cutlass.range(warp * LANES + lane, blocks, LANES * WARPS, unroll=1):
             loss += Float64(tensors.blocks[block, 0])
             valid += Float64(tensors.blocks[block, 1])
         loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)

@@ -21,7 +21,7 @@ EPILOGUE_CLOCKS, EPILOGUE_CLOCKS_SCARCE = 62, 84
 """Clocks of a tile's epilogue for each of its columns, on an H200; the second where more than
 SCARCE_REGISTERS of a thread hold accumulators, so that few are left to hide latencies with."""
 SCARCE_REGISTERS = 176
-COMBINE_ROWS = 32
+COMBINE_ROWS = 8
 """Rows that a block of the combine kernel processes."""
 
 

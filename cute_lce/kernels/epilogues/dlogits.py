@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
-from cute_lce.kernels.epilogues.statistics import NO_ROW, has_target
+from cute_lce.kernels.epilogues.statistics import NO_ROW, has_target, targets
 from cute_lce.kernels.epilogues.store import store_columns
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
 
@@ -34,14 +34,12 @@ class DlogitsTensors(NamedTuple):
 
 
 class DlogitsState(NamedTuple):
-    """For each token that a lane owns: what logits are relative to, the factors of exponentials and of the
-    onehot, the target's row in the stripe, and whether it is ignored; and whether any of the warp's are."""
+    """For each token that a lane owns: what logits are relative to, and the factor of exponentials; in bits
+    which of them are ignored, and whether any of the warp's is."""
 
     ref: cute.Tensor
     factor: cute.Tensor
-    onehot: cute.Tensor
-    target: cute.Tensor
-    ignored: cute.Tensor
+    ignored: Int32
     any_ignored: Boolean
 
 
@@ -61,33 +59,28 @@ class DlogitsEpilogue:
     def begin(self, tensors: DlogitsTensors, column: Int32) -> DlogitsState:
         fragment = self.fragment
         count = fragment.slabs * fragment.owned
-        ref, factor, onehot = (cute.make_rmem_tensor(count, Float32) for _ in range(3))
-        target, ignored = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
-        any_ignored = Boolean(False)
+        ref, factor = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+        ref.fill(0.0)
+        factor.fill(0.0)
+        ignored = Int32(0)
         for slab in cutlass.range_constexpr(fragment.slabs):
             for i in cutlass.range_constexpr(fragment.owned):
                 own = slab * fragment.owned + i
-                ref[own], factor[own], onehot[own] = Float32(0.0), Float32(0.0), Float32(0.0)
-                target[own], ignored[own] = Int32(NO_ROW), Int32(0)
                 token, owns = fragment.owned_column(column, slab, i)
                 if Boolean(owns) and token < cute.size(tensors.target):
-                    index = Int64(tensors.target[token])
-                    if index != tensors.loss.ignore_index:
-                        scale = Float32(1.0)
-                        if cutlass.const_expr(self.has_grad_scale):
-                            scale = row_stats.grad_scale(
-                                tensors.dloss, tensors.num_valid, tensors.loss, token
-                            )
+                    if Int64(tensors.target[token]) != tensors.loss.ignore_index:
                         ref[own] = row_stats.finite_max(tensors.row_max[token])
+                        scale = self._scale(tensors, token)
                         factor[own] = maths.softmax_factor(scale, tensors.row_sum[token])
-                        onehot[own] = scale
-                        index = index - tensors.first
-                        if index >= 0 and index < cute.size(tensors.dlogits, mode=[1]):
-                            target[own] = Int32(index)
                     else:
-                        ignored[own] = Int32(1)
-                any_ignored = any_ignored or ignored[own] != 0
-        return DlogitsState(ref, factor, onehot, target, ignored, cute.arch.vote_any_sync(any_ignored))
+                        ignored = ignored | (1 << own)
+        return DlogitsState(ref, factor, ignored, cute.arch.vote_any_sync(ignored != 0))
+
+    def _scale(self, tensors: DlogitsTensors, token: Int32) -> Float32:
+        """The factor of a valid token's softmax and onehot."""
+        if not self.has_grad_scale:
+            return Float32(1.0)
+        return row_stats.grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
 
     @cute.jit
     def visit(
@@ -107,19 +100,24 @@ class DlogitsEpilogue:
             factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
-        own = cute.make_rmem_tensor(fragment.owned, Int32)
-        for i in cutlass.range_constexpr(fragment.owned):
-            own[i] = state.target[slab * fragment.owned + i]
+        # Read again for every tile: registers are scarcer than loads.
+        last = tensors.first + cute.size(tensors.dlogits, mode=[1])
+        own = targets(fragment, tensors.target, column, slab, tensors.first, last)
         if has_target(fragment, own, row):
+            onehot = cute.make_rmem_tensor(fragment.owned, Float32)
+            onehot.fill(0.0)
+            for i in cutlass.range_constexpr(fragment.owned):
+                token, _ = fragment.owned_column(column, slab, i)
+                if own[i] != NO_ROW:
+                    onehot[i] = self._scale(tensors, token)
             for c in cutlass.range_constexpr(fragment.count):
-                target = spread(own[c // SHARED], c)
-                onehot = spread(state.onehot[slab * fragment.owned + c // SHARED], c)
+                target, scale = spread(own[c // SHARED], c), spread(onehot[c // SHARED], c)
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     if row + fragment.rows[r] == target:
-                        frag[r, c] = maths.dlogits(frag[r, c], onehot)
+                        frag[r, c] = maths.dlogits(frag[r, c], scale)
         if state.any_ignored:
             for i in cutlass.range_constexpr(fragment.owned):
-                ignored = state.ignored[slab * fragment.owned + i]
+                ignored = (state.ignored >> (slab * fragment.owned + i)) & 1
                 zero_ignored(fragment, ignored, frag, fragment.shared(i))
         store_columns(
             tensors.dlogits,

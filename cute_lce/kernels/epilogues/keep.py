@@ -36,11 +36,10 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """The forward's state; K of each token that a lane owns, and in bits which of them are ignored; whether
-    any of the warp's tokens is ignored."""
+    """The forward's state; in bits which of the tokens that a lane owns are ignored, and whether any of the
+    warp's is."""
 
     forward: ForwardState
-    reference: cute.Tensor
     ignored: Int32
     any_ignored: Boolean
 
@@ -49,35 +48,27 @@ class KeepEpilogue:
     """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
 
     A kept element's exponential is computed once, relative to its token's K, for the operand and for the
-    statistics. A token has one j for a warp's rows of a tile, a unit; a vote says whether any of a warp's
-    tokens needs one other than 0.
+    statistics. A token has one j for a warp's rows of a tile, a unit.
     """
 
     def __init__(self, fragment: Fragment, warps: int):
+        if len(fragment.rows) != 4:
+            raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
         self.forward = ForwardEpilogue(fragment, warps)
 
     @cute.jit
     def begin(self, tensors: KeepForwardTensors, column: Int32) -> KeepState:
-        fragment = self.fragment
-        count = fragment.slabs * fragment.owned
-        reference = cute.make_rmem_tensor(count, Float32)
+        fragment, target = self.fragment, tensors.forward.target
         ignored = Int32(0)
         for slab in cutlass.range_constexpr(fragment.slabs):
             for i in cutlass.range_constexpr(fragment.owned):
-                own = slab * fragment.owned + i
-                reference[own] = Float32(0.0)
                 token, owns = fragment.owned_column(column, slab, i)
-                if Boolean(owns) and token < cute.size(tensors.forward.target):
-                    reference[own] = tensors.keep.reference[token]
-                    if Int64(tensors.forward.target[token]) == tensors.forward.loss.ignore_index:
-                        ignored = ignored | (1 << own)
-        return KeepState(
-            self.forward.begin(tensors.forward, column),
-            reference,
-            ignored,
-            cute.arch.vote_any_sync(ignored != 0),
-        )
+                if Boolean(owns) and token < cute.size(target):
+                    if Int64(target[token]) == tensors.forward.loss.ignore_index:
+                        ignored = ignored | (1 << (slab * fragment.owned + i))
+        forward = self.forward.begin(tensors.forward, column)
+        return KeepState(forward, ignored, cute.arch.vote_any_sync(ignored != 0))
 
     @cute.jit
     def visit(
@@ -108,90 +99,44 @@ class KeepEpilogue:
         slab: cutlass.Constexpr[int],
     ):
         """Exponentials instead of the fragment's logits, stored, and their statistics."""
-        fragment = self.fragment
-        row_max = cute.make_rmem_tensor(fragment.owned, Float32)
-        exceeds = Boolean(False)
+        fragment, keep = self.fragment, tensors.keep
+        unit = fragment.unit(first_row_of_warp(row))
         for i in cutlass.range_constexpr(fragment.owned):
-            (row_max[i],) = fold(partial(highest, fragment, frag, SHARED * i), fmax_each)
-            above = maths.kept_exponent(row_max[i], state.reference[slab * fragment.owned + i], fma)
-            exceeds = exceeds or above > maths.HEADROOM
-        raised = cute.arch.vote_any_sync(exceeds)
-        if raised:
-            self._raise(tensors, state, row_max, row, column, slab)
-        else:
-            self._note(tensors, None, row, column, slab)
-        for i in cutlass.range_constexpr(fragment.owned):
-            base = state.reference[slab * fragment.owned + i]
+            token, owns = fragment.owned_column(column, slab, i)
+            has_token = Boolean(owns) and token < cute.size(tensors.forward.target)
+            # Read for every tile: registers are scarcer than loads.
+            reference = Float32(0.0)
+            if has_token:
+                reference = keep.reference[token]
+            (row_max,) = fold(partial(highest, fragment, frag, SHARED * i), fmax_each)
+            steps = maths.raise_steps(row_max, reference, fma, cute.math.ceil)
+            steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
+            if has_token:
+                keep.notes[unit, token] = Uint16(Int32(steps))
+                if steps > 0:
+                    cute.arch.red(
+                        (keep.most_raised.iterator + token),
+                        Int32(steps),
+                        op="max",
+                        dtype="s32",
+                        sem="relaxed",
+                        scope="gpu",
+                    )
+            base = maths.raised(reference, steps)
             leaf = partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
             (terms,) = fold(leaf, lambda a, b: (a + b,))
-            self.forward.update(state.forward, slab * fragment.owned + i, row_max[i], terms, base)
+            self.forward.update(state.forward, slab * fragment.owned + i, row_max, terms, base)
             if state.any_ignored:
-                own = (state.ignored >> (slab * fragment.owned + i)) & 1
-                zero_ignored(fragment, own, frag, fragment.shared(i))
+                ignored = (state.ignored >> (slab * fragment.owned + i)) & 1
+                zero_ignored(fragment, ignored, frag, fragment.shared(i))
             store_columns(
-                tensors.keep.kept,
+                keep.kept,
                 frag,
                 row,
                 column + slab * fragment.columns,
                 fragment,
                 fragment.shared(i),
             )
-        if raised:
-            for i in cutlass.range_constexpr(fragment.owned):
-                token, owns = fragment.owned_column(column, slab, i)
-                if Boolean(owns) and token < cute.size(tensors.forward.target):
-                    state.reference[slab * fragment.owned + i] = tensors.keep.reference[token]
-
-    @cute.jit
-    def _raise(
-        self,
-        tensors: KeepForwardTensors,
-        state: KeepState,
-        row_max: cute.Tensor,
-        row: Int32,
-        column: Int32,
-        slab: cutlass.Constexpr[int],
-    ):
-        """Find j of every token that the lane owns, in this unit, store it, and raise K for this fragment."""
-        fragment = self.fragment
-        steps = cute.make_rmem_tensor(fragment.owned, Float32)
-        steps.fill(0.0)
-        for i in cutlass.range_constexpr(fragment.owned):
-            reference = state.reference[slab * fragment.owned + i]
-            needed = maths.raise_steps(row_max[i], reference, fma, cute.math.ceil)
-            steps[i] = cute.arch.fmin(cute.arch.fmax(needed, Float32(0.0)), Float32(maths.MOST_STEPS))
-        self._note(tensors, steps, row, column, slab)
-        for i in cutlass.range_constexpr(fragment.owned):
-            own = slab * fragment.owned + i
-            state.reference[own] = maths.raised(state.reference[own], steps[i])
-
-    @cute.jit
-    def _note(
-        self,
-        tensors: KeepForwardTensors,
-        steps: cutlass.Constexpr,
-        row: Int32,
-        column: Int32,
-        slab: cutlass.Constexpr[int],
-    ):
-        """Store j of the tokens that the lane owns; steps: None for zeros."""
-        unit = self.fragment.unit(first_row_of_warp(row))
-        for i in cutlass.range_constexpr(self.fragment.owned):
-            token, owns = self.fragment.owned_column(column, slab, i)
-            if Boolean(owns) and token < cute.size(tensors.forward.target):
-                if cutlass.const_expr(steps is None):
-                    tensors.keep.notes[unit, token] = Uint16(0)
-                else:
-                    tensors.keep.notes[unit, token] = Uint16(Int32(steps[i]))
-                    if steps[i] > 0:
-                        cute.arch.red(
-                            (tensors.keep.most_raised.iterator + token),
-                            Int32(steps[i]),
-                            op="max",
-                            dtype="s32",
-                            sem="relaxed",
-                            scope="gpu",
-                        )
 
     @cute.jit
     def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, number: Int32):

@@ -144,7 +144,7 @@ class ForwardEpilogue:
                     for c in cutlass.range_constexpr(fragment.count):
                         frag[r, c] = -Float32.inf
         # Read again for every tile: registers are scarcer than loads.
-        own = targets(fragment, tensors.target, column, slab, tensors.vocab)
+        own = targets(fragment, tensors.target, column, slab, Int32(0), tensors.vocab)
         if has_target(fragment, own, row):
             for c in cutlass.range_constexpr(fragment.count):
                 target = spread(own[c // SHARED], c)
@@ -206,17 +206,19 @@ def targets(
     target: cute.Tensor,
     column: Int32,
     slab: cutlass.Constexpr[int],
-    vocab: Int32,
+    start: Int32,
+    end: Int32,
 ) -> cute.Tensor:
-    """The targets of the tokens that this lane owns in a slab; NO_ROW for one outside [0, vocab)."""
+    """The targets of the tokens that this lane owns in a slab, relative to `start`; NO_ROW for one outside
+    [start, end)."""
     own = cute.make_rmem_tensor(fragment.owned, Int32)
     own.fill(NO_ROW)
     for i in cutlass.range_constexpr(fragment.owned):
         token, owns = fragment.owned_column(column, slab, i)
         if Boolean(owns) and token < cute.size(target):
             index = target[token]
-            if index >= 0 and index < vocab:
-                own[i] = Int32(index)
+            if index >= start and index < end:
+                own[i] = Int32(index) - start
     return own
 
 
