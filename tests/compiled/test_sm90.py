@@ -44,7 +44,7 @@ def spilling(tiles: dict[tuple[int, str], str], chosen: Iterable[int]) -> list[A
     ]
 
 
-SPILLS = {(192, dtype): "8 bytes, 2 accesses" for dtype in DTYPES}
+SPILLS = {(192, dtype): "16 bytes, 8 accesses" for dtype in DTYPES}
 every_tile = pytest.mark.parametrize(
     ("tile", "dtype"), spilling(SPILLS, [config.tile_n for config in CONFIGS.values()])
 )

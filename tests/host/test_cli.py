@@ -235,7 +235,10 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     assert asked == keys
     lines = capsys.readouterr().out.splitlines()[1:]
     named = [line.split()[2].partition("(")[0] for line in lines[:-1]]
-    assert named == ["Sideways", *["ForwardKey", "BackwardKey"] * len(architecture("sm_90a").token_tiles)]
+    assert named == [
+        "Sideways",
+        *["ForwardKey", "BackwardKey", "BackwardKey"] * len(architecture("sm_90a").token_tiles),
+    ]
     assert lines[-1].startswith(f"{len(keys)} kernels in ")
 
 
