@@ -291,6 +291,7 @@ def host_side(file: str) -> Rows:
         "keep fwd_grad": "forward, keep",
         "recompute bwd": "backward, recompute, 1 stripe",
         "keep bwd": "backward, keep",
+        "8 stripes fwd_grad": "forward, recompute, 8 windows",
         "8 stripes bwd": "backward, recompute, 8 stripes",
     }
     found = [(name, get(file, case=case)) for case, name in cases.items()]
