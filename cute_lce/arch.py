@@ -166,7 +166,8 @@ class Architecture:
     data_sheet: peaks for `cute-lce plan`.
     tokens: the tiling of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by
         hidden. Its epilogue hides behind MMAs. token_tiles: the tile_n that it may have.
-    gradients: tilings of the gradient by weight's GEMM.
+    gradients: tilings of the gradient by weight's GEMM: for few tokens and, if there is a second, for many,
+        whose epilogue hides.
     """
 
     name: str

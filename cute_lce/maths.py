@@ -9,7 +9,7 @@ is exact where it matters.
 LOG2_E = 1.4426950408889634
 
 HEADROOM = 64.0
-"""How far above a row's reference K, in base 2, kept exponents may lie without a raise."""
+"""How far above a row's reference, K or a sum's base, exponents in base 2 may lie without raising it."""
 STEP = 128.0
 """One step of a raise of K: twice the headroom, so that a raised maximum lies within +-64 of K."""
 MOST_STEPS = 65535.0
@@ -62,7 +62,7 @@ def dlogits(softmax, onehot):
 
 
 def kept_exponent(z, base, fma):
-    """z log2 e - base: the base-2 exponent of what is kept; base: an integer."""
+    """z log2 e - base: the base-2 exponent of exp(z) relative to 2^base; base: an integer."""
     return fma(z, LOG2_E, -base)
 
 

@@ -11,7 +11,7 @@ from cute_lce import maths
 from cute_lce.arguments import REDUCTIONS, LossArguments
 from cute_lce.kernels import row_stats
 
-ROWS = 8  # of a block, whose partials of a window are 64 consecutive bytes
+ROWS = 8  # of a block; with the same number their partials are 64 consecutive bytes
 WARPS = 16
 LANES = 32
 
@@ -42,7 +42,8 @@ class CombineTensors(NamedTuple):
 
 
 class Combine:
-    """One block of 16 warps for 8 rows: a lane has every 64th partial of a row, since few tokens have many.
+    """One block of 16 warps for 8 rows: a lane has every 64th partial of a row. Calls with few
+    tokens have many partials of each, hence so many lanes for a row.
 
     Timeline of a block: each lane merges its partials in registers -> the 4 lanes of a row by shuffles ->
     shared memory -> warp 0 merges the 16 results, writes the rows' statistics and losses and, by shuffles,
@@ -80,9 +81,9 @@ class Combine:
         row_max, row_sum = -Float32.inf, Float32(0.0)
         if row < n:
             first, step = warp * (LANES // ROWS) + share, WARPS * (LANES // ROWS)
-            for window in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
+            for number in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
                 row_max, row_sum = row_stats.merge(
-                    row_max, row_sum, tensors.partials[window, row, 0], tensors.partials[window, row, 1]
+                    row_max, row_sum, tensors.partials[number, row, 0], tensors.partials[number, row, 1]
                 )
         for offset in cutlass.range_constexpr(2):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=ROWS << offset)

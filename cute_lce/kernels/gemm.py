@@ -15,7 +15,7 @@ from cute_lce.kernels import schedule
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
-SLACK = 4  # one in SLACK clusters may be one step behind
+SLACK = 4  # one in SLACK clusters may be two steps behind instead of one
 EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads, for data that streams past
 
 
@@ -72,8 +72,8 @@ class Gemm:
     B, by TMA into a ring of config.stages slots, A's with the L2 policy evict-first: A streams past B. In a
     cluster a tile of B is sliced along m and one of A along n, and each CTA multicasts its slice.
 
-    Where tokens are rows of an operand they are B's, so that the granularity of n is that of an MMA's n, and
-    A is the weight, whose rows (classes or features) are many.
+    Where tokens are rows of an operand they are B's: an MMA's n is any multiple of 8 or 16, so that tiles can
+    be as narrow as tokens are few. A is then the weight, whose rows (classes or features) are many.
 
     Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
     are close together. Every `pace` k tiles a cluster adds one step to `progress`. It goes on if the total is
@@ -86,8 +86,8 @@ class Gemm:
     resident.
 
     Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's
-    producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; the epilogue
-    masks columns beyond n and does not write rows beyond m.
+    producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; epilogues
+    mask what they add up of rows beyond m, and write neither these nor columns beyond n.
 
     A mainloop is a subclass that defines the movement of data: the operands' layouts in shared memory, the
     pipelines, the other warp roles. It has `threads`, the threads of a CTA, and defines

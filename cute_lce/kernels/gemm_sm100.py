@@ -60,8 +60,7 @@ class GemmSm100(gemm.Gemm):
     accumulators of tile_n columns, all 512 columns at 256; a power of two is allocated.
 
     Four epilogue warps, one for each of the SM's schedulers: the exponentials are the limit, 16 a clock and
-    SM, and four warps keep enough of them in flight. Eight would divide each column's rows between more
-    warps, which would write twice the partials.
+    SM, and four warps keep enough of them in flight. Eight would not make them fewer.
 
     Hazards, besides gemm.Gemm's. tcgen05 operations issued by one CTA are ordered among themselves, but not
     with other threads. An accumulator may be overwritten only when all its rows have been read, so each

@@ -48,9 +48,9 @@ class GemmSm90(gemm.Gemm):
 
     Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
     rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). With tokens along n a consumer thread holds up to 192
-    accumulators, 128 x 192 per warpgroup, and 128 in dweight's GEMM, 64 x 256. Nothing should spill
-    (tests/compiled/test_sm90.py and test_backward.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes a
-    stage, from 20 KiB for 128 x 32 x 64 and 11 stages to 48 KiB for 128 x 256 x 64 and 4; one more stage
+    accumulators, 128 x 192 per warpgroup, and 128 in dweight's GEMM, 64 x 256 or 128 x 128. Nothing should
+    spill (tests/compiled/test_sm90.py and test_backward.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes
+    a stage, from 20 KiB for 128 x 32 x 64 and 11 stages to 48 KiB for 128 x 256 x 64 and 4; one more stage
     would not fit into 227 KiB. All of it is the ring; logits are never in shared memory.
 
     Hazards, besides gemm.Gemm's. A slot may be overwritten only when every WGMMA that reads it has completed:

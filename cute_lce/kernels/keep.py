@@ -7,11 +7,11 @@ E is as precise as dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse
     dhidden = v (E' weight)        dweight = E'^T (v hidden)        E' = E - onehot 2^(lse log2 e - K)
 
 are plain GEMMs, for any upstream vector. K is the target's logit in base 2, rounded down: no logit that
-matters lies far below it. Where a row exceeds K by more than 64 within a unit (32 columns: a warp's rows of a
-tile of the product, Fragment.unit), it is stored relative to K + 128 j, and j is noted in 16 bits. `Finish`
-rescales such rows, which are rare, to one K, and subtracts the onehot. Both steps are exact in bf16 except
-for the target's own entry, which is rounded once. A row whose maximum lies that far above K in columns that
-are not kept is raised too, since 2^(lse log2 e - K) must be finite.
+matters lies far below it. Where a row exceeds K by more than 64 within a unit (32 columns of the vocabulary,
+those of one warp in a tile: Fragment.unit), it is stored relative to K + 128 j, and j is noted in 16 bits.
+`Finish` rescales such rows, which are rare, to one K, and subtracts the onehot. Both steps are exact in bf16
+except for the target's own entry, which is rounded once. A row whose maximum lies that far above K in columns
+that are not kept is raised too, since 2^(lse log2 e - K) must be finite.
 
 K is limited to +-FAR, which also stands for a target's logit of -inf, and j to MOST_STEPS. So a kept logit
 may lie 2^23 in base 2, 5.8 million nats, above its row's K, and reach 2.9 million nats if the target's logit

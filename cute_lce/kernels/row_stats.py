@@ -1,9 +1,8 @@
-"""Maximum and sum of a row of logits: the paper's Algorithm 1, for fragments in registers.
+"""A row's statistics, its maximum and the sum of exponentials relative to it, and what kernels make of them.
 
-The maximum is an element of the row, and the sum is relative to its exponential. An element's term is
-2^((z - max) log2 e): the difference is taken first and is exact where it matters, so the maximum's own term
-is 1 and a common offset of the logits loses nothing. An element costs an FADD, an FMUL and a MUFU, besides
-the FMNMX and FADD of the reductions. Only what is kept (epilogues.keep) uses an FFMA instead.
+The maximum is an element of the row, and its own term of the sum is 1. `exp` is for arguments that are
+differences from it: an FADD, an FMUL and a MUFU for each element of dlogits. The forward's terms are relative
+to an integer power of two instead (epilogues.statistics, epilogues.keep), with an FFMA (`fma`) and a MUFU.
 """
 
 import cutlass
@@ -40,7 +39,8 @@ def finite_max(row_max: Float32) -> Float32:
 
 
 def merge(a_max: Float32, a_sum: Float32, b_max: Float32, b_sum: Float32):
-    """(maximum, sum) of two sets of columns of a row; their order does not matter, to the last bit."""
+    """(maximum, sum) of two sets of columns of a row, by the paper's Algorithm 1; their order does not
+    matter, to the last bit."""
     both, lower = cute.arch.fmax(a_max, b_max), cute.arch.fmin(a_max, b_max)
     a_leads = a_max >= b_max
     leading = Float32(cutlass.select_(a_leads, a_sum, b_sum))

@@ -84,5 +84,5 @@ class Walk:
         return tile * self.tiles_m + self.m
 
     def partial(self, window):
-        """The number of this CTA's partial of a window."""
+        """The number of this CTA's share of a window: each CTA along m has rows, and partials, of its own."""
         return window * self.tiles_m + self.m

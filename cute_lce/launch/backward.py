@@ -54,7 +54,7 @@ class KernelBackward:
     """See implementation.Backward. `dinput` launches every stripe's three GEMMs.
 
     The range of float16 is too small for upstream / n: its dlogits are softmax - onehot, dinput's rows are
-    scaled when they are rounded, and dweight is computed with a copy of the hidden rows scaled by factor /
+    scaled by its GEMMs' epilogues, and dweight is computed with a copy of the hidden rows scaled by factor /
     max factor, with the maximum applied at the end.
     Kept columns need no dlogits: a row's factor is its grad_scale times kept_scale.
     """

@@ -35,7 +35,7 @@ MOST_CACHED = 4096
 
 
 def key_of(input: Tensor, linear_weight: Tensor, target: Tensor, loss: LossOptions, how: tuple) -> tuple:
-    """Everything that is decided once depends on: the operands' kinds, the loss's static fields, and `how`.
+    """What the things that are decided once depend on: the operands' kinds, the loss's static fields, `how`.
 
     Raises RuntimeError for a layout without strides.
     """
@@ -114,7 +114,7 @@ def look_up(operands: Operands, loss: LossOptions, request: Request) -> Prepared
 def check_targets(operands: Operands, loss: LossOptions) -> None:
     """With CUTE_LCE_CHECK_TARGETS=1 a bad target is a device-side assertion, in a captured graph too."""
     target, V = operands.target, operands.weight.shape[0]
-    if CHECK_TARGETS and target.device.type != "cpu":
+    if target.device.type != "cpu":
         in_range = ((target >= 0) & (target < V)) | is_ignored(target, loss.ignore_index)
         message = f"target: found a class outside [0, {V}) that is not ignore_index={loss.ignore_index}"
         torch.ops.aten._assert_async.msg(in_range.all(), message)

@@ -14,9 +14,9 @@ from .memory import DEFAULT_WORKSPACE, backward_bytes, usable
 from .problem import Limits, Problem, round_up
 from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
 
-# What a stripe costs besides its GEMMs, in clocks: the accumulator, 8 bytes per element read and written at
-# half of DRAM's rate, and three launches. An H100's estimates, used for every architecture.
-ACCUMULATED_PER_CLOCK = 160  # elements
+# What a stripe costs besides its GEMMs, in clocks: the fp32 sum of dinput, 8 bytes per element read and
+# written at half of DRAM's rate, and three launches. An H100's estimates, used for every architecture.
+SUMMED_PER_CLOCK = 160  # elements
 LAUNCH_CLOCKS = 3 * 6000
 LEAST_HIDING = 576
 """Tokens from which narrow tiles of dweight are faster: on an H200 they took 3.7% more at 512 tokens and 8%
@@ -105,7 +105,7 @@ def _clocks(gpu: Gpu, problem: Problem, columns: int) -> float:
     total = LAUNCH_CLOCKS + gemm.clocks(tokens, gemm.plan(gpu, tokens, columns, n, d), n, d)
     if problem.need_dinput:
         total += gemm.clocks(tokens, gemm.plan(gpu, tokens, d, n, columns), n, columns)
-        total += n * d / ACCUMULATED_PER_CLOCK
+        total += n * d / SUMMED_PER_CLOCK
     if problem.need_dweight:
         total += gemm.clocks(gradients, gemm.plan(gpu, gradients, columns, d, n), d, n)
     return total

@@ -29,9 +29,8 @@ COMBINE_ROWS = 8
 class ForwardPlan:
     """One forward call.
 
-    sweep: windows of the vocabulary, columns of tokens' tiles that share L2, clusters launched, whether they
-    pace (not if the operands fit L2). rounds: tiles that the busiest cluster computes, one after
-    another; ideal_rounds: the average of all clusters.
+    sweep: the GEMM's grid, whose windows are those of the vocabulary. rounds: tiles that the busiest cluster
+    computes, one after another; ideal_rounds: the average of all clusters.
     """
 
     config: KernelConfig
@@ -102,11 +101,11 @@ def plan(
 
 
 def choose_config(gpu: Gpu, n: int, d: int, vocab: int) -> KernelConfig:
-    """The tiles with which a GEMM of logits takes the fewest clocks; of equally fast ones the widest."""
+    """The tiles with which a GEMM of logits takes the fewest clocks. Of equally fast ones the widest, or the
+    narrowest of those that hold all tokens."""
 
     def cost(config: KernelConfig) -> tuple[float, int]:
         columns = ceil_div(n, config.cluster_columns)
-        # A weight that is read for one column of tiles streams from DRAM.
         clocks = tile_clocks(config, d, n * d * vocab)
         if config.turns > 1:
             # Two warpgroups in turn: a tile's MMAs and its epilogue take at least two tiles' time.

@@ -20,8 +20,8 @@ def cluster_count(config: KernelConfig, sms: int) -> int:
 
 
 def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> bool:
-    """Whether clusters pace: if the kernel can, and several columns of clusters share operands that do not
-    fit L2."""
+    """Whether clusters pace: if the kernel can, and several columns of tiles share operands that do not fit
+    L2."""
     return config.pace > 0 and n > config.cluster_columns and 2 * k * (m + n) > gpu.row.l2 // 2
 
 

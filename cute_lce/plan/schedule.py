@@ -17,7 +17,8 @@ STRIPE_MULTIPLE = 256
 """Columns that are whole tiles in all three GEMMs."""
 LEAST_STRIPE = 64
 STRIPE_COLUMNS = 1400
-"""What a stripe costs besides its GEMMs (reading and writing the accumulator), in columns of a logits GEMM:
+"""What a stripe costs besides its GEMMs (reading and writing the fp32 sum of dinput), in columns of a logits
+GEMM:
 on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s.
 The estimate is used for every architecture."""
 LEAST_KEPT = 1 << 33
@@ -81,12 +82,12 @@ def kept_columns(problem: Problem, limits: Limits) -> int:
     if backward_bytes(problem, 0, vocab) + forward_bytes(n) <= workspace:
         return vocab
     rest = backward_bytes(problem, 0, KEPT_TILE) + forward_bytes(n)
-    # Columns that fit: two bytes per row each, and their share of the raises.
+    # Columns that fit: two bytes per row each, and their share of the notes.
     fit = max((workspace - rest) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * max(n, 1)), 0)
     # The alternative: keep nothing, and use the whole workspace for stripes.
     recomputed = stripe_columns(problem, 0, limits._replace(workspace=workspace))
     best, least = 0, vocab + ceil_div(vocab, recomputed) * STRIPE_COLUMNS
-    # A wider stripe leaves less room to keep, but more stripes make more passes over the accumulator.
+    # A wider stripe leaves less room to keep, but more stripes make more passes over dinput's sum.
     for tiles in (2, 4, 8, 16, 32, 64, 128, 256):
         stripe = limits.window or tiles * STRIPE_MULTIPLE
         kept = min(max(fit - stripe, 0), vocab - 1) // STRIPE_MULTIPLE * STRIPE_MULTIPLE

@@ -1,6 +1,6 @@
 """The epilogue of a forward that keeps: statistics, and exponentials that the backward reads."""
 
-from functools import partial
+import functools
 from typing import NamedTuple
 
 import cutlass
@@ -18,12 +18,7 @@ from cute_lce.kernels.epilogues.statistics import (
     highest,
 )
 from cute_lce.kernels.epilogues.store import store_columns
-from cute_lce.kernels.fragment import (
-    SHARED,
-    Fragment,
-    first_row_of_warp,
-    fold,
-)
+from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
 from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.row_stats import fma
 
@@ -108,7 +103,7 @@ class KeepEpilogue:
             reference = Float32(0.0)
             if has_token:
                 reference = keep.reference[token]
-            (row_max,) = fold(partial(highest, fragment, frag, SHARED * i), fmax_each)
+            (row_max,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
             steps = maths.raise_steps(row_max, reference, fma, cute.math.ceil)
             steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
             if has_token:
@@ -123,7 +118,7 @@ class KeepEpilogue:
                         scope="gpu",
                     )
             base = maths.raised(reference, steps)
-            leaf = partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
+            leaf = functools.partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
             (terms,) = fold(leaf, lambda a, b: (a + b,))
             self.forward.update(state.forward, slab * fragment.owned + i, row_max, terms, base)
             if state.any_ignored:
@@ -139,5 +134,5 @@ class KeepEpilogue:
             )
 
     @cute.jit
-    def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, number: Int32):
-        self.forward.end(tensors.forward, state.forward, column, number)
+    def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, partial: Int32):
+        self.forward.end(tensors.forward, state.forward, column, partial)

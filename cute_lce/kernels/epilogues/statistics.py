@@ -13,7 +13,6 @@ from cute_lce.kernels import row_stats
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, spread
 from cute_lce.kernels.row_stats import fma
 
-NOTHING = (-Float32.inf, Float32(0.0))  # the statistics of no classes
 LOWEST = -3.4e38  # a base that every finite logit exceeds
 NO_ROW = -(2**30)  # a target that no tile contains
 
@@ -51,7 +50,7 @@ class ForwardEpilogue:
     """
 
     def __init__(self, fragment: Fragment, warps: int):
-        """warps: that share a tile; the numbers of their warps in the CTA differ modulo `warps`."""
+        """warps: that share a tile; their numbers in the CTA differ modulo `warps`."""
         self.fragment = fragment
         self.warps = warps
 
