@@ -53,7 +53,7 @@ def linear_cross_entropy(
             nothing.
         workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
             and the gradients), in MiB (2**20 bytes). None means 1024, raised automatically if the schedule
-            needs more; an explicit number is never raised.
+            needs more (kernels: for stripes of 2048 columns); an explicit number is never raised.
         window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
             rounding only.
 

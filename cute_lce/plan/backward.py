@@ -10,7 +10,7 @@ from ..arch import Gpu, KernelConfig
 from ..arguments import Stripe
 from . import gemm
 from .forward import choose_config
-from .memory import DEFAULT_WORKSPACE, backward_bytes, usable
+from .memory import backward_bytes, usable, workspace_of
 from .problem import Limits, Problem, round_up
 from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
 
@@ -62,12 +62,21 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
     # An explicit window fixes the order of a row's additions: no other splits than its stripes.
     most = 1
     if problem.need_dinput and not limits.window:
-        spare = usable(limits.workspace or DEFAULT_WORKSPACE) - workspace
+        spare = usable(workspace_of(problem, limits)) - workspace
         most += max(spare, 0) // max(4 * n * d, 1) - (len(ranges) == 1)
     tokens, dhidden = gemm.split_plan(gpu, gpu.row.token_configs, d, n, widest, most)
     splits = dhidden.splits
     if splits > 1:
         workspace += 4 * n * d * (splits - (len(ranges) > 1))
+    # Thousands of stripes have at most three widths.
+    grids = {
+        width: {
+            "logits": gemm.plan(gpu, tokens, width, n, d),
+            "dhidden": gemm.plan(gpu, tokens, d, n, width, splits),
+            "dweight": gemm.plan(gpu, gradients, width, d, n),
+        }
+        for width in {width for _, width in ranges}
+    }
     return BackwardPlan(
         tokens=tokens,
         dweight=gradients,
@@ -81,9 +90,7 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
                 columns=width,
                 is_first=int(i == 0),
                 is_last=int(i == len(ranges) - 1),
-                logits=gemm.plan(gpu, tokens, width, n, d),
-                dhidden=gemm.plan(gpu, tokens, d, n, width, splits),
-                dweight=gemm.plan(gpu, gradients, width, d, n),
+                **grids[width],
             )
             for i, (first, width) in enumerate(ranges)
         ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .gemm import cluster_count, is_paced, tile_clocks
-from .memory import forward_bytes
+from .memory import DEFAULT_WORKSPACE, forward_bytes
 from .problem import MIB, NO_LIMITS, Limits, ceil_div
 
 MAX_TILES_PER_WINDOW = 64
@@ -59,24 +59,27 @@ def plan(
 ) -> ForwardPlan:
     """Plan a forward of (n, d) x (vocab, d).
 
-    limits.window: classes of a window, rounded up to whole tiles; 0: chosen so that the clusters finish
-    together. limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: only
-    PARTIAL_BYTES limits the partials. config: the kernel's configuration; None: chosen.
+    limits.window: classes of a window, rounded up to whole tiles and to what the workspace holds the partials
+    of; 0: chosen so that the clusters finish together, with at most PARTIAL_BYTES of partials.
+    limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: the default. config:
+    the kernel's configuration; None: chosen.
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
     config = config or choose_config(gpu, n, d, vocab)
     clusters = cluster_count(config, gpu.sms)
     tiles = ceil_div(vocab, config.cluster_rows)
     columns = ceil_div(n, config.cluster_columns)
+    # Shorter windows take fewer rounds, but write more partials.
+    spare = (limits.workspace or DEFAULT_WORKSPACE) - forward_bytes(n) // 2
+    if not limits.window:
+        spare = min(PARTIAL_BYTES, spare)
+    shortest = ceil_div(tiles, max(spare // max(8 * n * config.partials_per_window, 1), 1))
     if limits.window:
-        tiles_per_window = min(ceil_div(limits.window, config.cluster_rows), tiles)
+        tiles_per_window = min(max(ceil_div(limits.window, config.cluster_rows), shortest), tiles)
     else:
-        # Shorter windows take fewer rounds, but write more partials.
-        spare = min(PARTIAL_BYTES, (limits.workspace or 2 * PARTIAL_BYTES) - forward_bytes(n) // 2)
-        shortest = ceil_div(8 * n * config.partials_per_window * tiles, max(spare, 1))
         longest = min(max(MAX_TILES_PER_WINDOW, 2 * shortest), tiles)
         costs = {}
-        for tiles_in_window in range(max(1, min(shortest, tiles)), longest + 1):
+        for tiles_in_window in range(shortest, longest + 1):
             windows, rounds = _rounds(tiles, columns, clusters, tiles_in_window)
             partials = windows * config.partials_per_window * ceil_div(n, 8192)
             costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS

@@ -76,8 +76,13 @@ def split_plan(
         sums = 8 * m * n * chosen.splits if chosen.splits > 1 else 0
         return clocks(config, chosen, n, k) + sums / SUM_BYTES_PER_CLOCK, -config.tile_n
 
+    # With as many splits as clusters all have equally many runs: more save nothing.
     most = max(1, min(most, ceil_div(k, 1024)))
     return min(
-        ((config, plan(gpu, config, m, n, k, splits)) for config in configs for splits in range(1, most + 1)),
+        (
+            (config, plan(gpu, config, m, n, k, splits))
+            for config in configs
+            for splits in range(1, min(most, cluster_count(config, gpu.sms)) + 1)
+        ),
         key=cost,
     )

@@ -5,10 +5,15 @@ from __future__ import annotations
 import decimal
 
 from ..arguments import KEPT_TILE, NOTE_BYTES, UNIT
-from .problem import KIB, MIB, Problem, ceil_div, round_up
+from .problem import KIB, MIB, Limits, Problem, ceil_div, round_up
 
 DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes; raised if the schedule needs more."""
+DEFAULT_STRIPE = 2048
+"""Columns of a stripe that the default holds: a pass over the accumulator then costs a quarter of its
+GEMMs (schedule.STRIPE_COLUMNS)."""
+ROUNDING = 4 * MIB
+"""The most by which torch's allocator rounds a call's few large blocks up: each by at most 1 MiB."""
 
 
 def refuse_workspace(schedule: str, workspace: int, least: int) -> ValueError:
@@ -23,11 +28,16 @@ def refuse_workspace(schedule: str, workspace: int, least: int) -> ValueError:
 
 
 def usable(workspace: int) -> int:
-    """The part of a workspace that a plan may use.
+    """The part of a workspace that a plan may use; the allocator's rounding takes the rest."""
+    return workspace - min(workspace // 8, ROUNDING)
 
-    torch's allocator rounds each of a few large blocks up, by at most 1 MiB.
-    """
-    return workspace - min(workspace // 8, 4 * MIB)
+
+def workspace_of(problem: Problem, limits: Limits) -> int:
+    """Bytes that a call may allocate: limits.workspace, or the default, which holds a backward that
+    recomputes in stripes of DEFAULT_STRIPE columns."""
+    if limits.workspace:
+        return limits.workspace
+    return max(DEFAULT_WORKSPACE, backward_bytes(problem, min(DEFAULT_STRIPE, problem.vocab)) + ROUNDING)
 
 
 def forward_bytes(n: int) -> int:

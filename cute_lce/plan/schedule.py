@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ..arguments import KEPT_TILE
 from .memory import (
-    DEFAULT_WORKSPACE,
     backward_bytes,
     forward_bytes,
     note_bytes,
     refuse_workspace,
     usable,
+    workspace_of,
 )
 from .problem import Limits, Problem, ceil_div
 
@@ -66,7 +66,7 @@ def stripe_columns(problem: Problem, kept: int, limits: Limits) -> int:
     left = problem.vocab - kept
     if limits.window or not left:
         return min(limits.window, left)
-    workspace = usable(limits.workspace or DEFAULT_WORKSPACE)
+    workspace = usable(workspace_of(problem, limits))
     if backward_bytes(problem, left, kept) <= workspace:
         return left
     columns = (workspace - backward_bytes(problem, 0, kept)) // (2 * max(problem.n, 1))
@@ -78,7 +78,7 @@ def kept_columns(problem: Problem, limits: Limits) -> int:
     """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as
     leave room for stripes of the rest."""
     n, vocab = problem.n, problem.vocab
-    workspace = usable(limits.workspace or DEFAULT_WORKSPACE)
+    workspace = usable(workspace_of(problem, limits))
     if backward_bytes(problem, 0, vocab) + forward_bytes(n) <= workspace:
         return vocab
     rest = backward_bytes(problem, 0, KEPT_TILE) + forward_bytes(n)

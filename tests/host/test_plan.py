@@ -203,10 +203,10 @@ def test_few_tokens_fill_an_h100(n: int):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_workspace(arch: str):
-    """8 bytes a row and partial, 4 a row for the target's logit, 8 a block of 32 rows, 8 for counters."""
+    """8 bytes a row and partial, 4 a row for the target's logit, 8 a block of 8 rows, 8 for counters."""
     for plan in sweep(arch):
         partials = plan.sweep.windows * plan.config.partials_per_window
-        bytes_ = 8 + 8 * plan.n * partials + 4 * plan.n + 8 * ceil_div(plan.n, 32)
+        bytes_ = 8 + 8 * plan.n * partials + 4 * plan.n + 8 * ceil_div(plan.n, 8)
         assert plan.workspace_floats * 4 == bytes_
         # The four warps of each warpgroup that takes turns, in each CTA of a cluster.
         assert plan.config.partials_per_window == 4 * plan.config.cluster_m * (

@@ -432,3 +432,47 @@ def test_nothing_that_outlives_a_call_owns_memory(no_kernels):
     known = set(map(id, before))
     after = [found for found in gc.get_objects() if type(found) is torch.Tensor and id(found) not in known]
     assert sum(tensor.untyped_storage().nbytes() for tensor in after) == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "V", "window", "need"), [(2048, 123010, 247, False), (5, 133818, 70, False), (558, 8192, 70, True)]
+)
+def test_many_narrow_windows_stay_within_the_workspace(n: int, V: int, window: int, need: bool, no_kernels):
+    """The partials of the forward's windows count too."""
+    call = Call(n, 16, V, window=window, need_dinput=need, need_dweight=need)
+    given = call._replace(workspace=int(named_least(call) * MIB) + 1)
+    hidden, weight = (torch.empty(rows, given.d, dtype=given.dtype, device="meta") for rows in (n, V))
+    operands = Operands(hidden, weight, torch.empty(n, dtype=torch.int64, device="meta"))
+    request = Request(given.limits, 0, need, need, statistics=need)
+    with Allocations() as counted:
+        Prepared(KERNELS, request).forward(operands, LossOptions())
+    assert counted.peak <= given.workspace
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("n", "d", "V"), [(65536, 4096, 128256), (32768, 8192, 128256), (131072, 2048, 151936)]
+)
+def test_the_default_workspace_holds_wide_stripes_of_many_tokens(n: int, d: int, V: int, half: bool):
+    """An accumulator that alone exceeds 1 GiB would leave stripes of 64 columns, each with a pass over it."""
+    call = Call(n, d, V, half=half)
+    plan = planned("sm_90a", call, decide(call, "auto") or 0)
+    assert len(plan.stripes) <= ceil_div(V, 1024)
+    # Of memory no more than those stripes need.
+    assert plan.workspace <= backward_bytes(call.problem, 2048)
+
+
+def test_equal_stripes_share_their_grids():
+    """Planning thousands of stripes takes milliseconds, not tens."""
+    call = Call(75, 8, 481810, workspace=35759)
+    grids = {id(stripe.dweight) for stripe in planned("sm_100a", call, 0).stripes}
+    assert len(grids) <= 3
+
+
+def test_no_more_splits_are_tried_than_there_are_clusters(monkeypatch: pytest.MonkeyPatch):
+    tried = []
+    plan = gemm.plan
+    monkeypatch.setattr(gemm, "plan", lambda *arguments: tried.append(arguments) or plan(*arguments))
+    gpu = Gpu("sm_90a", 132)
+    gemm.split_plan(gpu, gpu.row.token_configs, 64, 1, 600000, 10**6)
+    assert max(splits for *_, splits in tried) == 132 // 2
