@@ -59,9 +59,9 @@ def plan(
 ) -> ForwardPlan:
     """Plan a forward of (n, d) x (vocab, d).
 
-    limits.window: classes of a window, rounded up to whole tiles and to what the workspace holds the partials
-    of; 0: chosen so that the clusters finish together, with at most PARTIAL_BYTES of partials.
-    limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: the default. config:
+    limits.window: classes of a window, rounded up to whole tiles and to what limits.workspace holds the
+    partials of; 0: chosen so that the clusters finish together, with at most PARTIAL_BYTES of partials.
+    limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: none given. config:
     the kernel's configuration; None: chosen.
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
@@ -74,6 +74,9 @@ def plan(
     if not limits.window:
         spare = min(PARTIAL_BYTES, spare)
     shortest = ceil_div(tiles, max(spare // max(8 * n * config.partials_per_window, 1), 1))
+    if limits.window and not limits.workspace:
+        # Nothing that orders a row's additions may depend on n.
+        shortest = 1
     if limits.window:
         tiles_per_window = min(max(ceil_div(limits.window, config.cluster_rows), shortest), tiles)
     else:
