@@ -44,6 +44,13 @@ ARCHITECTURES = ("sm_90a", "sm_100a")
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 both = pytest.mark.parametrize("arch", ARCHITECTURES)
+full = pytest.mark.emulator_full
+# Blackwell in the long sweep: what is tested is in code that the two share.
+hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
+# The others of twenty seeds are in the long sweep.
+seeds = pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=full) for seed in range(5, 20))]
+)
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 
 
@@ -362,7 +369,7 @@ SHAPES = [
 ]
 
 
-@both
+@hopper_first
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_shapes(arch: str, shape: tuple[int, int, int, int, str], monkeypatch):
     n, V, d, tile_n, how = shape
@@ -387,8 +394,8 @@ def test_shapes(arch: str, shape: tuple[int, int, int, int, str], monkeypatch):
 UNITS = [(0, 15), (0, 16), (0, 64), (0, 79), (15, 80), (63, 64), (64, 48), (127, 128), (129, 1), (200, 140)]
 
 
-@both
-@pytest.mark.parametrize("tile_n", [48, 64])
+@hopper_first
+@pytest.mark.parametrize("tile_n", [pytest.param(48, marks=full), 64])
 @pytest.mark.parametrize("columns", UNITS, ids=str)
 def test_raises_in_single_units(arch: str, columns: tuple[int, int], tile_n: int, monkeypatch):
     if arch == "sm_90a":
@@ -417,7 +424,7 @@ SPLITS = [
 
 
 @both
-@dtypes
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=full)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("splits", "kept", "window"), SPLITS)
 def test_splits(arch: str, dtype: torch.dtype, splits: int, kept: int, window: int, monkeypatch):
     """Splits of dhidden's k, in several stripes too; ignored rows of nan."""
@@ -492,7 +499,7 @@ def _record_sums(emulator: Emulator, shape: tuple[int, ...]) -> list[torch.Tenso
     return sums
 
 
-@both
+@hopper_first
 @pytest.mark.parametrize("resident", [16, 2])
 @pytest.mark.parametrize("splits", [0, 3])
 @pytest.mark.parametrize("how", ["recompute", "keep, stripes", "fp16, stripes"])
@@ -654,7 +661,7 @@ def test_what_cannot_be_served_is_refused_by_name(change: dict, message: str):
 
 @both
 @pytest.mark.parametrize("how", ["stripes", "keep, stripes"])
-@pytest.mark.parametrize("seed", range(20))
+@seeds
 def test_schedules(arch: str, how: str, seed: int):
     """Orders of warps and engines: all tiles and k tiles of every GEMM for one cluster, or shared by two; the
     second stripe, or the first after what is kept, adds to the accumulator."""

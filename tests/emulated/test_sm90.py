@@ -58,7 +58,16 @@ def test_corner(corner: str, config: str):
 
 
 @pytest.mark.parametrize("n", [1, 8, 16, 31, 33, 47, 49, 129, 192, 193, 300])
-@pytest.mark.parametrize("tile_n", [16, 32, 48, 64, 112])
+@pytest.mark.parametrize(
+    "tile_n",
+    [
+        pytest.param(16, marks=pytest.mark.emulator_full),
+        32,
+        48,
+        pytest.param(64, marks=pytest.mark.emulator_full),
+        112,
+    ],
+)
 def test_tokens_and_tiles(tile_n: int, n: int):
     """Ends of n in every part of a tile, and tiles in whose last 32 columns not every lane owns one."""
     case = ignoring(random_case(n, 24, 150, BF16, seed=n))
