@@ -14,6 +14,9 @@ KIB = 1024
 WARPGROUP = 128
 WARPS = 4
 """Warps of a warpgroup that runs a tile's epilogue."""
+BOX_ROWS, BOX_COLUMNS = 16, 64
+BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
+"""What an epilogue's warp hands to TMA at once: lines of 128 bytes of a 16-bit result."""
 MOST_STAGES = 12
 ACCUMULATOR_STAGES = 2
 """Tiles in tensor memory: one is filled while the other is read (Blackwell)."""
@@ -37,6 +40,7 @@ class Tiling:
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory; in an Architecture's row the most of them.
     pace: k tiles between two steps of a cluster's progress, by which clusters keep together; 0: they do not.
+    boxes: of a 16-bit result, in shared memory, for each warp of an epilogue.
     """
 
     tile_m: int
@@ -48,6 +52,7 @@ class Tiling:
     cluster_n: int
     stages: int
     pace: int
+    boxes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +119,23 @@ class KernelConfig(Tiling):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, and alignment."""
-        return self.stages * ((self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16) + KIB
+        """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, boxes, alignment."""
+        return self.stages * self.stage_bytes + self.box_bytes + KIB
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage of the ring, with its two barriers."""
+        return (self.tile_m + self.tile_n) * self.tile_k * 2 // self.pair + 16
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of the epilogue's boxes."""
+        return self.boxes * WARPS * self.warpgroups * BOX_BYTES
 
     @property
     def stages_that_fit(self) -> int:
         """The most stages that shared memory holds."""
-        return (self.row.shared_memory - KIB) // ((self.shared_memory - KIB) // self.stages)
+        return (self.row.shared_memory - KIB - self.box_bytes) // self.stage_bytes
 
     @property
     def tmem_columns(self) -> int:
@@ -240,6 +255,7 @@ _HOPPER = Tiling(
     cluster_n=1,
     stages=MOST_STAGES,
     pace=8,
+    boxes=1,
 )
 _BLACKWELL = Tiling(
     tile_m=256,
@@ -251,6 +267,7 @@ _BLACKWELL = Tiling(
     cluster_n=1,
     stages=MOST_STAGES,
     pace=8,
+    boxes=1,
 )
 
 _SM_90A = Architecture(
@@ -270,7 +287,10 @@ _SM_90A = Architecture(
     token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),
     # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
     # halves. 256 columns ask the least of shared memory and L2; with 128 the epilogue hides.
-    gradients=(replace(_HOPPER, tile_n=256, pingpong=False), replace(_HOPPER, tile_n=128)),
+    gradients=(
+        replace(_HOPPER, tile_n=256, pingpong=False, boxes=2),
+        replace(_HOPPER, tile_n=128, boxes=2),
+    ),
 )
 _SM_100A = Architecture(
     name="sm_100a",
@@ -287,7 +307,7 @@ _SM_100A = Architecture(
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
     tokens=_BLACKWELL,
     token_tiles=(64, 96, 128, 160, 192, 224, 256),
-    gradients=(_BLACKWELL,),
+    gradients=(replace(_BLACKWELL, boxes=2),),
 )
 _SM_103A = replace(
     _SM_100A,

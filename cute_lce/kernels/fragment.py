@@ -49,6 +49,11 @@ class Fragment:
         """Rows from a warp's first to its last."""
         return self.rows[-1] + 8
 
+    @property
+    def warp_rows(self) -> int:
+        """Rows from the first of a warp to the first of the next."""
+        return 16 if len(self.rows) == 2 or self.rows[2] > 16 else 32
+
     @staticmethod
     def offset(c: int) -> int:
         """The column of element c of a row, relative to that of element 0."""

@@ -149,7 +149,7 @@ class Gemm:
         )
 
     def storage_of(self, dtype, a_slots: cute.Layout, b_slots: cute.Layout):
-        """The struct of shared memory: barriers of the ring, those of the mainloop, slots of A and of B."""
+        """The struct of shared memory: barriers of the ring, those of the mainloop, slots of A and of B, boxes."""
         fields: dict[str, Any] = {
             "ring": cute.struct.MemRange[cutlass.Int64, self.config.stages * 2],
             **self.barriers,
@@ -157,6 +157,8 @@ class Gemm:
         for name, slots in (("a", a_slots), ("b", b_slots)):
             matrix = cute.struct.MemRange[dtype, cute.cosize(slots)]
             fields[name] = cute.struct.Align[matrix, SMEM_ALIGN]
+        boxes = cute.struct.MemRange[cutlass.Uint8, self.config.box_bytes]
+        fields["boxes"] = cute.struct.Align[boxes, SMEM_ALIGN]
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
 
     def cluster_layout(self):

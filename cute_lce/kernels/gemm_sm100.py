@@ -12,6 +12,7 @@ from cutlass.utils import blackwell_helpers
 
 from cute_lce.arch import ACCUMULATOR_STAGES, KernelConfig
 from cute_lce.kernels import gemm
+from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
 
 WARP = 32
@@ -20,6 +21,7 @@ MMA_WARP = 4
 LOAD_WARP = 5
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have finished reading it
+BOX_BARRIER = 3  # epilogues.store
 SLABS = (64, 32)  # columns of a tile that an epilogue warp holds at once, in as many registers of a thread
 HALF = 16 << 16  # from the first 16 of a warp's lanes of tensor memory to the others
 
@@ -208,7 +210,8 @@ class GemmSm100(gemm.Gemm):
             tmem.wait_for_alloc()
             base = tmem.retrieve_ptr(Float32)
             acc = cute.make_tensor(base, acc_layout)
-            self._epilogue(acc, accumulators, tensors, coord, runs)
+            staging = Staging(storage.boxes.data_ptr().toint(), BOX_BARRIER)
+            self._epilogue(acc, accumulators, tensors, staging, coord, runs)
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=DONE_BARRIER, number_of_threads=WARP * EPILOGUE_WARPS)
             tmem.free(base)
@@ -251,7 +254,7 @@ class GemmSm100(gemm.Gemm):
         accumulators.producer_tail(free)
 
     @cute.jit
-    def _epilogue(self, acc, accumulators, tensors, coord, runs: gemm.Runs):
+    def _epilogue(self, acc, accumulators, tensors, staging: Staging, coord, runs: gemm.Runs):
         """Epilogue warps: every tile's 128 rows of this CTA, 32 to a warp, slab by slab."""
         config, fragment = self.config, self.fragment(self.config)
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -277,10 +280,11 @@ class GemmSm100(gemm.Gemm):
                         _fence("before_thread_sync")
                         with cute.arch.elect_one():
                             accumulators.consumer_release(full)
-                    self.epilogue.visit(tensors, state, frag, row, own, slab, split)
+                    self.epilogue.visit(tensors, staging, state, frag, row, own, slab, split)
                 full.advance()
             # Each CTA of a pair has rows, and therefore partials, of its own.
             self.epilogue.end(tensors, state, column, walk.partial(window) * config.pair + coord[0])
+        drain()
 
 
 def _fence(kind: str):

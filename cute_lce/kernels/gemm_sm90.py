@@ -10,9 +10,11 @@ from cutlass.utils import hopper_helpers
 
 from cute_lce.arch import WARPGROUP, WARPGROUP_REGISTERS, KernelConfig
 from cute_lce.kernels import gemm
+from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
 
 TURN_BARRIER = 1
+BOX_BARRIER = 3
 
 
 class GemmSm90(gemm.Gemm):
@@ -144,7 +146,9 @@ class GemmSm90(gemm.Gemm):
                 )
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
-            self._mma(tiled_mma, sA, sB, ring, tensors, group - 1, coord, runs)
+            own = (group - 1) * (config.box_bytes // config.warpgroups)
+            staging = Staging(storage.boxes.data_ptr().toint() + own, BOX_BARRIER - 1 + group)
+            self._mma(tiled_mma, sA, sB, ring, tensors, staging, group - 1, coord, runs)
 
     @cute.jit
     def _mma(
@@ -154,6 +158,7 @@ class GemmSm90(gemm.Gemm):
         sB,
         ring,
         tensors,
+        staging: Staging,
         group,
         coord,
         runs: gemm.Runs,
@@ -190,9 +195,10 @@ class GemmSm90(gemm.Gemm):
             for tile in cutlass.range(first + share, end, turns, unroll=1):
                 slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, walk.depth)
                 row = walk.m_tile(tile) * config.tile_m + own_row
-                self.epilogue.visit(tensors, state, frag, row, opaque(column), 0, split)
+                self.epilogue.visit(tensors, staging, state, frag, row, opaque(column), 0, split)
             self.epilogue.end(tensors, state, column, walk.partial(window) * turns + share)
             before += end - first
+        drain()
 
     @cute.jit
     def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles: Int32):

@@ -29,6 +29,7 @@ from cute_lce.kernels.epilogues.gradient import (
     DweightEpilogue,
     DweightTensors,
 )
+from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
@@ -48,7 +49,7 @@ class Backward:
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), has_grad_scale))
         self.dhidden = gemm(tokens, DhiddenEpilogue(gemm.fragment(tokens)))
-        self.dweight = gemm(dweight, DweightEpilogue(gemm.fragment(dweight)))
+        self.dweight = gemm(dweight, DweightEpilogue(gemm.fragment(dweight), dweight.boxes))
         self.reduce = Reduce()
         self.scale = ScaleRows()
 
@@ -90,9 +91,10 @@ class Backward:
                     row_sum=vector(Float32, statistics.row_sum, n),
                     dloss=dloss,
                     num_valid=num_valid,
-                    dlogits=dlogits,
+                    dlogits=output(dlogits),
                     loss=loss,
                     first=first,
+                    columns=columns,
                 ),
                 counters[0],
                 stripe.logits,
@@ -124,7 +126,8 @@ class Backward:
                 transposed(rows),
                 dlogits,
                 DhiddenTensors(
-                    out=out,
+                    out=output(out),
+                    n=n,
                     sums=sums,
                     factor=factors,
                     is_first=stripe.is_first,
@@ -141,8 +144,10 @@ class Backward:
                 transposed(dlogits),
                 transposed(hidden_rows),
                 DweightTensors(
-                    out=matrix(
-                        dtype, gradients.dweight + Int64(first) * d * (dtype.width // 8), columns, d, d
+                    out=output(
+                        matrix(
+                            dtype, gradients.dweight + Int64(first) * d * (dtype.width // 8), columns, d, d
+                        )
                     ),
                     factor=strided(source.weight_factor, 1, 0),
                 ),

@@ -11,6 +11,7 @@ from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
+from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.mainloop import mainloop
 
@@ -80,7 +81,7 @@ class Forward:
         kept = self._keep_tensors(keep, hidden.element_type, n)
         if cutlass.const_expr(self.keeps):
             self.references(hidden, weight, target, kept, loss, stream)
-            tensors = KeepForwardTensors(forward=tensors, keep=kept)
+            tensors = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
         self.gemm(weight, hidden, tensors, progress, sweep, stream)
         self.combine(
             CombineTensors(

@@ -10,7 +10,7 @@ from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.statistics import NO_ROW, has_target, targets
-from cute_lce.kernels.epilogues.store import store_columns
+from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
 
 
@@ -18,9 +18,8 @@ class DlogitsTensors(NamedTuple):
     """Global memory that the epilogue of a stripe's logits accesses, and sizes.
 
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
-    one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype, rows 16-byte aligned:
-    what is written.
-    first: the stripe's first class.
+    one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype: what is written.
+    first, columns: the stripe's first class, and their number.
     """
 
     target: cute.Tensor
@@ -28,9 +27,10 @@ class DlogitsTensors(NamedTuple):
     row_sum: cute.Tensor
     dloss: cute.Tensor
     num_valid: cute.Tensor
-    dlogits: cute.Tensor
+    dlogits: Output
     loss: LossArguments
     first: Int32
+    columns: Int32
 
 
 class DlogitsState(NamedTuple):
@@ -86,6 +86,7 @@ class DlogitsEpilogue:
     def visit(
         self,
         tensors: DlogitsTensors,
+        staging: Staging,
         state: DlogitsState,
         frag: cute.Tensor,  # (rows, cols) fp32
         row: Int32,
@@ -101,7 +102,7 @@ class DlogitsEpilogue:
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
         # Read again for every tile: registers are scarcer than loads.
-        last = tensors.first + cute.size(tensors.dlogits, mode=[1])
+        last = tensors.first + tensors.columns
         own = targets(fragment, tensors.target, column, slab, tensors.first, last)
         if has_target(fragment, own, row):
             onehot = cute.make_rmem_tensor(fragment.owned, Float32)
@@ -119,14 +120,16 @@ class DlogitsEpilogue:
             for i in cutlass.range_constexpr(fragment.owned):
                 ignored = (state.ignored >> (slab * fragment.owned + i)) & 1
                 zero_ignored(fragment, ignored, frag, fragment.shared(i))
-        store_columns(
-            tensors.dlogits,
-            frag,
-            row,
-            column + slab * fragment.columns,
-            fragment,
-            range(fragment.count),
-        )
+        for i in cutlass.range_constexpr(fragment.owned):
+            store_columns(
+                tensors.dlogits,
+                staging,
+                frag,
+                row,
+                column + slab * fragment.columns,
+                fragment,
+                fragment.shared(i),
+            )
 
     @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):

@@ -6,19 +6,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cute_lce.kernels.epilogues.store import add_transposed, store_columns, store_rows, store_transposed
+from cute_lce.kernels.epilogues.store import (
+    Output,
+    Staging,
+    add_transposed,
+    store_columns,
+    store_rows,
+    store_transposed,
+)
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
 
 
 class DhiddenTensors(NamedTuple):
     """Global memory that the epilogue of dhidden accesses.
 
-    out (n, d) in the operands' dtype, written if `to_out`. sums (splits, n, d) fp32: read unless `is_first`,
+    out (n, d) in the operands' dtype, written if `to_out`; n: its rows. sums (splits, n, d) fp32: read unless `is_first`,
     written unless `to_out`. factor (n,) fp32 with any stride (0: one number): multiplies the product's
     columns; at address 0: ones.
     """
 
-    out: cute.Tensor
+    out: Output
+    n: Int32
     sums: cute.Tensor
     factor: cute.Tensor
     is_first: Int32
@@ -43,7 +51,7 @@ class DhiddenEpilogue:
             for slab in cutlass.range_constexpr(fragment.slabs):
                 for i in cutlass.range_constexpr(fragment.owned):
                     token, owns = fragment.owned_column(column, slab, i)
-                    if Boolean(owns) and token < cute.size(tensors.out, mode=[0]):
+                    if Boolean(owns) and token < tensors.n:
                         factor[slab * fragment.owned + i] = tensors.factor[token]
         return factor
 
@@ -51,6 +59,7 @@ class DhiddenEpilogue:
     def visit(
         self,
         tensors: DhiddenTensors,
+        staging: Staging,
         factor: cute.Tensor,
         frag: cute.Tensor,  # (rows, cols) fp32
         row: Int32,
@@ -70,7 +79,8 @@ class DhiddenEpilogue:
         if tensors.to_out == 0:
             store_transposed(sums, frag, row, first, fragment)
         else:
-            store_columns(tensors.out, frag, row, first, fragment, range(fragment.count))
+            for i in cutlass.range_constexpr(fragment.owned):
+                store_columns(tensors.out, staging, frag, row, first, fragment, fragment.shared(i))
 
     @cute.jit
     def end(self, tensors: DhiddenTensors, factor: cute.Tensor, column: Int32, partial: Int32):
@@ -83,15 +93,17 @@ class DweightTensors(NamedTuple):
     out (columns, d) in the operands' dtype. factor, one fp32: multiplies the product; at address 0: one.
     """
 
-    out: cute.Tensor
+    out: Output
     factor: cute.Tensor
 
 
 class DweightEpilogue:
     """(dlogits.T hidden): scale and round."""
 
-    def __init__(self, fragment: Fragment):
+    def __init__(self, fragment: Fragment, boxes: int):
+        """boxes: of a warp (arch.Tiling)."""
         self.fragment = fragment
+        self.boxes = boxes
 
     @cute.jit
     def begin(self, tensors: DweightTensors, column: Int32):
@@ -104,6 +116,7 @@ class DweightEpilogue:
     def visit(
         self,
         tensors: DweightTensors,
+        staging: Staging,
         factor: Float32,
         frag: cute.Tensor,  # (rows, cols) fp32
         row: Int32,
@@ -112,7 +125,8 @@ class DweightEpilogue:
         split: Int32,
     ):
         frag.store(frag.load() * factor)
-        store_rows(tensors.out, frag, row, column + slab * self.fragment.columns, self.fragment)
+        first = column + slab * self.fragment.columns
+        store_rows(tensors.out, staging, frag, row, first, self.fragment, self.boxes)
 
     @cute.jit
     def end(self, tensors: DweightTensors, factor: Float32, column: Int32, partial: Int32):

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16
 
 from cute_lce import maths
+from cute_lce.arguments import KEPT_TILE
 from cute_lce.kernels.epilogues.dlogits import zero_ignored
 from cute_lce.kernels.epilogues.statistics import (
     ForwardEpilogue,
@@ -17,17 +18,18 @@ from cute_lce.kernels.epilogues.statistics import (
     fmax_each,
     highest,
 )
-from cute_lce.kernels.epilogues.store import store_columns
+from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
 from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.row_stats import fma
 
 
 class KeepForwardTensors(NamedTuple):
-    """The forward's tensors, and those of what it keeps; ignored rows are kept as zeros."""
+    """The forward's tensors, those of what it keeps, and where to: ignored rows are kept as zeros."""
 
     forward: ForwardTensors
     keep: KeepTensors
+    out: Output
 
 
 class KeepState(NamedTuple):
@@ -69,6 +71,7 @@ class KeepEpilogue:
     def visit(
         self,
         tensors: KeepForwardTensors,
+        staging: Staging,
         state: KeepState,
         frag: cute.Tensor,  # (rows, cols) fp32
         row: Int32,
@@ -77,9 +80,9 @@ class KeepEpilogue:
         split: Int32,
     ):
         self.forward.mask_and_catch(tensors.forward, frag, row, column, slab)
-        # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end.
-        if first_row_of_warp(row) < tensors.keep.columns:
-            self._keep(tensors, state, frag, row, column, slab)
+        # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
+        if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
+            self._keep(tensors, staging, state, frag, row, column, slab)
         else:
             self.forward.accumulate(state.forward, frag, slab)
 
@@ -87,6 +90,7 @@ class KeepEpilogue:
     def _keep(
         self,
         tensors: KeepForwardTensors,
+        staging: Staging,
         state: KeepState,
         frag: cute.Tensor,
         row: Int32,
@@ -125,7 +129,8 @@ class KeepEpilogue:
                 ignored = (state.ignored >> (slab * fragment.owned + i)) & 1
                 zero_ignored(fragment, ignored, frag, fragment.shared(i))
             store_columns(
-                keep.kept,
+                tensors.out,
+                staging,
                 frag,
                 row,
                 column + slab * fragment.columns,

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.epilogues.store import Staging
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, spread
 from cute_lce.kernels.row_stats import fma
 
@@ -72,6 +73,7 @@ class ForwardEpilogue:
     def visit(
         self,
         tensors: ForwardTensors,
+        staging: Staging,
         state: ForwardState,
         frag: cute.Tensor,  # (rows, cols) fp32
         row: Int32,

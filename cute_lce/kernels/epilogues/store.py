@@ -1,62 +1,111 @@
-"""Fragments to and from matrices in global memory, without shared memory."""
+"""Fragments to and from matrices in global memory: 16-bit ones through shared memory and TMA, fp32 directly.
+
+A 16-bit result is rounded, stored to a box in shared memory by stmatrix, which can transpose, and copied from
+there by TMA, which leaves out what lies outside the matrix. A box is 16 rows of the matrix and 64 columns, a
+line of 128 bytes each, with the 128-byte swizzle: 16-byte chunk c of line i lies at c ^ (i % 8).
+
+Pipeline "boxes" (stmatrix -> TMA), BOX_BYTES each, `config.boxes` for each of the four warps of a group:
+    full    a box's writers pass fence.proxy.async, then meet: the warp alone (`store_rows`), or all four at
+            the group's named barrier (`store_columns`); then lane 0 of a warp starts the box's copy.
+    empty   that lane waits until its older copies have read shared memory, before the writers meet again.
+`drain` waits for all copies of a warp's lane 0, at the end: a CTA's shared memory must outlive them.
+"""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
-from cute_lce.kernels.fragment import Fragment
+from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, WARPGROUP, WARPS
+from cute_lce.kernels.fragment import Fragment, first_row_of_warp
 
-
-def _pack(low: Float32, high: Float32, kind) -> Int32:
-    """Two numbers rounded to a 16-bit type, in one word."""
-    values, rounded = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, kind)
-    values[0], values[1] = low, high
-    rounded.store(values.load().to(kind))
-    return cute.recast_tensor(rounded, Int32)[0]
+LINE = 2 * BOX_COLUMNS  # bytes of a box's line
+BLOCK = 8  # rows and columns that stmatrix moves at once: 16 bytes a line
 
 
-def _at(matrix: cute.Tensor, row: Int32, column: Int32, align: int, count: int) -> cute.Tensor:
-    """`count` elements of a row-major matrix at an address aligned to `align` bytes."""
-    pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
-    address = cute.make_ptr(matrix.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
-    return cute.make_tensor(address, cute.make_layout(count))
+class Output(NamedTuple):
+    """A 16-bit matrix in global memory to which boxes are copied: TMA's copy, and the matrix as its
+    coordinates."""
+
+    tma: cute.CopyAtom
+    coords: cute.Tensor
+
+
+class Staging(NamedTuple):
+    """The boxes of a group of four warps, which are the epilogue of one tile: their address in shared memory,
+    aligned to 1024 bytes, and the number of a named barrier of their 128 threads."""
+
+    boxes: Int32
+    barrier: Int32
+
+
+def output(matrix: cute.Tensor) -> Output:
+    """On the host: the copy of boxes to a row-major matrix at a multiple of 16 bytes, whose rows begin at such,
+    too."""
+    tma, coords = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileS2GOp(), matrix, _box_layout(), (BOX_ROWS, BOX_COLUMNS)
+    )
+    return Output(tma, coords)
+
+
+def _box_layout() -> cute.ComposedLayout:
+    lines = cute.make_layout((BOX_ROWS, BOX_COLUMNS), stride=(BOX_COLUMNS, 1))
+    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, lines)
 
 
 @cute.jit
-def _store_eight(matrix: cute.Tensor, words: cute.Tensor, row: Int32, column: Int32):
-    """Store eight 16-bit numbers at a column that is a multiple of 8, if it is in the matrix."""
-    if row < cute.size(matrix, mode=[0]) and column < cute.size(matrix, mode=[1]):
-        cute.autovec_copy(cute.recast_tensor(words, matrix.element_type), _at(matrix, row, column, 16, 8))
+def drain():
+    """Wait until all copies that this warp started have read shared memory."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
 def store_rows(
-    matrix: cute.Tensor,
+    out: Output,
+    staging: Staging,
     frag: cute.Tensor,
     row: Int32,
     column: Int32,
     fragment: cutlass.Constexpr[Fragment],
+    boxes: cutlass.Constexpr[int],
 ):
-    """Round a fragment to the matrix's 16-bit type and store it, 16 bytes a thread at once.
+    """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's.
 
-    The matrix's rows begin at multiples of 16 bytes and are padded to a multiple of 8 columns; arbitrary
-    numbers are written to the padding. A thread has 2 of every 8 columns; the four that share a row exchange
-    them for 8 of every 32, a 4 x 4 transposition of words by two rounds of shuffles.
+    column: a multiple of 64 for lane 0. boxes: of this warp, in turn.
     """
-    lane = cute.arch.lane_idx() & 3
-    for r in cutlass.range_constexpr(len(fragment.rows)):
-        for c in cutlass.range_constexpr(0, fragment.count, 8):
-            words = cute.make_rmem_tensor(4, Int32)
-            for i in cutlass.range_constexpr(4):
-                words[i] = _pack(frag[r, c + 2 * i], frag[r, c + 2 * i + 1], matrix.element_type)
-            _transpose_words(words, lane)
-            # From this thread's pair of columns in the first of four blocks of 8 to its own block.
-            _store_eight(matrix, words, row + fragment.rows[r], column + 4 * c + 6 * lane)
+    lane = cute.arch.lane_idx()
+    own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (boxes * BOX_BYTES)
+    # Lane l has the address of line l % 8 of matrix l / 8: of 2 x 2 blocks, rows first.
+    line = lane % 8
+    at = (lane % 16) * LINE + ((lane // 16) ^ line) * 16
+    first_row, first_column = first_row_of_warp(row), column - 2 * (lane & 3)
+    count = 0
+    for r in cutlass.range_constexpr(0, len(fragment.rows), 2):
+        for c in cutlass.range_constexpr(0, fragment.count, BOX_COLUMNS // 4):
+            box = own + count % boxes * BOX_BYTES
+            count += 1
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(boxes - 1, read=True)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(BOX_COLUMNS // 16):
+                words = [
+                    _pack(frag[r + half, c + 4 * i + j], frag[r + half, c + 4 * i + j + 1], out)
+                    for j in (0, 2)
+                    for half in (0, 1)
+                ]
+                _stmatrix((box + at) ^ (32 * i), words, transposed=False)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            _copy(out, box, first_row + fragment.rows[r], first_column + fragment.offset(c))
 
 
 @cute.jit
 def store_columns(
-    matrix: cute.Tensor,
+    out: Output,
+    staging: Staging,
     frag: cute.Tensor,
     row: Int32,
     column: Int32,
@@ -65,51 +114,76 @@ def store_columns(
 ):
     """Round elements of a fragment and store them transposed: the tile's columns are the matrix's rows.
 
-    elements: of a row of the fragment, pairs. Memory as in `store_rows`. An 8 x 8 block is transposed by one
-    movmatrix, after which a thread has two adjacent elements of a matrix's row; four of these blocks are
-    exchanged as in `store_rows`.
+    elements: of a row of the fragment, those of 16 or 32 columns. All four warps of the group call it, with
+    rows of one tile, which begins at a multiple of 128.
     """
-    lane = cute.arch.lane_idx()
-    quarter = lane & 3
-    heights = len(fragment.rows)
-    blocks = [(c, r) for c in elements[::2] for r in range(heights)]
-    for first in cutlass.range_constexpr(0, len(blocks), 4):
-        words = cute.make_rmem_tensor(4, Int32)
-        for i in cutlass.range_constexpr(4):
-            c, r = blocks[first + i]
-            word = _pack(frag[r, c], frag[r, c + 1], matrix.element_type)
-            words[i] = cute.arch.inline_ptx(
-                "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
-                write_only_types=[Int32],
-                read_only_args=[word],
-            )
-        _transpose_words(words, quarter)
-        upper, lower = quarter >> 1, quarter & 1
-        if cutlass.const_expr(heights == 4):
-            height, block = fragment.rows[1] * lower + fragment.rows[2] * upper, 0
-        else:
-            height, block = fragment.rows[1] * lower, 8 * upper
-        c = blocks[first][0]
-        _store_eight(
-            matrix,
-            words,
-            column - 2 * quarter + (fragment.offset(c) + block) + (lane >> 2),
-            row - (lane >> 2) + height,
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS
+    first_row, first_column = first_row_of_warp(row), column - 2 * (lane & 3)
+    # Lane l has the address of line l % 8 of matrix l / 8, which is a block of the warp's rows.
+    block = lane // BLOCK
+    within = warp * fragment.warp_rows + fragment.rows[1] * (block % 2) + fragment.rows[2] * (block // 2)
+    line = lane % 8
+    at = within // BOX_COLUMNS * BOX_BYTES + line * LINE + ((within % BOX_COLUMNS // BLOCK) ^ line) * 16
+    if lane == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
+    for c in cutlass.range_constexpr(elements.start, elements.stop, 2):
+        words = [_pack(frag[r, c], frag[r, c + 1], out) for r in range(len(fragment.rows))]
+        blocks = (c - elements.start) // 2  # of 8 columns
+        offset = blocks // 2 * (2 * BOX_BYTES) + blocks % 2 * (BLOCK * LINE)
+        _stmatrix(staging.boxes + at + offset, words, transposed=True)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
+    # Each warp copies one box: 16 of the columns, 64 of the group's rows.
+    if warp < len(elements) // 2:
+        _copy(
+            out,
+            staging.boxes + warp * BOX_BYTES,
+            first_column + fragment.offset(elements.start) + BOX_ROWS * (warp // 2),
+            first_row - warp * fragment.warp_rows + BOX_COLUMNS * (warp % 2),
         )
 
 
 @cute.jit
-def _transpose_words(words: cute.Tensor, lane: Int32):
-    """Swap word i of lane j and word j of lane i, of four adjacent lanes, in place."""
-    for step in cutlass.range_constexpr(1, 3):
-        upper = (lane & step) != 0
-        for i in cutlass.range_constexpr(4):
-            if cutlass.const_expr(i & step == 0):
-                low, high = words[i], words[i + step]
-                sent = Int32(cutlass.select_(upper, low, high))
-                got = cute.arch.shuffle_sync_bfly(sent, offset=step)
-                words[i] = Int32(cutlass.select_(upper, got, low))
-                words[i + step] = Int32(cutlass.select_(upper, high, got))
+def _copy(out: Output, box: Int32, row: Int32, column: Int32):
+    """Start the copy of a box to the matrix."""
+    if cute.arch.lane_idx() == 0:
+        kind = out.tma.value_type
+        address = cute.make_ptr(kind, box, cute.AddressSpace.smem, assumed_align=1024)
+        source = cute.make_tensor(cute.recast_ptr(address, cute.make_swizzle(3, 4, 3), kind), _box_layout().outer)
+        tile = cute.local_tile(
+            cute.domain_offset((row, column), out.coords), (BOX_ROWS, BOX_COLUMNS), (0, 0)
+        )
+        shared, target = cpasync.tma_partition(
+            out.tma, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        cute.copy(out.tma, shared, target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def _pack(low: Float32, high: Float32, out: Output) -> Int32:
+    """Two numbers rounded to the matrix's type, in one word."""
+    kind = out.tma.value_type
+    values, rounded = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, kind)
+    values[0], values[1] = low, high
+    rounded.store(values.load().to(kind))
+    return cute.recast_tensor(rounded, Int32)[0]
+
+
+def _stmatrix(address: Int32, words: list[Int32], *, transposed: bool):
+    """Store four 8 x 8 matrices of 16-bit numbers; transposed: lines are the fragment's columns."""
+    trans = ".trans" if transposed else ""
+    cute.arch.inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [{{$r0}}], {{ {{$r1}}, {{$r2}}, {{$r3}}, {{$r4}} }};",
+        read_only_args=[address, *words],
+    )
+
+
+def _at(matrix: cute.Tensor, row: Int32, column: Int32, align: int, count: int) -> cute.Tensor:
+    """`count` elements of a row-major matrix at an address aligned to `align` bytes."""
+    pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+    address = cute.make_ptr(matrix.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(address, cute.make_layout(count))
 
 
 @cute.jit
