@@ -203,7 +203,7 @@ def peer_rows(results: Iterable[Result]) -> list[list[str]]:
                     f"{most:.2f}",
                     str(len(short)),
                     *_worst(short, ratio, ".3f"),
-                    "no" if any(round(ratio(result), 3) > most for result in long) else "yes",
+                    "-" if not long else "no" if any(round(ratio(r), 3) > most for r in long) else "yes",
                 ]
             )
     return rows

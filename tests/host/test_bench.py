@@ -537,6 +537,13 @@ def test_the_summary_compares_with_the_fastest_pipeline_of_each_peer():
         ],
     }
 
+    # Short calls alone meet no bar and miss none.
+    short = [
+        result_of("fwd", 20, times, who, 0.1) for times, who in ((2.0, "cute_lce"), (1.0, "torch_compile"))
+    ]
+    ((*_, met),) = summary.peer_rows(short)
+    assert met == "-"
+
 
 def test_the_summary_prints_markdown_and_what_failed(tmp_path, capsys):
     path = tmp_path / "kept.json"
