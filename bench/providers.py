@@ -71,9 +71,10 @@ def _torch_eager_bf16(request: Request) -> LossFn:
 
 
 def _torch_compile(request: Request) -> LossFn:
-    # Without this, shapes measured before would make the next ones compile with dynamic sizes, or not at all.
+    # A compile for each shape, with its sizes as constants. Those of earlier shapes are forgotten: after
+    # eight of one function torch would run it eagerly instead.
     torch._dynamo.reset()
-    return torch.compile(_torch_eager_fp32(request))
+    return torch.compile(_torch_eager_fp32(request), dynamic=False)
 
 
 def _torch_f_lce(request: Request) -> LossFn:

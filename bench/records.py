@@ -68,9 +68,12 @@ def finite_or_text(value: Any) -> Any:
 
 
 def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Replace the file as a whole: a run that is killed while it writes leaves the results of before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(result, allow_nan=False) for result in results)
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    part = path.with_name(path.name + ".part")
+    part.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    part.replace(path)
 
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:

@@ -9,12 +9,16 @@ bench/results/README.md says what each key means.
     python3 -m bench.run --shapes backward --pass fwd_bwd --reduction mean none --workspace-mb table
     python3 -m bench.run --shapes 8192,4096,131072 --providers all --quick
     python3 -m bench.run --shapes forward --providers cute_lce quack_chunk8k --sustained 0.4
+    python3 -m bench.run --shapes random:7:40 --pass fwd fwd_bwd --providers cute_lce torch_compile \\
+        --repeat 3 --quick --no-errors --workspace-mb ample --deadline 500 --resume --out h200_random.json
     python3 -m bench.run --show bench/results/*.json
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import gc
 import shlex
 import sys
@@ -30,14 +34,27 @@ from torch import Tensor
 from bench import providers, records, shapes
 from bench.floor import Floor
 from bench.inputs import DTYPES, ROWS, Inputs, Reference, make_inputs
-from bench.timing import Call, Timing, peak_extra_bytes, relative_rms, time_interleaved, time_sustained
+from bench.timing import (
+    Call,
+    peak_extra_bytes,
+    relative_rms,
+    synchronize,
+    time_interleaved,
+    time_sustained,
+)
 
 KEYS = (
     *("gpu", "provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass"),
     *("ms", "ms_min", "ms_max"),
     *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "sustained_s"),
-    *("versions", "date", "command"),
+    *("failed", "versions", "date", "command"),
 )
+# What tells one measurement from another.
+IDENTITY = (
+    *("provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
+    "sustained_s",
+)
+NOT_BEGUN = "not begun"
 
 
 # One measurement.
@@ -55,6 +72,9 @@ class Case:
         return " ".join([self.reduction, self.provider, *(text for text in options if text is not None)])
 
 
+Checked = tuple[Case, Call, dict[str, Any]]  # what is timed next, and what was measured of it so far
+
+
 def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
     """Every combination that is asked for, in the order in which it is measured."""
     for reduction in args.reduction:
@@ -66,7 +86,8 @@ def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
             budgets = args.workspace_mb or [budget for budget, _ in shape.bars]
             for schedule in args.schedule:
                 for budget in budgets:
-                    yield Case(provider, schedule, reduction, budget)
+                    mib = shapes.ample(shape) if budget == "ample" else budget
+                    yield Case(provider, schedule, reduction, mib)
 
 
 def check(
@@ -93,12 +114,16 @@ def check(
             return function(hidden, weight, target)
 
     def forward_backward() -> Tensor:
-        hidden.grad = weight.grad = None
         loss = function(hidden, weight, target)
         loss.backward(None if upstream is None else upstream.to(loss.dtype))
         return loss.detach()
 
-    call: Call = forward_backward if floor.backward else forward
+    def step() -> None:
+        forward_backward()
+        # Other cases are timed in turn with this one: none holds its gradients meanwhile.
+        hidden.grad = weight.grad = None
+
+    call: Call = step if floor.backward else forward
     loss = forward_backward() if floor.backward else forward()
     errors: dict[str, float | None] = {"err_loss": None, "err_dh": None, "err_dw": None}
     if reference is not None:
@@ -113,13 +138,74 @@ def check(
     gradients = sum(t.grad.nbytes for t in (hidden, weight) if t.grad is not None)
     hidden.grad = weight.grad = None
     extra = peak_extra_bytes(call, hidden.device) - gradients
-    hidden.grad = weight.grad = None
     return call, {"extra_mib": max(0, extra) / 2**20, **errors}
 
 
-def timed(timing: Timing, floor: Timing) -> dict[str, float]:
-    """The keys of a call's time beside its floor's."""
-    return {"ms": timing.ms, "ms_min": timing.ms_min, "ms_max": timing.ms_max, "floor_ms": floor.ms}
+class CallFailed(Exception):
+    """The call of this number raised what caused this."""
+
+
+class DeviceLost(Exception):
+    """A call has left the GPU unusable for this process."""
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """What the result of a case that failed says."""
+    return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def release(device: torch.device) -> None:
+    """Return memory that nothing holds. Raises DeviceLost if the device does not answer."""
+    gc.collect()
+    if device.type != "cuda":
+        return
+    try:
+        synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        raise DeviceLost(str(error).splitlines()[0]) from error
+
+
+def _numbered(i: int, call: Call) -> None:
+    try:
+        call()
+    except Exception as error:
+        raise CallFailed(i) from error
+
+
+def time_together(
+    floor: Floor, waiting: list[Checked], device: torch.device, args: argparse.Namespace
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Time the cases in alternation with each other and the floor; if one fails, then without it again.
+
+    waiting: the cases; empty afterwards.
+    """
+    while waiting:
+        calls = [functools.partial(_numbered, i, call) for i, (_, call, _) in enumerate(waiting)]
+        try:
+            if args.sustained is not None:
+                floor_time, *timings = time_sustained((floor, *calls), device, seconds=args.sustained)
+            else:
+                seconds, max_reps = (0.15, 5) if args.quick else (args.seconds, 50)
+                floor_time, *timings = time_interleaved(
+                    (floor, *calls),
+                    device,
+                    budget_s=seconds * len(waiting),
+                    runs=args.repeat or 3,
+                    max_reps=max_reps,
+                )
+        except CallFailed as failed:
+            case, _, _ = waiting.pop(failed.args[0])
+            found = failure(failed.__cause__ or failed)
+        else:
+            for (case, _, measured), timing in zip(waiting, timings, strict=True):
+                times = {"ms": timing.ms, "ms_min": timing.ms_min, "ms_max": timing.ms_max}
+                yield case, measured | times | {"floor_ms": floor_time.ms}
+            waiting.clear()
+            return
+        yield case, found
+        del calls
+        release(device)
 
 
 def measure(
@@ -128,37 +214,72 @@ def measure(
     reference: Reference | None,
     floor: Floor,
     args: argparse.Namespace,
-    label: str,
+    asked: Sequence[Case],
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """The cases of a shape and pass, each with the measured keys of its result; one that fails is said."""
-    device, sustained = inputs.hidden.device, args.sustained
-    waiting: list[tuple[Case, Call, dict[str, Any]]] = []
-    for case in cases(shape, args):
+    """The cases of a shape and pass, each with the keys of its result; one that fails says how."""
+    device = inputs.hidden.device
+    waiting: list[Checked] = []
+    for case in asked:
+        found = None
         try:
-            call, measured = check(case, shape, inputs, reference, floor, args)
-            if sustained is not None:
-                waiting.append((case, call, measured))
-                continue
-            budget_s, max_reps = (0.15, 5) if args.quick else (args.seconds, 50)
-            floor_time, timing = time_interleaved((floor, call), device, budget_s=budget_s, max_reps=max_reps)
-            del call
-            yield case, measured | timed(timing, floor_time)
-        except providers.Unavailable as reason:
-            print(f"{label} {case}: left out, {reason}", flush=True)
+            waiting.append((case, *check(case, shape, inputs, reference, floor, args)))
         except Exception as error:  # A peer that fails is a finding; the other measurements go on.
-            print(f"{label} {case}: FAILED, {type(error).__name__}: {str(error)[:300]}", flush=True)
-        finally:
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    if sustained is not None and waiting:
-        calls = [floor, *(call for _, call, _ in waiting)]
-        floor_time, *timings = time_sustained(calls, device, seconds=sustained)
-        for (case, _, measured), timing in zip(waiting, timings, strict=True):
-            yield case, measured | timed(timing, floor_time)
+            found = failure(error)
+        if found is not None:
+            yield case, found
+        elif args.sustained is None and args.repeat is None:
+            yield from time_together(floor, waiting, device, args)
+        release(device)
+    yield from time_together(floor, waiting, device, args)
 
 
 # Results.
+
+
+class Results:
+    """The results of a run, behind those that --out holds already; written after each measurement."""
+
+    def __init__(self, args: argparse.Namespace, command: str):
+        self.args, self.command = args, command
+        keep = (args.append or args.resume) and args.out.exists()
+        self._kept: list[dict[str, Any]] = records.read([args.out]) if keep else []
+        self.new: list[dict[str, Any]] = []
+
+    def _row(self, shape: shapes.Shape, name: str, case: Case) -> dict[str, Any]:
+        row = dict.fromkeys(KEYS) | dataclasses.asdict(case) | {"pass": name}
+        row |= {"n": shape.n, "d": shape.d, "vocab": shape.vocab, "dtype": self.args.dtype}
+        return row | {"sustained_s": self.args.sustained}
+
+    def lacks(self, shape: shapes.Shape, name: str, case: Case) -> bool:
+        """Whether the case is to be measured; with --resume not if it was, or if it failed."""
+        row = self._row(shape, name, case)
+        return not self.args.resume or all(not_begun(kept) or differ(kept, row) for kept in self._kept)
+
+    def add(self, shape: shapes.Shape, name: str, case: Case, found: dict[str, Any]) -> None:
+        row = self._row(shape, name, case) | records.provenance(self.args.device, self.command)
+        row |= {key: records.finite_or_text(value) for key, value in found.items()}
+        self.new.append(row)
+        self._kept = [kept for kept in self._kept if not not_begun(kept) or differ(kept, row)]
+        label, failed = f"{shape} {name} {case}", row["failed"]
+        if failed is None:
+            print(f"{label}: {row['ms']:.3f} ms, x {row['ms'] / row['floor_ms']:.3f}", flush=True)
+        elif failed.startswith(f"{providers.Unavailable.__name__}: "):
+            print(f"{label}: left out, {failed.partition(': ')[2]}", flush=True)
+        else:
+            print(f"{label}: {failed if not_begun(row) else f'FAILED, {failed}'}", flush=True)
+
+    def write(self) -> None:
+        if self.args.out is not None:
+            records.write(self.args.out, [*self._kept, *self.new])
+
+
+def not_begun(row: dict[str, Any]) -> bool:
+    return (row.get("failed") or "").startswith(NOT_BEGUN)
+
+
+def differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether these are measurements of different things; bench.errors' rows differ from all."""
+    return any(one.get(key, one) != other[key] for key in IDENTITY)
 
 
 def bar(result: dict[str, Any]) -> float | None:
@@ -179,7 +300,7 @@ def bar(result: dict[str, Any]) -> float | None:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as text, a line each."""
+    """The results as text, a line each, and below them how those failed that did."""
 
     def text(value: Any, form: str) -> str:
         return "-" if value is None else value if isinstance(value, str) else format(value, form)
@@ -206,7 +327,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 r["schedule"] or "-",
                 text(r["workspace_mb"], "d"),
                 *(text(r[key], ".3f") for key in ("ms", "ms_min", "ms_max")),
-                text(r["ms"] / r["floor_ms"], ".3f"),
+                text(None if r["ms"] is None else r["ms"] / r["floor_ms"], ".3f"),
                 text(bar(r), ".2f"),
                 text(r["floor_ms"], ".3f"),
                 text(r["extra_mib"], ".1f"),
@@ -214,9 +335,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    )
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    for r in results:
+        if r.get("failed"):
+            what = (r["n"], r["d"], r["vocab"], r["pass"], r["reduction"], r["provider"])
+            lines.append(f"{' '.join(map(str, what))}: {r['failed']}")
+    return "\n".join(lines)
 
 
 # The program.
@@ -224,40 +348,60 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def run(args: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     device = args.device
-    results = records.read([args.out]) if args.append and args.out.exists() else []
-    kept = len(results)
+    begun = time.perf_counter()
+    results = Results(args, command)
+    over = None  # Why no further shape is begun.
     print(f"{records.describe_device(device)}; {records.versions()}", flush=True)
     for shape in args.shapes:
+        asked = {
+            name: [case for case in cases(shape, args) if results.lacks(shape, name, case)]
+            for name in args.passes
+        }
+        if args.deadline is not None and time.perf_counter() - begun >= args.deadline:
+            over = over or f"{args.deadline:g} s had passed (--deadline)"
+        if over is not None:
+            for name, of_pass in asked.items():
+                for case in of_pass:
+                    results.add(shape, name, case, {"failed": f"{NOT_BEGUN}: {over}"})
+            results.write()
+            continue
+        if not any(asked.values()):
+            print(f"{shape}: measured before", flush=True)
+            continue
         started = time.perf_counter()
-        inputs = make_inputs(shape, DTYPES[args.dtype], args.rows, device)
-        reference = None if args.no_errors else Reference(inputs)
-        for name in args.passes:
-            backward = name == "fwd_bwd"
-            floor = Floor(inputs, backward, shape.frozen)
-            for case, measured in measure(shape, inputs, reference, floor, args, f"{shape} {name}"):
-                result = {
-                    "provider": case.provider,
-                    "schedule": case.schedule,
-                    "reduction": case.reduction,
-                    "n": shape.n,
-                    "d": shape.d,
-                    "vocab": shape.vocab,
-                    "dtype": args.dtype,
-                    "pass": name,
-                    "workspace_mb": case.workspace_mb,
-                    "sustained_s": args.sustained,
-                    **records.provenance(device, command),
-                    **{key: records.finite_or_text(value) for key, value in measured.items()},
-                }
-                results.append({key: result[key] for key in KEYS})
-                times = result["ms"] / result["floor_ms"]
-                print(f"{shape} {name} {case}: {result['ms']:.3f} ms, x {times:.3f}", flush=True)
-                if args.out is not None:
-                    records.write(args.out, results)
-            del floor
-        del inputs, reference
+        try:
+            run_shape(shape, asked, results)
+        except DeviceLost as error:
+            over = f"the device was lost ({error})"
         print(f"{shape}: {time.perf_counter() - started:.1f} s in all", flush=True)
-    return results[kept:]
+    return results.new
+
+
+def run_shape(shape: shapes.Shape, asked: dict[str, list[Case]], results: Results) -> None:
+    """Measure each pass's cases; what fails for all of them is the result of each that is left."""
+    args = results.args
+    waiting = dict.fromkeys((name, case) for name, of_pass in asked.items() for case in of_pass)
+    why, lost = "", None
+    try:
+        inputs = make_inputs(shape, DTYPES[args.dtype], args.rows, args.device)
+        reference = None if args.no_errors else Reference(inputs)
+        for name, of_pass in asked.items():
+            if of_pass:
+                floor = Floor(inputs, name == "fwd_bwd", shape.frozen)
+                for case, found in measure(shape, inputs, reference, floor, args, of_pass):
+                    del waiting[name, case]
+                    results.add(shape, name, case, found)
+                    results.write()
+                del floor
+    except DeviceLost as error:
+        why, lost = f"{NOT_BEGUN}: the device was lost ({error})", error
+    except Exception as error:  # The shape does not fit, say; the next may.
+        why = failure(error)["failed"]
+    for name, case in waiting:
+        results.add(shape, name, case, {"failed": why})
+    results.write()
+    if lost is not None:
+        raise lost
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -279,13 +423,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workspace-mb",
         nargs="+",
         default=["default"],
-        help="of cute_lce, in MiB: numbers, default, or table (what the shape's row is measured with)",
+        help="of cute_lce, in MiB: numbers, default, ample (holds all that a shape can use), or table (what "
+        "its row is measured with)",
     )
     add("--window", type=int, help="of cute_lce, in vocabulary entries")
     add("--dtype", default="bf16", choices=tuple(DTYPES))
     add("--rows", default="untrained", choices=ROWS, help="how sure the tokens are (%(default)s)")
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--seconds", type=float, default=0.5, help="timed seconds of one measurement (%(default)s)")
+    add(
+        "--repeat",
+        type=int,
+        metavar="RUNS",
+        help="time all cases of a shape and pass in alternation, in so many runs, whose median is the time "
+        "(without: each case alone with the floor, in three runs)",
+    )
     add(
         "--sustained",
         type=float,
@@ -295,13 +447,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="few repetitions")
     add("--no-errors", action="store_true", help="leave out the float64 reference")
     add("--out", type=Path, help="JSON file for the results, written after each measurement")
+    add(
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="begin no further shape so long after the start; --out says of each what was not begun",
+    )
     add("--append", action="store_true", help="keep what --out already holds")
+    add("--resume", action="store_true", help="keep it, and leave out what it has measured")
     add("--show", nargs="+", type=Path, metavar="JSON", help="print kept results and measure nothing")
     args = parser.parse_args(argv)
     if args.show:
         return args
-    if args.append and args.out is None:
-        parser.error("--append needs --out")
+    for name in ("append", "resume"):
+        if getattr(args, name) and args.out is None:
+            parser.error(f"--{name} needs --out")
+    if args.repeat is not None and (args.repeat < 1 or args.sustained is not None):
+        parser.error(f"--repeat: got {args.repeat}, want at least 1 run, and no --sustained beside it")
     if args.shapes is None:
         args.shapes = ["tiny" if args.device == "cpu" or not torch.cuda.is_available() else "forward"]
     try:
@@ -309,12 +471,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.shapes = [shape for text in args.shapes for shape in shapes.parse(text)]
         if args.workspace_mb == ["table"]:
             args.workspace_mb = []  # Each shape brings its own.
-        args.workspace_mb = [None if text == "default" else int(text) for text in args.workspace_mb]
+        words: dict[str, Any] = {"default": None, "ample": "ample"}
+        args.workspace_mb = [words[text] if text in words else int(text) for text in args.workspace_mb]
     except ValueError as error:
         parser.error(str(error))
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.device = torch.device(args.device)
+    if args.resume and any(shape.frozen for shape in args.shapes):
+        parser.error("--resume: got a frozen operand, which results do not name, want shapes without one")
     return args
 
 
@@ -329,7 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = run(args, f"python3 -m bench.run {shlex.join(words)}")
     print()
     print(table(results))
-    return 0 if results else 1
+    return 0 if any(result["failed"] is None for result in results) or (args.resume and not results) else 1
 
 
 if __name__ == "__main__":

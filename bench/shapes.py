@@ -88,6 +88,12 @@ def draw(seed: int, count: int) -> tuple[Shape, ...]:
     return tuple(shapes)
 
 
+def ample(shape: Shape) -> int:
+    """MiB that hold whatever a call may use: 16-bit logits and an eighth of them, gradients by input in
+    float32 (several, where few tokens make them small), copies of the hidden rows."""
+    return math.ceil((2.25 * shape.n * shape.vocab + 16 * shape.n * shape.d) / 2**20) + 512
+
+
 def parse(text: str) -> tuple[Shape, ...]:
     """A table's name, "random:SEED:COUNT" (`draw`), or "n,d,V" with ",weight" or ",hidden" behind it for the
     operand that is frozen."""

@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,26 +40,35 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _time_in_turn(calls: Sequence[Call], reps: int, device: torch.device) -> list[list[float]]:
+def _turns(count: int, reps: int, draw: random.Random) -> Iterator[Sequence[int]]:
+    """The order of the calls in each repetition: two alternate; more are in an order that is drawn anew, so
+    that none has always the same predecessor's heat."""
+    for _ in range(reps):
+        yield range(count) if count <= 2 else draw.sample(range(count), count)
+
+
+def _time_in_turn(
+    calls: Sequence[Call], reps: int, device: torch.device, draw: random.Random
+) -> list[list[float]]:
     """Time each of `calls` `reps` times, one after the other in turn; milliseconds, a list for each call."""
     if device.type != "cuda":
         times: list[list[float]] = [[] for _ in calls]
-        for _ in range(reps):
-            for call, taken in zip(calls, times, strict=True):
+        for turn in _turns(len(calls), reps, draw):
+            for i in turn:
                 start = time.perf_counter()
-                call()
-                taken.append((time.perf_counter() - start) * 1e3)
+                calls[i]()
+                times[i].append((time.perf_counter() - start) * 1e3)
         return times
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     events = [[] for _ in calls]
-    for _ in range(reps):
-        for call, marks in zip(calls, events, strict=True):
+    for turn in _turns(len(calls), reps, draw):
+        for i in turn:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
             start.record()
-            call()
+            calls[i]()
             end.record()
-            marks.append((start, end))
+            events[i].append((start, end))
     torch.cuda.synchronize(device)
     return [[start.elapsed_time(end) for start, end in marks] for marks in events]
 
@@ -67,7 +76,7 @@ def _time_in_turn(calls: Sequence[Call], reps: int, device: torch.device) -> lis
 def time_interleaved(
     calls: Sequence[Call], device: torch.device, *, budget_s: float = 0.5, runs: int = 3, max_reps: int = 50
 ) -> list[Timing]:
-    """Time several calls in alternation, so that a drift of clock or power limit meets all of them.
+    """Time several calls in alternation, so that a drift of clock or power limit affects all of them.
 
     Args:
         calls: The functions to time. Each is called twice before anything counts.
@@ -80,11 +89,12 @@ def time_interleaved(
     for call in calls:
         call()
     synchronize(device)
-    estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device))
+    draw = random.Random(0)
+    estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device, draw))
     reps = max(1, min(max_reps, int(budget_s * 1e3 / runs / max(estimate_ms, 1e-3))))
     medians: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
-        for found, times in zip(medians, _time_in_turn(calls, reps, device), strict=True):
+        for found, times in zip(medians, _time_in_turn(calls, reps, device, draw), strict=True):
             found.append(statistics.median(times))
     return [Timing.of_runs(found) for found in medians]
 

@@ -5,12 +5,14 @@ import itertools
 import json
 import math
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import errors, host_time, providers, run, shapes, timing, yardstick
+from bench import errors, host_time, plot, providers, run, shapes, summary, timing, yardstick
 from bench.floor import Floor
 from bench.inputs import Reference, make_inputs
 from examples import corpus, train_lm
@@ -198,7 +200,11 @@ def test_a_sustained_run_has_the_same_keys_and_says_so(tmp_path, capsys):
     argv += ["--providers", "cute_lce", "torch_eager_fp32ce", "cce", "--out", str(out)]
     assert run.main(argv) == 0
     assert "cce: left out" in capsys.readouterr().out
-    results = json.loads(out.read_text())
+    kept = json.loads(out.read_text())
+    missing = [r for r in kept if r["provider"] == "cce"]
+    assert [r["pass"] for r in missing] == ["fwd", "fwd_bwd"]
+    assert all(r["failed"].startswith("Unavailable: not installed") for r in missing)
+    results = [r for r in kept if r["failed"] is None]
     assert [(r["pass"], r["provider"]) for r in results] == [
         *(("fwd", "cute_lce"), ("fwd", "torch_eager_fp32ce")),
         *(("fwd_bwd", "cute_lce"), ("fwd_bwd", "torch_eager_fp32ce")),
@@ -255,8 +261,177 @@ def test_a_provider_that_is_missing_or_fails_does_not_end_the_run(tmp_path, monk
     printed = capsys.readouterr().out
     assert "broken: FAILED, RuntimeError: no such kernel" in printed
     assert "missing: left out, not installed" in printed
+    first, second, measured = results = json.loads(out.read_text())
+    assert all(tuple(result) == run.KEYS for result in results)
+    assert first["failed"] == "RuntimeError: no such kernel"
+    assert second["failed"] == "Unavailable: not installed (no module)"
+    assert first["ms"] is first["floor_ms"] is first["err_loss"] is None
+    assert measured["failed"] is None
+    assert measured["err_loss"] == "nan"
+    # The table says it again, and nothing measured is a failure of the run.
+    assert run.main(["--show", str(out)]) == 0
+    assert "broken: RuntimeError: no such kernel" in capsys.readouterr().out
+    assert run.main([*BENCH, "--providers", "broken"]) == 1
+
+
+def test_cases_that_are_timed_together_alternate_and_one_that_fails_is_left_out(
+    tmp_path, monkeypatch, capsys
+):
+    """A provider that works when it is checked and fails while it is timed."""
+    order = []
+
+    def make(name, fails_at):
+        def of_request(request):
+            calls = itertools.count()
+
+            def loss(x, w, y):
+                order.append(name)
+                if next(calls) == fails_at:
+                    raise RuntimeError("out of luck")
+                return (x @ w.T).logsumexp(1).mean()
+
+            return loss
+
+        monkeypatch.setitem(providers.PROVIDERS, name, of_request)
+
+    for name, fails_at in (("a", None), ("b", 4), ("c", None)):
+        make(name, fails_at)
+    out = tmp_path / "results.json"
+    argv = [
+        *BENCH,
+        "--quick",
+        "--no-errors",
+        "--repeat",
+        "5",
+        "--providers",
+        "a",
+        "b",
+        "c",
+        "--out",
+        str(out),
+    ]
+    assert run.main(argv) == 0
+    results = {r["provider"]: r for r in json.loads(out.read_text())}
+    assert results["b"]["failed"] == "RuntimeError: out of luck"
+    assert results["a"]["floor_ms"] == results["c"]["floor_ms"] > 0
+    assert 0 < results["a"]["ms_min"] <= results["a"]["ms"] <= results["a"]["ms_max"]
+    assert "b: FAILED, RuntimeError: out of luck" in capsys.readouterr().out
+    # Each is checked and weighed first. After the failure every repetition holds both that are left, in
+    # either order.
+    after = order[len(order) - order[::-1].index("b") :]
+    timed = after[-2 * 5 * 5 :]
+    turns = [tuple(timed[i : i + 2]) for i in range(0, len(timed), 2)]
+    assert set(turns) == {("a", "c"), ("c", "a")}
+
+
+def test_more_than_two_calls_are_timed_in_changing_order():
+    order = []
+    calls = [functools.partial(order.append, name) for name in "abc"]
+    timing.time_interleaved(calls, CPU, budget_s=1.0, runs=2, max_reps=10)
+    turns = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(turn) == list("abc") for turn in turns)
+    assert len(turns) == 2 + 2 * 10
+    assert len({turn[0] for turn in turns}) == 3
+
+
+RANDOM_BENCH = ("--device", "cpu", "--quick", "--no-errors", "--shapes", "5,8,70", "6,8,70", "7,8,70")
+
+
+def test_past_the_deadline_no_shape_is_begun_and_a_later_run_resumes(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "results.json"
+    argv = [*RANDOM_BENCH, "--pass", "fwd", "fwd_bwd", "--out", str(out)]
+
+    def kept():
+        return [(r["n"], r["pass"], r["failed"]) for r in json.loads(out.read_text())]
+
+    # The clock is read at the start, and for each shape before it, at its beginning and at its end.
+    clock = iter([0.0, 1.0, 2.0, 59.0, 60.0, 61.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        assert run.main([*argv, "--deadline", "60"]) == 0
+    late = "not begun: 60 s had passed (--deadline)"
+    steps = ("fwd", "fwd_bwd")
+    assert kept() == [(n, step, None if n == 5 else late) for n in (5, 6, 7) for step in steps]
+    assert "7,8,70 fwd mean cute_lce auto: not begun" in capsys.readouterr().out
+    before = out.read_text().splitlines()[1]
+
+    assert run.main([*argv, "--resume"]) == 0
+    assert sorted(kept()) == [(n, step, None) for n in (5, 6, 7) for step in steps]
+    assert out.read_text().splitlines()[1].rstrip(",") == before.rstrip(","), "it was measured again"
+    whole = out.read_text()
+    assert run.main([*argv, "--resume"]) == 0
+    assert out.read_text() == whole
+    assert run.main([*argv, "--append"]) == 0
+    assert len(kept()) == 12
+
+
+def test_a_run_that_is_killed_keeps_what_it_measured(tmp_path, monkeypatch):
+    def ends(request):
+        def loss(x, w, y):
+            if len(x) == 6:
+                raise KeyboardInterrupt
+            return (x @ w.T).logsumexp(1).mean()
+
+        return loss
+
+    monkeypatch.setitem(providers.PROVIDERS, "ends", ends)
+    out = tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        run.main([*RANDOM_BENCH, "--providers", "ends", "--out", str(out)])
     (result,) = json.loads(out.read_text())
-    assert result["err_loss"] == "nan"
+    assert (result["n"], result["failed"]) == (5, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_fails_for_a_whole_shape_is_said_of_each_case(lost, tmp_path, monkeypatch):
+    """A floor that does not fit; a call after which the device answers no more."""
+    made = run.Floor
+
+    def floor(inputs, backward, frozen):
+        if len(inputs.hidden) == 6:
+            raise run.DeviceLost("illegal address") if lost else torch.OutOfMemoryError("too much")
+        return made(inputs, backward, frozen)
+
+    monkeypatch.setattr(run, "Floor", floor)
+    out = tmp_path / "results.json"
+    assert run.main([*RANDOM_BENCH, "--providers", "cute_lce", "torch_eager_fp32ce", "--out", str(out)]) == 0
+    found = {(r["n"], r["provider"]): r["failed"] for r in json.loads(out.read_text())}
+    for provider in ("cute_lce", "torch_eager_fp32ce"):
+        assert found[5, provider] is None
+        if lost:
+            assert found[6, provider] == "not begun: the device was lost (illegal address)"
+            assert found[7, provider] == "not begun: the device was lost (illegal address)"
+        else:
+            assert found[6, provider] == "OutOfMemoryError: too much"
+            assert found[7, provider] is None
+
+
+def test_torch_compile_has_a_graph_of_constant_sizes_for_each_shape(monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        assert all(isinstance(value, torch.Tensor) for value in inputs), "a size is an input"
+        assert all(isinstance(size, int) for value in inputs for size in value.shape)
+        graphs.append([tuple(value.shape) for value in inputs])
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    for n in range(3, 15):  # torch would not compile a function more than eight times.
+        inputs = make_inputs(shapes.Shape(n, 8, 70), torch.float32, "untrained", CPU)
+        loss = providers.make("torch_compile", providers.Request(logits=n * 70))
+        for _ in range(3):
+            loss(inputs.hidden, inputs.weight, inputs.target)
+        assert len(graphs) == n - 2
+        assert (n, 8) in graphs[-1]
+
+
+def test_an_ample_workspace_holds_the_logits_of_each_shape(tmp_path):
+    out = tmp_path / "results.json"
+    argv = ["--device", "cpu", "--quick", "--no-errors", "--shapes", "7,8,70", "900,8,7000"]
+    assert run.main([*argv, "--workspace-mb", "ample", "20", "--out", str(out)]) == 0
+    assert [r["workspace_mb"] for r in json.loads(out.read_text())] == [513, 20, 526, 20]
+    assert shapes.ample(shapes.Shape(9000, 8, 70000)) > 2 * 9000 * 70000 / 2**20 + 512
 
 
 def test_bars_of_the_tables_are_found():
@@ -274,11 +449,145 @@ def test_a_wrong_option_is_refused_by_name(capsys):
         (["--shapes", "1,2"], "shape must be"),
         (["--providers", "nobody"], "'nobody'"),
         (["--append"], "--append needs --out"),
+        (["--resume"], "--resume needs --out"),
+        (["--resume", "--out", "x.json", "--shapes", "3,4,5,weight"], "--resume: got a frozen operand"),
+        (["--repeat", "0"], "--repeat: got 0"),
+        (["--repeat", "3", "--sustained", "1"], "--repeat: got 3"),
         (["--workspace-mb", "much"], "much"),
     ):
         with pytest.raises(SystemExit):
             run.main(["--device", "cpu", *argv])
         assert named in capsys.readouterr().err
+
+
+# summary and plot
+
+
+def result_of(step, n, times, provider="cute_lce", floor_ms=1.0, **fields):
+    result = dict.fromkeys(run.KEYS) | {"gpu": "GPU", "provider": provider, "pass": step, "dtype": "bf16"}
+    result |= {"reduction": "mean", "n": n, "d": 64, "vocab": 1000, "date": "2026-11-21T20:00:00+00:00"}
+    result |= {"schedule": "auto" if provider == "cute_lce" else None}
+    return result | {"floor_ms": floor_ms, "ms": floor_ms * times} | fields
+
+
+KEPT = [
+    result_of("fwd", 129, 0.9),
+    result_of("fwd", 5000, 1.6, workspace_mb=300),
+    # More workspace counts, wherever it stands; other schedules and dtypes do not.
+    result_of("fwd", 5000, 1.0, workspace_mb=4000),
+    result_of("fwd", 5000, 1.7),
+    result_of("fwd", 5000, 3.0, schedule="recompute", workspace_mb=9000),
+    result_of("fwd", 5000, 3.0, dtype="fp16", workspace_mb=9000),
+    result_of("fwd", 5000, 3.0, sustained_s=0.4, workspace_mb=9000),
+    result_of("fwd", 100, 1.101),
+    result_of("fwd", 20, 1.8, floor_ms=0.1),
+    result_of("fwd_bwd", 16, 1.12),
+    result_of("fwd_bwd", 511, 1.2),
+    result_of("fwd_bwd", 512, 1.0),
+    result_of("fwd_bwd", 600, 1.04, reduction="none"),
+    result_of("fwd_bwd", 700, 9.0, err_dh=1e-3, err_dw=None),
+    result_of("fwd", 129, 1.0, provider="torch_compile"),
+    result_of("fwd", 5000, 0.95, provider="torch_compile"),
+    result_of("fwd", 20, 1.0, provider="torch_compile", floor_ms=0.1),
+    result_of("fwd_bwd", 600, 1.1, provider="torch_compile"),  # of another reduction
+    result_of("fwd_bwd", 511, 1.5, provider="quack_chunk4k"),
+    result_of("fwd_bwd", 511, 1.25, provider="quack_chunk2k"),
+    result_of("fwd_bwd", 512, 1.0, provider="quack_chunk2k")
+    | {"ms": None, "floor_ms": None, "failed": "E: no"},
+]
+
+
+def test_the_summary_has_a_row_for_each_range_of_tokens():
+    rows = {row[0]: row[1:] for row in summary.range_rows(KEPT)}
+    long, short = ["0.98, 1.08", "0.95, 1.02"], ["0", "-", "-"]
+    assert rows == {
+        "forward, 129 and more tokens": ["2", "0.949", "1.000", "5000, 64, 1000", *long, *short, "yes"],
+        "forward, 1 to 128 tokens": [
+            *("1", "1.101", "1.101", "100, 64, 1000", "1.10", "1.00"),
+            *("1", "80", "20, 64, 1000", "no"),
+        ],
+        "forward + backward, 16 to 128 tokens": [
+            *("1", "1.120", "1.120", "16, 64, 1000", "1.12", "1.03", *short, "yes")
+        ],
+        "forward + backward, 129 to 511 tokens": [
+            *("1", "1.200", "1.200", "511, 64, 1000", "1.15", "1.05", *short, "no")
+        ],
+        "forward + backward, 512 and more tokens": [
+            *("2", "1.020", "1.040", "600, 64, 1000", "1.01, 1.06", "0.98, 1.02", *short, "no")
+        ],
+    }
+    # 70 us above the floor are allowed, 71 are not.
+    for above, met in ((0.070, "yes"), (0.0711, "no")):
+        call = result_of("fwd", 20, 1.0, floor_ms=0.1, ms=0.1 + above)
+        assert summary.range_rows([call])[1][-1] == met
+
+
+def test_the_summary_compares_with_the_fastest_pipeline_of_each_peer():
+    rows = {row[0]: row[1:] for row in summary.peer_rows(KEPT)}
+    assert rows == {
+        "torch_compile, forward, fewer than 512 tokens": [
+            *("1", "0.900", "0.900", "129, 64, 1000", "1.05"),
+            *("1", "1.800", "20, 64, 1000", "yes"),
+        ],
+        "torch_compile, forward, 512 and more tokens": [
+            *("1", "1.053", "1.053", "5000, 64, 1000", "1.03", "0", "-", "-", "no")
+        ],
+        "quack, forward + backward, fewer than 512 tokens": [
+            *("1", "0.960", "0.960", "511, 64, 1000", "1.05", "0", "-", "-", "yes")
+        ],
+    }
+
+    # Short calls alone meet no bar and miss none.
+    short = [
+        result_of("fwd", 20, times, who, 0.1) for times, who in ((2.0, "cute_lce"), (1.0, "torch_compile"))
+    ]
+    ((*_, met),) = summary.peer_rows(short)
+    assert met == "-"
+
+
+def test_the_summary_prints_markdown_and_what_failed(tmp_path, capsys):
+    path = tmp_path / "kept.json"
+    path.write_text(json.dumps(KEPT))
+    assert summary.main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert [line[:3] for line in printed.splitlines()].count("| -") == 2
+    assert "quack_chunk2k, 1 times, first at 512, 64, 1000, forward + backward: E: no" in printed
+    path.write_text("[]")
+    assert summary.main([str(path)]) == 1
+
+
+def test_the_plot_has_ours_and_the_peers_in_both_panels(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    figure = plot.draw(KEPT)
+    forward, both = figure.axes
+    assert [axes.get_title() for axes in (forward, both)] == ["forward", "forward + backward"]
+    assert forward.get_xscale() == forward.get_yscale() == "log"
+    # For each series the points of long calls, then those of short ones.
+    points = [np.asarray(collection.get_offsets()).tolist() for collection in forward.collections]
+    assert sorted(points[0]) == [[100, 1.101], [129, 0.9], [5000, 1.0]]
+    assert points[1] == [[20, 1.8]]
+    assert sorted(points[2]) == [[129, 1.0], [5000, 0.95]]
+    markers = {line.get_label(): (line.get_marker(), line.get_linestyle()) for line in both.get_lines()}
+    assert markers["cute_lce"] == ("o", "-")
+    assert len(set(markers.values())) == len(markers)
+    low, high = forward.get_ylim()
+    assert low < 0.9 < 1.2 < high < 1.8
+    assert [text.get_text() for text in forward.texts] == ["1.8"]
+    assert "GPU, bf16, 8 shapes, 2026-11-21" in figure.get_suptitle()
+
+    kept = tmp_path / "gpu_random.json"
+    kept.write_text(json.dumps(KEPT))
+    for name in ("a.png", "a.svg"):
+        one, again = tmp_path / "one" / name, tmp_path / "again" / name
+        assert plot.main([str(kept), "--out", str(one)]) == plot.main([str(kept), "--out", str(again)]) == 0
+        assert len(one.read_bytes()) > 10_000
+        assert one.read_bytes() == again.read_bytes()
+    monkeypatch.setattr(plot, "FIGURES", tmp_path / "figures")
+    capsys.readouterr()
+    assert plot.main([str(kept)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "figures" / "gpu_random.png")
+    with pytest.raises(ValueError, match=r"want bench\.run's of one"):
+        plot.draw([*KEPT, result_of("fwd", 20, 1.0, gpu="other GPU")])
 
 
 # errors

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import pytest
 
-from bench import shapes
+from bench import shapes, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -40,8 +39,12 @@ def records(file: str) -> list[Record]:
 
 
 def find(file: str, **fields: Any) -> Record | None:
-    """The record with these fields, the first of several; None where there is none."""
-    matches = (r for r in records(file) if all(r[name] == value for name, value in fields.items()))
+    """The record with these fields, the first of several; None where there is none, or where it failed."""
+    matches = (
+        r
+        for r in records(file)
+        if all(r[name] == value for name, value in fields.items()) and not r.get("failed")
+    )
     return next(matches, None)
 
 
@@ -299,20 +302,9 @@ def host_side(file: str) -> Rows:
     return [[name, str(record["before"][2]), str(record["after"][2])] for name, record in found]
 
 
-def by_tokens(file: str) -> Rows:
-    rows: Rows = []
-    for name, low, high in (("16 to 128", 16, 129), ("129 to 511", 129, 512), ("512 and more", 512, 1 << 20)):
-        row: list[Cell] = [name]
-        for step in ("fwd", "fwd_bwd"):
-            found = [
-                ratio(record)
-                for record in records(file)
-                # Of shorter calls launches are the most of it.
-                if record["pass"] == step and low <= record["n"] < high and record["floor_ms"] >= 0.3
-            ]
-            row.append(f"{geometric_mean(found):.2f}, {max(found):.2f}, {len(found)}")
-        rows.append(row)
-    return rows
+def ranges(file: str) -> Rows:
+    """bench.summary's, without the bars."""
+    return [[*row[:5], *row[7:10]] for row in summary.range_rows(records(file))]
 
 
 TABLES: dict[str, Callable[[str], Rows]] = {
@@ -327,7 +319,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         errors,
         host_time,
         host_side,
-        by_tokens,
+        ranges,
     )
 }
 
