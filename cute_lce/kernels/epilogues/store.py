@@ -2,8 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
+from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 
 
@@ -15,18 +16,11 @@ def _pack(low: Float32, high: Float32, kind) -> Int32:
     return cute.recast_tensor(rounded, Int32)[0]
 
 
-def _at(matrix: cute.Tensor, row: Int32, column: Int32, align: int, count: int) -> cute.Tensor:
-    """`count` elements of a row-major matrix at an address aligned to `align` bytes."""
-    pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
-    address = cute.make_ptr(matrix.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
-    return cute.make_tensor(address, cute.make_layout(count))
-
-
 @cute.jit
 def _store_eight(matrix: cute.Tensor, words: cute.Tensor, row: Int32, column: Int32):
     """Store eight 16-bit numbers at a column that is a multiple of 8, if it is in the matrix."""
     if row < cute.size(matrix, mode=[0]) and column < cute.size(matrix, mode=[1]):
-        cute.autovec_copy(cute.recast_tensor(words, matrix.element_type), _at(matrix, row, column, 16, 8))
+        cute.autovec_copy(cute.recast_tensor(words, matrix.element_type), adjacent(matrix, row, column, 8))
 
 
 @cute.jit
@@ -126,7 +120,7 @@ def store_transposed(
         for r in cutlass.range_constexpr(len(fragment.rows)):
             at = row + fragment.rows[r]
             if line < cute.size(matrix, mode=[0]) and at < cute.size(matrix, mode=[1]):
-                _at(matrix, line, at, 4, 1)[0] = frag[r, c]
+                adjacent(matrix, line, at, 1)[0] = frag[r, c]
 
 
 @cute.jit
@@ -147,4 +141,4 @@ def add_transposed(
         line = cutlass.min(column + fragment.offset(c), last_line)
         for r in cutlass.range_constexpr(len(fragment.rows)):
             at = cutlass.min(row + fragment.rows[r], last)
-            frag[r, c] = frag[r, c] + _at(matrix, line, at, 4, 1)[0]
+            frag[r, c] = frag[r, c] + adjacent(matrix, line, at, 1)[0]
