@@ -20,6 +20,8 @@ Address = Annotated[int, 64]
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 """LossArguments.reduction."""
+COMBINE_ROWS = 8
+"""Rows that a block of the combine kernel processes: a partial of each, together 64 consecutive bytes."""
 KEPT_TILE = 128
 """Columns that are kept, or not, together."""
 UNIT = 32
