@@ -29,6 +29,11 @@ UNIT = 32
 NOTE_BYTES = 2
 
 
+def units(columns: Any) -> Any:
+    """Units of so many kept columns, an int or a kernel's Int32; the last tile counts as whole."""
+    return KEPT_TILE // UNIT * ((columns + KEPT_TILE - 1) // KEPT_TILE)
+
+
 class Operands(NamedTuple):
     """The tensors of a call: hidden (n, d), weight (V, d), target (n,) int32 or int64.
 

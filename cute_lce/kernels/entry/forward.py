@@ -8,12 +8,11 @@ from cutlass import Float32, Int32, Int64, Uint16
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
     COMBINE_ROWS,
-    KEPT_TILE,
-    UNIT,
     ForwardOutputs,
     GemmPlan,
     KeepOutputs,
     LossArguments,
+    units,
 )
 from cute_lce.kernels.combine import Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
@@ -112,11 +111,10 @@ class Forward:
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:
         notes = cute.make_ptr(Uint16, keep.workspace + Int64(n) * 8, cute.AddressSpace.gmem, assumed_align=2)
-        units = KEPT_TILE // UNIT * cute.ceil_div(keep.columns, KEPT_TILE)
         return KeepTensors(
             kept=matrix(element, keep.kept, n, keep.columns, keep.pitch),
             reference=vector(Float32, keep.workspace, n),
-            notes=cute.make_tensor(notes, cute.make_layout((units, n), stride=(Int64(n), 1))),
+            notes=cute.make_tensor(notes, cute.make_layout((units(keep.columns), n), stride=(Int64(n), 1))),
             most_raised=vector(Int32, keep.workspace + Int64(n) * 4, n),
             kept_scale=vector(Float32, keep.kept_scale, n),
             columns=keep.columns,
