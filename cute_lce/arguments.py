@@ -20,11 +20,18 @@ Address = Annotated[int, 64]
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 """LossArguments.reduction."""
+COMBINE_ROWS = 8
+"""Rows that a block of the combine kernel processes: a partial of each, together 64 consecutive bytes."""
 KEPT_TILE = 128
 """Columns that are kept, or not, together."""
 UNIT = 32
 """Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
 NOTE_BYTES = 2
+
+
+def units(columns: Any) -> Any:
+    """Units of so many kept columns, an int or a kernel's Int32; the last tile counts as whole."""
+    return KEPT_TILE // UNIT * ((columns + KEPT_TILE - 1) // KEPT_TILE)
 
 
 class Operands(NamedTuple):

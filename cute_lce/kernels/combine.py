@@ -8,10 +8,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_lce import maths
-from cute_lce.arguments import REDUCTIONS, LossArguments
+from cute_lce.arguments import COMBINE_ROWS, REDUCTIONS, LossArguments
 from cute_lce.kernels import row_stats
 
-ROWS = 8  # of a block; with the same number their partials are 64 consecutive bytes
 WARPS = 16
 LANES = 32
 
@@ -56,13 +55,13 @@ class Combine:
     def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
         @cute.struct
         class SharedStorage:
-            maxima: cute.struct.MemRange[Float32, WARPS * ROWS]
-            sums: cute.struct.MemRange[Float32, WARPS * ROWS]
+            maxima: cute.struct.MemRange[Float32, WARPS * COMBINE_ROWS]
+            sums: cute.struct.MemRange[Float32, WARPS * COMBINE_ROWS]
             totals: cute.struct.MemRange[Float64, WARPS * 2]
             last: cute.struct.MemRange[Int32, 1]
 
         self.storage = SharedStorage
-        blocks = cute.ceil_div(cute.size(tensors.target), ROWS)
+        blocks = cute.ceil_div(cute.size(tensors.target), COMBINE_ROWS)
         self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -71,23 +70,23 @@ class Combine:
         block = cute.arch.block_idx()[0]
         blocks = cute.arch.grid_dim()[0]
         n = cute.size(tensors.target)
-        line, share = lane % ROWS, lane // ROWS
-        row = block * ROWS + line
+        line, share = lane % COMBINE_ROWS, lane // COMBINE_ROWS
+        row = block * COMBINE_ROWS + line
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        maxima = storage.maxima.get_tensor(cute.make_layout((WARPS, ROWS), stride=(ROWS, 1)))
-        sums = storage.sums.get_tensor(cute.make_layout((WARPS, ROWS), stride=(ROWS, 1)))
+        maxima = storage.maxima.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS), stride=(COMBINE_ROWS, 1)))
+        sums = storage.sums.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS), stride=(COMBINE_ROWS, 1)))
         last = storage.last.get_tensor(cute.make_layout(1))
 
         row_max, row_sum = -Float32.inf, Float32(0.0)
         if row < n:
-            first, step = warp * (LANES // ROWS) + share, WARPS * (LANES // ROWS)
+            first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
             for number in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
                 row_max, row_sum = row_stats.merge(
                     row_max, row_sum, tensors.partials[number, row, 0], tensors.partials[number, row, 1]
                 )
         for offset in cutlass.range_constexpr(2):
-            other_max = cute.arch.shuffle_sync_bfly(row_max, offset=ROWS << offset)
-            other_sum = cute.arch.shuffle_sync_bfly(row_sum, offset=ROWS << offset)
+            other_max = cute.arch.shuffle_sync_bfly(row_max, offset=COMBINE_ROWS << offset)
+            other_sum = cute.arch.shuffle_sync_bfly(row_sum, offset=COMBINE_ROWS << offset)
             row_max, row_sum = row_stats.merge(row_max, row_sum, other_max, other_sum)
         if share == 0:
             maxima[warp, line] = row_max

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 SHARED = 8  # columns of a thread in 32 columns, and lanes that share a column
 OWNED = 32  # columns among which a lane owns one
@@ -68,14 +68,21 @@ class Fragment:
         """The elements of a thread in the i-th 32 columns."""
         return range(SHARED * i, min(SHARED * (i + 1), self.count))
 
-    def owned_column(self, column, slab: int, i: int):
-        """(the i-th column that this lane owns, whether the slab has it); column: of element 0 in slab 0."""
+    def owned_column(self, column, slab: int, i: int, end):
+        """(the i-th column that this lane owns, whether the slab has it and it lies before `end`); column: of
+        element 0 in slab 0."""
         lane = cute.arch.lane_idx()
         within = 16 * ((lane >> 4) & 1) + 8 * ((lane >> 3) & 1)
-        own = OWNED * i + within + ((lane >> 2) & 1)
+        own = column + (slab * self.columns + OWNED * i + within + ((lane >> 2) & 1))
         if OWNED * (i + 1) <= self.columns:
-            return column + (slab * self.columns + own), True
-        return column + (slab * self.columns + own), OWNED * i + within < self.columns
+            return own, own < end
+        return own, Boolean(OWNED * i + within < self.columns) & (own < end)
+
+    def owned_columns(self, column, end):
+        """(its number, what `owned_column` returns) for each column that this lane owns in all slabs."""
+        for slab in range(self.slabs):
+            for i in range(self.owned):
+                yield (slab * self.owned + i, *self.owned_column(column, slab, i, end))
 
 
 def spread(own, c: int):

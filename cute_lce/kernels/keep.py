@@ -27,6 +27,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
+from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.row_stats import fma
 from cute_lce.maths import FAR, LOG2_E, STEP
@@ -84,8 +85,8 @@ class References:
             for chunk in cutlass.range(lane, cute.size(hidden, mode=[1]) // 8, 32, unroll=1):
                 a = cute.make_rmem_tensor(8, hidden.element_type)
                 b = cute.make_rmem_tensor(8, weight.element_type)
-                cute.autovec_copy(eight(hidden, Int64(row), chunk * 8), a)
-                cute.autovec_copy(eight(weight, index, chunk * 8), b)
+                cute.autovec_copy(adjacent(hidden, row, chunk * 8, 8), a)
+                cute.autovec_copy(adjacent(weight, index, chunk * 8, 8), b)
                 for i in cutlass.range_constexpr(8):
                     total += a[i].to(Float32) * b[i].to(Float32)
             total = cute.arch.warp_reduction(total, lambda a, b: a + b)
@@ -167,17 +168,3 @@ def _steps(keep: KeepTensors, row_max: cute.Tensor, row: Int32):
     if steps > most:
         most = steps
     return most
-
-
-@cute.jit
-def eight(matrix: cute.Tensor, row: Int64, column: Int32) -> cute.Tensor:
-    """Eight adjacent elements of a row of 16-bit numbers, 16-byte aligned."""
-    return cute.make_tensor(
-        cute.make_ptr(
-            matrix.element_type,
-            (matrix.iterator + (row * matrix.stride[0] + column)).toint(),
-            cute.AddressSpace.gmem,
-            assumed_align=16,
-        ),
-        cute.make_layout(8),
-    )

@@ -3,9 +3,9 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32
 
-from cute_lce.kernels.keep import eight
+from cute_lce.kernels.adjacent import adjacent
 
 THREADS = 128
 ELEMENTS = 8  # of a thread at once: 32 bytes of a sum, 16 of the result
@@ -31,8 +31,8 @@ class Reduce:
             total.fill(0.0)
             for split in cutlass.range(cute.size(sums, mode=[0]), unroll=4):
                 part = cute.make_rmem_tensor(ELEMENTS, Float32)
-                cute.autovec_copy(eight(sums[split, None, None], Int64(row), column), part)
+                cute.autovec_copy(adjacent(sums[split, None, None], row, column, ELEMENTS), part)
                 total.store(total.load() + part.load())
             rounded = cute.make_rmem_tensor(ELEMENTS, out.element_type)
             rounded.store(total.load().to(out.element_type))
-            cute.autovec_copy(rounded, eight(out, Int64(row), column))
+            cute.autovec_copy(rounded, adjacent(out, row, column, ELEMENTS))

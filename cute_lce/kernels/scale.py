@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce.arguments import LossArguments
-from cute_lce.kernels.keep import eight
+from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.row_stats import grad_scale
 
 WARPS = 4
@@ -60,6 +60,6 @@ class ScaleRows:
                     source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
                     source.fill(0.0)
                     if valid:
-                        cute.autovec_copy(eight(tensors.hidden, Int64(row), chunk * 8), source)
+                        cute.autovec_copy(adjacent(tensors.hidden, row, chunk * 8, 8), source)
                         source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
-                    cute.autovec_copy(source, eight(tensors.scaled, Int64(row), chunk * 8))
+                    cute.autovec_copy(source, adjacent(tensors.scaled, row, chunk * 8, 8))

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from ..arch import Gpu, KernelConfig
-from ..arguments import GemmPlan
+from ..arguments import COMBINE_ROWS, GemmPlan
 from .gemm import cluster_count, is_paced, tile_clocks
 from .memory import DEFAULT_WORKSPACE, forward_bytes
 from .problem import MIB, NO_LIMITS, Limits, ceil_div
@@ -21,8 +21,6 @@ EPILOGUE_CLOCKS, EPILOGUE_CLOCKS_SCARCE = 62, 84
 """Clocks of a tile's epilogue for each of its columns, on an H200; the second where more than
 SCARCE_REGISTERS of a thread hold accumulators, so that few are left to hide latencies with."""
 SCARCE_REGISTERS = 176
-COMBINE_ROWS = 8
-"""Rows that a block of the combine kernel processes."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import decimal
 
-from ..arguments import KEPT_TILE, NOTE_BYTES, UNIT
-from .problem import KIB, MIB, Limits, Problem, ceil_div, round_up
+from ..arguments import NOTE_BYTES, units
+from .problem import KIB, MIB, Limits, Problem, round_up
 
 DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes; raised if the schedule needs more."""
@@ -52,7 +52,7 @@ def keep_workspace_bytes(n: int, kept: int) -> int:
 
 def note_bytes(kept: int) -> int:
     """Bytes of a token's notes."""
-    return NOTE_BYTES * KEPT_TILE // UNIT * ceil_div(kept, KEPT_TILE)
+    return NOTE_BYTES * units(kept)
 
 
 def kept_bytes(n: int, kept: int) -> int:

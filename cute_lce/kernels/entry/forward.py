@@ -6,8 +6,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16
 
 from cute_lce.arch import KernelConfig
-from cute_lce.arguments import KEPT_TILE, UNIT, ForwardOutputs, GemmPlan, KeepOutputs, LossArguments
-from cute_lce.kernels.combine import ROWS, Combine, CombineTensors
+from cute_lce.arguments import (
+    COMBINE_ROWS,
+    ForwardOutputs,
+    GemmPlan,
+    KeepOutputs,
+    LossArguments,
+    units,
+)
+from cute_lce.kernels.combine import Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
@@ -65,7 +72,7 @@ class Forward:
         partials = cute.make_tensor(floats + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1)))
         target_logit = cute.make_tensor(partials.iterator + Int64(count) * n * 2, cute.make_layout(n))
         blocks = cute.make_tensor(
-            target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, ROWS), 2), stride=(2, 1))
+            target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
         )
         row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
         if sweep.paced != 0:
@@ -105,11 +112,10 @@ class Forward:
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:
         notes = cute.make_ptr(Uint16, keep.workspace + Int64(n) * 8, cute.AddressSpace.gmem, assumed_align=2)
-        units = KEPT_TILE // UNIT * cute.ceil_div(keep.columns, KEPT_TILE)
         return KeepTensors(
             kept=matrix(element, keep.kept, n, keep.columns, keep.pitch),
             reference=vector(Float32, keep.workspace, n),
-            notes=cute.make_tensor(notes, cute.make_layout((units, n), stride=(Int64(n), 1))),
+            notes=cute.make_tensor(notes, cute.make_layout((units(keep.columns), n), stride=(Int64(n), 1))),
             most_raised=vector(Int32, keep.workspace + Int64(n) * 4, n),
             kept_scale=vector(Float32, keep.kept_scale, n),
             columns=keep.columns,

@@ -4,13 +4,20 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
-from cute_lce.kernels.epilogues.statistics import NO_ROW, has_target, targets
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
+from cute_lce.kernels.epilogues.tokens import (
+    NO_ROW,
+    Ignored,
+    has_target,
+    ignored_tokens,
+    targets,
+    zero_ignored,
+)
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
 
 
@@ -34,13 +41,11 @@ class DlogitsTensors(NamedTuple):
 
 
 class DlogitsState(NamedTuple):
-    """For each token that a lane owns: what logits are relative to, and the factor of exponentials; in bits
-    which of them are ignored, and whether any of the warp's is."""
+    """For each token that a lane owns: what logits are relative to, and the factor of exponentials."""
 
     ref: cute.Tensor
     factor: cute.Tensor
-    ignored: Int32
-    any_ignored: Boolean
+    ignored: Ignored
 
 
 class DlogitsEpilogue:
@@ -62,22 +67,16 @@ class DlogitsEpilogue:
         ref, factor = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
         ref.fill(0.0)
         factor.fill(0.0)
-        ignored = Int32(0)
-        for slab in cutlass.range_constexpr(fragment.slabs):
-            for i in cutlass.range_constexpr(fragment.owned):
-                own = slab * fragment.owned + i
-                token, owns = fragment.owned_column(column, slab, i)
-                if Boolean(owns) and token < cute.size(tensors.target):
-                    if Int64(tensors.target[token]) != tensors.loss.ignore_index:
-                        ref[own] = row_stats.finite_max(tensors.row_max[token])
-                        scale = self._scale(tensors, token)
-                        factor[own] = maths.softmax_factor(scale, tensors.row_sum[token])
-                    else:
-                        ignored = ignored | (1 << own)
-        return DlogitsState(ref, factor, ignored, cute.arch.vote_any_sync(ignored != 0))
+        for own, token, exists in fragment.owned_columns(column, cute.size(tensors.target)):
+            if exists:
+                ref[own] = row_stats.finite_max(tensors.row_max[token])
+                scale = self._scale(tensors, token)
+                factor[own] = maths.softmax_factor(scale, tensors.row_sum[token])
+        ignored = ignored_tokens(fragment, tensors.target, tensors.loss.ignore_index, column)
+        return DlogitsState(ref, factor, ignored)
 
     def _scale(self, tensors: DlogitsTensors, token: Int32) -> Float32:
-        """The factor of a valid token's softmax and onehot."""
+        """The factor of a token's softmax and onehot."""
         if not self.has_grad_scale:
             return Float32(1.0)
         return row_stats.grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
@@ -108,7 +107,7 @@ class DlogitsEpilogue:
             onehot = cute.make_rmem_tensor(fragment.owned, Float32)
             onehot.fill(0.0)
             for i in cutlass.range_constexpr(fragment.owned):
-                token, _ = fragment.owned_column(column, slab, i)
+                token, _ = fragment.owned_column(column, slab, i, cute.size(tensors.target))
                 if own[i] != NO_ROW:
                     onehot[i] = self._scale(tensors, token)
             for c in cutlass.range_constexpr(fragment.count):
@@ -116,10 +115,9 @@ class DlogitsEpilogue:
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     if row + fragment.rows[r] == target:
                         frag[r, c] = maths.dlogits(frag[r, c], scale)
-        if state.any_ignored:
+        if state.ignored.any:
             for i in cutlass.range_constexpr(fragment.owned):
-                ignored = (state.ignored >> (slab * fragment.owned + i)) & 1
-                zero_ignored(fragment, ignored, frag, fragment.shared(i))
+                zero_ignored(fragment, state.ignored, frag, slab, i)
         for i in cutlass.range_constexpr(fragment.owned):
             store_columns(
                 tensors.dlogits,
@@ -134,20 +132,3 @@ class DlogitsEpilogue:
     @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):
         pass
-
-
-@cute.jit
-def zero_ignored(
-    fragment: cutlass.Constexpr[Fragment],
-    ignored: Int32,
-    frag: cute.Tensor,
-    elements: cutlass.Constexpr[range],
-):
-    """Set the elements that belong to ignored tokens to 0, of one 32 columns.
-
-    ignored: of the token that this lane owns among them, 0 or 1.
-    """
-    for c in cutlass.range_constexpr(elements.start, elements.stop):
-        if spread(ignored, c) != 0:
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                frag[r, c] = Float32(0.0)

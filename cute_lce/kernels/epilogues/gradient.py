@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from cute_lce.kernels.epilogues.store import (
     Output,
@@ -48,11 +48,9 @@ class DhiddenEpilogue:
         factor = cute.make_rmem_tensor(fragment.slabs * fragment.owned, Float32)
         factor.fill(1.0)
         if tensors.factor.iterator.toint() != 0:
-            for slab in cutlass.range_constexpr(fragment.slabs):
-                for i in cutlass.range_constexpr(fragment.owned):
-                    token, owns = fragment.owned_column(column, slab, i)
-                    if Boolean(owns) and token < tensors.n:
-                        factor[slab * fragment.owned + i] = tensors.factor[token]
+            for own, token, exists in fragment.owned_columns(column, tensors.n):
+                if exists:
+                    factor[own] = tensors.factor[token]
         return factor
 
     @cute.jit

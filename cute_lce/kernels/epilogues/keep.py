@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16
+from cutlass import Float32, Int32, Uint16
 
 from cute_lce import maths
 from cute_lce.arguments import KEPT_TILE
-from cute_lce.kernels.epilogues.dlogits import zero_ignored
 from cute_lce.kernels.epilogues.statistics import (
     ForwardEpilogue,
     ForwardState,
@@ -19,6 +18,7 @@ from cute_lce.kernels.epilogues.statistics import (
     highest,
 )
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
+from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_ignored
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
 from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.row_stats import fma
@@ -33,12 +33,8 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """The forward's state; in bits which of the tokens that a lane owns are ignored, and whether any of the
-    warp's is."""
-
     forward: ForwardState
-    ignored: Int32
-    any_ignored: Boolean
+    ignored: Ignored
 
 
 class KeepEpilogue:
@@ -56,16 +52,9 @@ class KeepEpilogue:
 
     @cute.jit
     def begin(self, tensors: KeepForwardTensors, column: Int32) -> KeepState:
-        fragment, target = self.fragment, tensors.forward.target
-        ignored = Int32(0)
-        for slab in cutlass.range_constexpr(fragment.slabs):
-            for i in cutlass.range_constexpr(fragment.owned):
-                token, owns = fragment.owned_column(column, slab, i)
-                if Boolean(owns) and token < cute.size(target):
-                    if Int64(target[token]) == tensors.forward.loss.ignore_index:
-                        ignored = ignored | (1 << (slab * fragment.owned + i))
-        forward = self.forward.begin(tensors.forward, column)
-        return KeepState(forward, ignored, cute.arch.vote_any_sync(ignored != 0))
+        forward = tensors.forward
+        ignored = ignored_tokens(self.fragment, forward.target, forward.loss.ignore_index, column)
+        return KeepState(self.forward.begin(forward, column), ignored)
 
     @cute.jit
     def visit(
@@ -101,16 +90,15 @@ class KeepEpilogue:
         fragment, keep = self.fragment, tensors.keep
         unit = fragment.unit(first_row_of_warp(row))
         for i in cutlass.range_constexpr(fragment.owned):
-            token, owns = fragment.owned_column(column, slab, i)
-            has_token = Boolean(owns) and token < cute.size(tensors.forward.target)
+            token, exists = fragment.owned_column(column, slab, i, cute.size(tensors.forward.target))
             # Read for every tile: registers are scarcer than loads.
             reference = Float32(0.0)
-            if has_token:
+            if exists:
                 reference = keep.reference[token]
             (row_max,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
             steps = maths.raise_steps(row_max, reference, fma, cute.math.ceil)
             steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
-            if has_token:
+            if exists:
                 keep.notes[unit, token] = Uint16(Int32(steps))
                 if steps > 0:
                     cute.arch.red(
@@ -125,9 +113,8 @@ class KeepEpilogue:
             leaf = functools.partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
             (terms,) = fold(leaf, lambda a, b: (a + b,))
             self.forward.update(state.forward, slab * fragment.owned + i, row_max, terms, base)
-            if state.any_ignored:
-                ignored = (state.ignored >> (slab * fragment.owned + i)) & 1
-                zero_ignored(fragment, ignored, frag, fragment.shared(i))
+            if state.ignored.any:
+                zero_ignored(fragment, state.ignored, frag, slab, i)
             store_columns(
                 tensors.out,
                 staging,

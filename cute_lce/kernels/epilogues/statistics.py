@@ -11,11 +11,11 @@ from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.store import Staging
-from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, spread
+from cute_lce.kernels.epilogues.tokens import has_target, targets
+from cute_lce.kernels.fragment import SHARED, Fragment, fold, spread
 from cute_lce.kernels.row_stats import fma
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
-NO_ROW = -(2**30)  # a target that no tile contains
 
 
 class ForwardTensors(NamedTuple):
@@ -157,19 +157,16 @@ class ForwardEpilogue:
     @cute.jit
     def end(self, tensors: ForwardTensors, state: ForwardState, column: Int32, partial: Int32):
         warp = cute.arch.warp_idx() % self.warps
-        for slab in cutlass.range_constexpr(self.fragment.slabs):
-            for i in cutlass.range_constexpr(self.fragment.owned):
-                token, owns = self.fragment.owned_column(column, slab, i)
-                if Boolean(owns) and token < cute.size(tensors.target):
-                    own = slab * self.fragment.owned + i
-                    row_max = state.row_max[own]
-                    # From 2^base to exp(row_max), whose own term becomes exactly 1. If all lies far below the
-                    # base, the sum is 0.
-                    exponent = maths.kept_exponent(row_stats.finite_max(row_max), state.base[own], fma)
-                    one = cute.math.exp2(cute.arch.fmax(exponent, Float32(-126.0)), fastmath=True)
-                    number = partial * self.warps + warp
-                    tensors.partials[number, token, 0] = row_max
-                    tensors.partials[number, token, 1] = state.row_sum[own] / one
+        for own, token, exists in self.fragment.owned_columns(column, cute.size(tensors.target)):
+            if exists:
+                row_max = state.row_max[own]
+                # From 2^base to exp(row_max), whose own term becomes exactly 1. If all lies far below the
+                # base, the sum is 0.
+                exponent = maths.kept_exponent(row_stats.finite_max(row_max), state.base[own], fma)
+                one = cute.math.exp2(cute.arch.fmax(exponent, Float32(-126.0)), fastmath=True)
+                number = partial * self.warps + warp
+                tensors.partials[number, token, 0] = row_max
+                tensors.partials[number, token, 1] = state.row_sum[own] / one
 
 
 def highest(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
@@ -199,38 +196,3 @@ def exponentials(fragment: Fragment, frag: cute.Tensor, base: Float32, first: in
         if in_place:
             frag[r, c] = terms[r]
     return (row_stats.tree(terms, lambda a, b: a + b),)
-
-
-@cute.jit
-def targets(
-    fragment: cutlass.Constexpr[Fragment],
-    target: cute.Tensor,
-    column: Int32,
-    slab: cutlass.Constexpr[int],
-    start: Int32,
-    end: Int32,
-) -> cute.Tensor:
-    """The targets of the tokens that this lane owns in a slab, relative to `start`; NO_ROW for one outside
-    [start, end)."""
-    own = cute.make_rmem_tensor(fragment.owned, Int32)
-    own.fill(NO_ROW)
-    for i in cutlass.range_constexpr(fragment.owned):
-        token, owns = fragment.owned_column(column, slab, i)
-        if Boolean(owns) and token < cute.size(target):
-            index = target[token]
-            if index >= start and index < end:
-                own[i] = Int32(index) - start
-    return own
-
-
-@cute.jit
-def has_target(fragment: cutlass.Constexpr[Fragment], own: cute.Tensor, row: Int32) -> Boolean:
-    """Whether a token's target may be among this warp's rows, the same in all of its lanes.
-
-    own: targets of the tokens that this lane owns in a slab.
-    """
-    first = first_row_of_warp(row)
-    found = Boolean(False)
-    for i in cutlass.range_constexpr(fragment.owned):
-        found = found or (own[i] >= first and own[i] < first + fragment.span)
-    return cute.arch.vote_any_sync(found)

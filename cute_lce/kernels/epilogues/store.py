@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, WARPGROUP, WARPS
+from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp
 
 LINE = 2 * BOX_COLUMNS  # bytes of a box's line
@@ -179,13 +180,6 @@ def _stmatrix(address: Int32, words: list[Int32], *, transposed: bool):
     )
 
 
-def _at(matrix: cute.Tensor, row: Int32, column: Int32, align: int, count: int) -> cute.Tensor:
-    """`count` elements of a row-major matrix at an address aligned to `align` bytes."""
-    pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
-    address = cute.make_ptr(matrix.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
-    return cute.make_tensor(address, cute.make_layout(count))
-
-
 @cute.jit
 def store_transposed(
     matrix: cute.Tensor,
@@ -200,7 +194,7 @@ def store_transposed(
         for r in cutlass.range_constexpr(len(fragment.rows)):
             at = row + fragment.rows[r]
             if line < cute.size(matrix, mode=[0]) and at < cute.size(matrix, mode=[1]):
-                _at(matrix, line, at, 4, 1)[0] = frag[r, c]
+                adjacent(matrix, line, at, 1)[0] = frag[r, c]
 
 
 @cute.jit
@@ -221,4 +215,4 @@ def add_transposed(
         line = cutlass.min(column + fragment.offset(c), last_line)
         for r in cutlass.range_constexpr(len(fragment.rows)):
             at = cutlass.min(row + fragment.rows[r], last)
-            frag[r, c] = frag[r, c] + _at(matrix, line, at, 4, 1)[0]
+            frag[r, c] = frag[r, c] + adjacent(matrix, line, at, 1)[0]
