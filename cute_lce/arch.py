@@ -119,7 +119,7 @@ class KernelConfig(Tiling):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory: the ring of 16-bit operand tiles, its barriers, boxes, alignment."""
+        """Bytes of dynamic shared memory: the ring of operand tiles, its barriers, boxes, alignment."""
         return self.stages * self.stage_bytes + self.box_bytes + KIB
 
     @property

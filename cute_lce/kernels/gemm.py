@@ -149,7 +149,7 @@ class Gemm:
         )
 
     def storage_of(self, dtype, a_slots: cute.Layout, b_slots: cute.Layout):
-        """The struct of shared memory: barriers of the ring, those of the mainloop, slots of A and of B, boxes."""
+        """The struct of shared memory: the ring's barriers, the mainloop's, slots of A and of B, boxes."""
         fields: dict[str, Any] = {
             "ring": cute.struct.MemRange[cutlass.Int64, self.config.stages * 2],
             **self.barriers,

@@ -89,7 +89,12 @@ class GemmSm100(gemm.Gemm):
     def fragment(config: KernelConfig) -> Fragment:
         """What an epilogue gets at once: a slab of columns of its warp's 32 rows."""
         columns = next((slab for slab in SLABS if config.tile_n % slab == 0), SLABS[-1])
-        return Fragment(rows=(0, 8, 16, 24), columns=columns, slabs=config.tile_n // columns)
+        return Fragment(
+            rows=(0, 8, 16, 24),
+            columns=columns,
+            slabs=config.tile_n // columns,
+            boxes=config.boxes,
+        )
 
     def __init__(self, config: KernelConfig, epilogue):
         if config.tile_m not in (128, 256) or config.tile_n % SLABS[-1] or not 0 < config.tile_n <= 256:

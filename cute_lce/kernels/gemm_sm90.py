@@ -66,7 +66,7 @@ class GemmSm90(gemm.Gemm):
         """What an epilogue gets at once: a whole tile, or its warpgroup's rows."""
         apart = _rows_at_once(config)
         rows = tuple(block + half for block in range(0, config.tile_m, apart) for half in (0, 8))
-        return Fragment(rows=rows, columns=config.tile_n, slabs=1)
+        return Fragment(rows=rows, columns=config.tile_n, slabs=1, boxes=config.boxes)
 
     def __init__(self, config: KernelConfig, epilogue):
         _check(config)
@@ -196,7 +196,7 @@ class GemmSm90(gemm.Gemm):
                 slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, walk.depth)
                 row = walk.m_tile(tile) * config.tile_m + own_row
                 self.epilogue.visit(tensors, staging, state, frag, row, opaque(column), 0, split)
-            self.epilogue.end(tensors, state, column, walk.partial(window) * turns + share)
+            self.epilogue.end(tensors, state, opaque(column), walk.partial(window) * turns + share)
             before += end - first
         drain()
 

@@ -49,7 +49,7 @@ class Backward:
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), has_grad_scale))
         self.dhidden = gemm(tokens, DhiddenEpilogue(gemm.fragment(tokens)))
-        self.dweight = gemm(dweight, DweightEpilogue(gemm.fragment(dweight), dweight.boxes))
+        self.dweight = gemm(dweight, DweightEpilogue(gemm.fragment(dweight)))
         self.reduce = Reduce()
         self.scale = ScaleRows()
 

@@ -118,16 +118,15 @@ class DlogitsEpilogue:
         if state.ignored.any:
             for i in cutlass.range_constexpr(fragment.owned):
                 zero_ignored(fragment, state.ignored, frag, slab, i)
-        for i in cutlass.range_constexpr(fragment.owned):
-            store_columns(
-                tensors.dlogits,
-                staging,
-                frag,
-                row,
-                column + slab * fragment.columns,
-                fragment,
-                fragment.shared(i),
-            )
+        store_columns(
+            tensors.dlogits,
+            staging,
+            frag,
+            row,
+            column + slab * fragment.columns,
+            fragment,
+            range(fragment.owned),
+        )
 
     @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):

@@ -20,9 +20,9 @@ from cute_lce.kernels.fragment import SHARED, Fragment, spread
 class DhiddenTensors(NamedTuple):
     """Global memory that the epilogue of dhidden accesses.
 
-    out (n, d) in the operands' dtype, written if `to_out`; n: its rows. sums (splits, n, d) fp32: read unless `is_first`,
-    written unless `to_out`. factor (n,) fp32 with any stride (0: one number): multiplies the product's
-    columns; at address 0: ones.
+    out (n, d) in the operands' dtype, written if `to_out`; n: its rows. sums (splits, n, d) fp32: read unless
+    `is_first`, written unless `to_out`. factor (n,) fp32 with any stride (0: one number): multiplies the
+    product's columns; at address 0: ones.
     """
 
     out: Output
@@ -77,8 +77,7 @@ class DhiddenEpilogue:
         if tensors.to_out == 0:
             store_transposed(sums, frag, row, first, fragment)
         else:
-            for i in cutlass.range_constexpr(fragment.owned):
-                store_columns(tensors.out, staging, frag, row, first, fragment, fragment.shared(i))
+            store_columns(tensors.out, staging, frag, row, first, fragment, range(fragment.owned))
 
     @cute.jit
     def end(self, tensors: DhiddenTensors, factor: cute.Tensor, column: Int32, partial: Int32):
@@ -98,10 +97,8 @@ class DweightTensors(NamedTuple):
 class DweightEpilogue:
     """(dlogits.T hidden): scale and round."""
 
-    def __init__(self, fragment: Fragment, boxes: int):
-        """boxes: of a warp (arch.Tiling)."""
+    def __init__(self, fragment: Fragment):
         self.fragment = fragment
-        self.boxes = boxes
 
     @cute.jit
     def begin(self, tensors: DweightTensors, column: Int32):
@@ -124,7 +121,7 @@ class DweightEpilogue:
     ):
         frag.store(frag.load() * factor)
         first = column + slab * self.fragment.columns
-        store_rows(tensors.out, staging, frag, row, first, self.fragment, self.boxes)
+        store_rows(tensors.out, staging, frag, row, first, self.fragment)
 
     @cute.jit
     def end(self, tensors: DweightTensors, factor: Float32, column: Int32, partial: Int32):

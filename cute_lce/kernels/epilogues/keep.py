@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16
+from cutlass import Boolean, Float32, Int32, Uint16
 
 from cute_lce import maths
 from cute_lce.arguments import KEPT_TILE
@@ -22,6 +22,11 @@ from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_igno
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
 from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.row_stats import fma
+
+
+import os
+
+AT_ONCE = int(os.environ.get("AT_ONCE", "4"))
 
 
 class KeepForwardTensors(NamedTuple):
@@ -86,20 +91,69 @@ class KeepEpilogue:
         column: Int32,
         slab: cutlass.Constexpr[int],
     ):
-        """Exponentials instead of the fragment's logits, stored, and their statistics."""
+        """Exponentials instead of the fragment's logits, stored, and their statistics: of AT_ONCE columns that a
+        lane owns at once, so that many of a thread's instructions are independent and few values alive."""
+        for first in cutlass.range_constexpr(0, self.fragment.owned, AT_ONCE):
+            owned = range(first, min(first + AT_ONCE, self.fragment.owned))
+            self._keep_owned(tensors, staging, state, frag, row, column, slab, owned)
+
+    @cute.jit
+    def _keep_owned(
+        self,
+        tensors: KeepForwardTensors,
+        staging: Staging,
+        state: KeepState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        owned: cutlass.Constexpr[range],
+    ):
         fragment, keep = self.fragment, tensors.keep
         unit = fragment.unit(first_row_of_warp(row))
-        for i in cutlass.range_constexpr(fragment.owned):
-            token, exists = fragment.owned_column(column, slab, i, cute.size(tensors.forward.target))
+        n = cute.size(tensors.forward.target)
+        row_max, base, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(3))
+        raises = Boolean(False)
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
             # Read for every tile: registers are scarcer than loads.
-            reference = Float32(0.0)
-            if exists:
-                reference = keep.reference[token]
-            (row_max,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
-            steps = maths.raise_steps(row_max, reference, fma, cute.math.ceil)
+            token, _ = fragment.owned_column(column, slab, i, n)
+            base[i] = keep.reference[cutlass.min(token, n - 1)]
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
+            (row_max[i],) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
+            token, exists = fragment.owned_column(column, slab, i, n)
+            steps = maths.raise_steps(row_max[i], base[i], fma, cute.math.ceil)
             steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
             if exists:
                 keep.notes[unit, token] = Uint16(Int32(steps))
+            raises = raises or steps > 0
+            base[i] = maths.raised(base[i], steps)
+        if cute.arch.vote_any_sync(raises):
+            self._note_raises(keep, base, column, slab, owned, n)
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
+            leaf = functools.partial(exponentials, fragment, frag, base[i], SHARED * i, in_place=True)
+            (terms[i],) = fold(leaf, lambda a, b: (a + b,))
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
+            self.forward.update(state.forward, slab * fragment.owned + i, row_max[i], terms[i], base[i])
+        if state.ignored.any:
+            for i in cutlass.range_constexpr(owned.start, owned.stop):
+                zero_ignored(fragment, state.ignored, frag, slab, i)
+        store_columns(tensors.out, staging, frag, row, column + slab * fragment.columns, fragment, owned)
+
+    @cute.jit
+    def _note_raises(
+        self,
+        keep: KeepTensors,
+        base: cute.Tensor,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        owned: cutlass.Constexpr[range],
+        n: Int32,
+    ):
+        """Add the raises of the tokens that this lane owns in a slab to most_raised."""
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
+            token, exists = self.fragment.owned_column(column, slab, i, n)
+            if exists:
+                steps = (base[i] - keep.reference[token]) * Float32(1 / maths.STEP)
                 if steps > 0:
                     cute.arch.red(
                         (keep.most_raised.iterator + token),
@@ -109,21 +163,6 @@ class KeepEpilogue:
                         sem="relaxed",
                         scope="gpu",
                     )
-            base = maths.raised(reference, steps)
-            leaf = functools.partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
-            (terms,) = fold(leaf, lambda a, b: (a + b,))
-            self.forward.update(state.forward, slab * fragment.owned + i, row_max, terms, base)
-            if state.ignored.any:
-                zero_ignored(fragment, state.ignored, frag, slab, i)
-            store_columns(
-                tensors.out,
-                staging,
-                frag,
-                row,
-                column + slab * fragment.columns,
-                fragment,
-                fragment.shared(i),
-            )
 
     @cute.jit
     def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, partial: Int32):

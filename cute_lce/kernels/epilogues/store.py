@@ -4,7 +4,7 @@ A 16-bit result is rounded, stored to a box in shared memory by stmatrix, which 
 there by TMA, which leaves out what lies outside the matrix. A box is 16 rows of the matrix and 64 columns, a
 line of 128 bytes each, with the 128-byte swizzle: 16-byte chunk c of line i lies at c ^ (i % 8).
 
-Pipeline "boxes" (stmatrix -> TMA), BOX_BYTES each, `config.boxes` for each of the four warps of a group:
+Pipeline "boxes" (stmatrix -> TMA), BOX_BYTES each, `Fragment.boxes` for each of the four warps of a group:
     full    a box's writers pass fence.proxy.async, then meet: the warp alone (`store_rows`), or all four at
             the group's named barrier (`store_columns`); then lane 0 of a warp starts the box's copy.
     empty   that lane waits until its older copies have read shared memory, before the writers meet again.
@@ -43,8 +43,7 @@ class Staging(NamedTuple):
 
 
 def output(matrix: cute.Tensor) -> Output:
-    """On the host: the copy of boxes to a row-major matrix at a multiple of 16 bytes, whose rows begin at such,
-    too."""
+    """On the host: the copy of boxes to a row-major matrix, whose rows begin at multiples of 16 bytes."""
     tma, coords = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(), matrix, _box_layout(), (BOX_ROWS, BOX_COLUMNS)
     )
@@ -71,14 +70,10 @@ def store_rows(
     row: Int32,
     column: Int32,
     fragment: cutlass.Constexpr[Fragment],
-    boxes: cutlass.Constexpr[int],
 ):
-    """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's.
-
-    column: a multiple of 64 for lane 0. boxes: of this warp, in turn.
-    """
+    """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's."""
     lane = cute.arch.lane_idx()
-    own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (boxes * BOX_BYTES)
+    own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (fragment.boxes * BOX_BYTES)
     # Lane l has the address of line l % 8 of matrix l / 8: of 2 x 2 blocks, rows first.
     line = lane % 8
     at = (lane % 16) * LINE + ((lane // 16) ^ line) * 16
@@ -86,10 +81,10 @@ def store_rows(
     count = 0
     for r in cutlass.range_constexpr(0, len(fragment.rows), 2):
         for c in cutlass.range_constexpr(0, fragment.count, BOX_COLUMNS // 4):
-            box = own + count % boxes * BOX_BYTES
+            box = own + count % fragment.boxes * BOX_BYTES
             count += 1
             if lane == 0:
-                cute.arch.cp_async_bulk_wait_group(boxes - 1, read=True)
+                cute.arch.cp_async_bulk_wait_group(fragment.boxes - 1, read=True)
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(BOX_COLUMNS // 16):
                 words = [
@@ -101,6 +96,9 @@ def store_rows(
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             _copy(out, box, first_row + fragment.rows[r], first_column + fragment.offset(c))
+            if lane == 0:
+                cute.arch.cp_async_bulk_commit_group()
+    assert count % fragment.boxes == 0, "a box would be written twice in a row"
 
 
 @cute.jit
@@ -111,38 +109,45 @@ def store_columns(
     row: Int32,
     column: Int32,
     fragment: cutlass.Constexpr[Fragment],
-    elements: cutlass.Constexpr[range],
+    owned: cutlass.Constexpr[range],
 ):
     """Round elements of a fragment and store them transposed: the tile's columns are the matrix's rows.
 
-    elements: of a row of the fragment, those of 16 or 32 columns. All four warps of the group call it, with
+    owned: which of the fragment's 32 columns, after one another. All four warps of the group call it, with
     rows of one tile, which begins at a multiple of 128.
     """
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS
     first_row, first_column = first_row_of_warp(row), column - 2 * (lane & 3)
     # Lane l has the address of line l % 8 of matrix l / 8, which is a block of the warp's rows.
-    block = lane // BLOCK
+    block, line = lane // BLOCK, lane % BLOCK
     within = warp * fragment.warp_rows + fragment.rows[1] * (block % 2) + fragment.rows[2] * (block // 2)
-    line = lane % 8
     at = within // BOX_COLUMNS * BOX_BYTES + line * LINE + ((within % BOX_COLUMNS // BLOCK) ^ line) * 16
-    if lane == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
-    for c in cutlass.range_constexpr(elements.start, elements.stop, 2):
-        words = [_pack(frag[r, c], frag[r, c + 1], out) for r in range(len(fragment.rows))]
-        blocks = (c - elements.start) // 2  # of 8 columns
-        offset = blocks // 2 * (2 * BOX_BYTES) + blocks % 2 * (BLOCK * LINE)
-        _stmatrix(staging.boxes + at + offset, words, transposed=True)
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
-    # Each warp copies one box: 16 of the columns, 64 of the group's rows.
-    if warp < len(elements) // 2:
-        _copy(
-            out,
-            staging.boxes + warp * BOX_BYTES,
-            first_column + fragment.offset(elements.start) + BOX_ROWS * (warp // 2),
-            first_row - warp * fragment.warp_rows + BOX_COLUMNS * (warp % 2),
-        )
+    for i in cutlass.range_constexpr(owned.start, owned.stop):
+        elements = fragment.shared(i)
+        # The first of a call waits for all copies, since it may follow one from its own boxes.
+        boxes = staging.boxes + i % fragment.boxes * (WARPS * BOX_BYTES)
+        pending = 0 if i == owned.start else fragment.boxes - 1
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+        cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
+        for c in cutlass.range_constexpr(elements.start, elements.stop, 2):
+            words = [_pack(frag[r, c], frag[r, c + 1], out) for r in range(len(fragment.rows))]
+            number = (c - elements.start) // 2
+            offset = number // 2 * (2 * BOX_BYTES) + number % 2 * (BLOCK * LINE)
+            _stmatrix(boxes + at + offset, words, transposed=True)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
+        # Each warp copies one box: 16 of the columns, 64 of the group's rows.
+        if warp < len(elements) // 2:
+            _copy(
+                out,
+                boxes + warp * BOX_BYTES,
+                first_column + fragment.offset(elements.start) + BOX_ROWS * (warp // 2),
+                first_row - warp * fragment.warp_rows + BOX_COLUMNS * (warp % 2),
+            )
+        # A group even without a copy: `pending` counts groups.
+        if lane == 0:
+            cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
@@ -151,15 +156,13 @@ def _copy(out: Output, box: Int32, row: Int32, column: Int32):
     if cute.arch.lane_idx() == 0:
         kind = out.tma.value_type
         address = cute.make_ptr(kind, box, cute.AddressSpace.smem, assumed_align=1024)
-        source = cute.make_tensor(cute.recast_ptr(address, cute.make_swizzle(3, 4, 3), kind), _box_layout().outer)
-        tile = cute.local_tile(
-            cute.domain_offset((row, column), out.coords), (BOX_ROWS, BOX_COLUMNS), (0, 0)
-        )
+        swizzled = cute.recast_ptr(address, cute.make_swizzle(3, 4, 3), kind)
+        source = cute.make_tensor(swizzled, _box_layout().outer)
+        tile = cute.local_tile(cute.domain_offset((row, column), out.coords), (BOX_ROWS, BOX_COLUMNS), (0, 0))
         shared, target = cpasync.tma_partition(
             out.tma, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tile, 0, 2)
         )
         cute.copy(out.tma, shared, target)
-        cute.arch.cp_async_bulk_commit_group()
 
 
 def _pack(low: Float32, high: Float32, out: Output) -> Int32:
@@ -173,9 +176,9 @@ def _pack(low: Float32, high: Float32, out: Output) -> Int32:
 
 def _stmatrix(address: Int32, words: list[Int32], *, transposed: bool):
     """Store four 8 x 8 matrices of 16-bit numbers; transposed: lines are the fragment's columns."""
-    trans = ".trans" if transposed else ""
+    form = "stmatrix.sync.aligned.m8n8.x4.trans" if transposed else "stmatrix.sync.aligned.m8n8.x4"
     cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [{{$r0}}], {{ {{$r1}}, {{$r2}}, {{$r3}}, {{$r4}} }};",
+        form + ".shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
         read_only_args=[address, *words],
     )
 
