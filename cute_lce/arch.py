@@ -17,6 +17,8 @@ WARPS = 4
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
 """What an epilogue's warp hands to TMA at once: lines of 128 bytes of a 16-bit result."""
+BOXES = 2
+"""Boxes of such a warp in shared memory, of which one is filled while TMA reads the other."""
 MOST_STAGES = 12
 ACCUMULATOR_STAGES = 2
 """Tiles in tensor memory: one is filled while the other is read (Blackwell)."""
@@ -40,7 +42,6 @@ class Tiling:
     cluster_m, cluster_n: CTAs of a cluster; B is multicast along m, A along n.
     stages: slots of the ring of operand tiles in shared memory; in an Architecture's row the most of them.
     pace: k tiles between two steps of a cluster's progress, by which clusters keep together; 0: they do not.
-    boxes: of a 16-bit result, in shared memory, for each warp of an epilogue.
     """
 
     tile_m: int
@@ -52,7 +53,6 @@ class Tiling:
     cluster_n: int
     stages: int
     pace: int
-    boxes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class KernelConfig(Tiling):
     @property
     def box_bytes(self) -> int:
         """Bytes of the epilogue's boxes."""
-        return self.boxes * WARPS * self.warpgroups * BOX_BYTES
+        return BOXES * WARPS * self.warpgroups * BOX_BYTES
 
     @property
     def stages_that_fit(self) -> int:
@@ -255,7 +255,6 @@ _HOPPER = Tiling(
     cluster_n=1,
     stages=MOST_STAGES,
     pace=8,
-    boxes=1,
 )
 _BLACKWELL = Tiling(
     tile_m=256,
@@ -267,7 +266,6 @@ _BLACKWELL = Tiling(
     cluster_n=1,
     stages=MOST_STAGES,
     pace=8,
-    boxes=1,
 )
 
 _SM_90A = Architecture(
@@ -287,10 +285,7 @@ _SM_90A = Architecture(
     token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),
     # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
     # halves. 256 columns ask the least of shared memory and L2; with 128 the epilogue hides.
-    gradients=(
-        replace(_HOPPER, tile_n=256, pingpong=False, boxes=2),
-        replace(_HOPPER, tile_n=128, boxes=2),
-    ),
+    gradients=(replace(_HOPPER, tile_n=256, pingpong=False), replace(_HOPPER, tile_n=128)),
 )
 _SM_100A = Architecture(
     name="sm_100a",
@@ -307,7 +302,7 @@ _SM_100A = Architecture(
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
     tokens=_BLACKWELL,
     token_tiles=(64, 96, 128, 160, 192, 224, 256),
-    gradients=(replace(_BLACKWELL, boxes=2),),
+    gradients=(_BLACKWELL,),
 )
 _SM_103A = replace(
     _SM_100A,

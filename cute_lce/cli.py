@@ -142,13 +142,13 @@ def _show_forward(args: argparse.Namespace, gpu: Gpu, chosen: forward.ForwardPla
     budgets = [("shared memory", f"{config.shared_memory:,} of {device.shared_memory:,} bytes")]
     if device.tmem_columns:
         budgets.append(("tensor memory", f"{config.tmem_columns} of {device.tmem_columns} columns"))
-    busy = chosen.sweep.clusters * config.cluster_size
+    busy = chosen.gemm.clusters * config.cluster_size
     _print_table([*budgets, ("SMs", f"{busy} of {gpu.sms}")], indent=2)
 
     print("plan of the forward, where nothing needs a gradient")
     sizes = {"n": chosen.n, "d": chosen.d, "vocab": chosen.vocab}
     rounds = {"rounds": chosen.rounds, "ideal_rounds": chosen.ideal_rounds}
-    rows = [(name, str(value)) for name, value in {**sizes, **chosen.sweep._asdict(), **rounds}.items()]
+    rows = [(name, str(value)) for name, value in {**sizes, **chosen.gemm._asdict(), **rounds}.items()]
     rows.append(("window", f"{chosen.window} columns"))
     rows.append(("busiest cluster", f"{chosen.rounds / chosen.ideal_rounds:.3f} of an even share"))
     rows.append(("workspace", f"{chosen.workspace_floats * 4 / 2**20:.2f} MiB"))

@@ -27,13 +27,12 @@ class Fragment:
     """The elements of a thread in one call of an epilogue's visit, (rows, columns // 4).
 
     rows: of its elements, relative to the first. columns: of the tile, over all lanes. slabs: calls of visit
-    a tile, which have their columns one after the other. boxes: of a warp in shared memory (arch.Tiling).
+    a tile, which have their columns one after the other.
     """
 
     rows: tuple[int, ...]
     columns: int
     slabs: int
-    boxes: int
 
     @property
     def count(self) -> int:

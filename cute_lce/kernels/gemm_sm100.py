@@ -93,7 +93,6 @@ class GemmSm100(gemm.Gemm):
             rows=(0, 8, 16, 24),
             columns=columns,
             slabs=config.tile_n // columns,
-            boxes=config.boxes,
         )
 
     def __init__(self, config: KernelConfig, epilogue):

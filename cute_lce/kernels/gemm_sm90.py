@@ -66,7 +66,7 @@ class GemmSm90(gemm.Gemm):
         """What an epilogue gets at once: a whole tile, or its warpgroup's rows."""
         apart = _rows_at_once(config)
         rows = tuple(block + half for block in range(0, config.tile_m, apart) for half in (0, 8))
-        return Fragment(rows=rows, columns=config.tile_n, slabs=1, boxes=config.boxes)
+        return Fragment(rows=rows, columns=config.tile_n, slabs=1)
 
     def __init__(self, config: KernelConfig, epilogue):
         _check(config)

@@ -81,7 +81,7 @@ class KernelForward:
         chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits)
         key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
         self.function = cache.get(key)
-        self.sweep, self.nothing_kept = freeze(chosen.sweep), freeze(_NOTHING_KEPT)
+        self.gemm, self.nothing_kept = freeze(chosen.gemm), freeze(_NOTHING_KEPT)
         self.wants_statistics, self.kept_columns = request.statistics, kept
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
         self.kept, self.row_bytes = template(device, hidden.dtype, n, round_up(kept, 8)), 4 * n
@@ -106,7 +106,7 @@ class KernelForward:
                 num_valid=behind,
                 workspace=workspace,
             )
-            self.function(*operands, loss_arguments(loss), outputs, self.sweep, self.nothing_kept)
+            self.function(*operands, loss_arguments(loss), outputs, self.gemm, self.nothing_kept)
             return Results(loss=total)
         row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
         num_valid = torch.empty_like(self.count)
@@ -118,7 +118,7 @@ class KernelForward:
             workspace=workspace,
         )
         if not self.kept_columns:
-            self.function(*operands, loss_arguments(loss), outputs, self.sweep, self.nothing_kept)
+            self.function(*operands, loss_arguments(loss), outputs, self.gemm, self.nothing_kept)
             return Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
         kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
         keep_workspace = torch.empty_like(self.keep_workspace)
@@ -129,7 +129,7 @@ class KernelForward:
             pitch=self.kept.shape[1],
             columns=self.kept_columns,
         )
-        self.function(*operands, loss_arguments(loss), outputs, self.sweep, keep)
+        self.function(*operands, loss_arguments(loss), outputs, self.gemm, keep)
         return Results(
             loss=total,
             row_max=row_max,

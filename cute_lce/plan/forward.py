@@ -27,7 +27,7 @@ SCARCE_REGISTERS = 176
 class ForwardPlan:
     """One forward call.
 
-    sweep: the GEMM's grid, whose windows are those of the vocabulary. rounds: tiles that the busiest cluster
+    gemm: the grid, whose windows are those of the vocabulary. rounds: tiles that the busiest cluster
     computes, one after another; ideal_rounds: the average of all clusters.
     """
 
@@ -35,19 +35,19 @@ class ForwardPlan:
     n: int
     d: int
     vocab: int
-    sweep: GemmPlan
+    gemm: GemmPlan
     rounds: int
     ideal_rounds: float
 
     @property
     def window(self) -> int:
         """Classes of a window."""
-        return self.sweep.tiles_per_window * self.config.cluster_rows
+        return self.gemm.tiles_per_window * self.config.cluster_rows
 
     @property
     def workspace_floats(self) -> int:
         """fp32 numbers: 2 counters, partials, target logits, and two per block of the combine kernel."""
-        partials = self.sweep.windows * self.config.partials_per_window
+        partials = self.gemm.windows * self.config.partials_per_window
         return 2 + self.n * (2 * partials + 1) + 2 * ceil_div(self.n, COMBINE_ROWS)
 
 
@@ -91,7 +91,7 @@ def plan(
         n=n,
         d=d,
         vocab=vocab,
-        sweep=GemmPlan(
+        gemm=GemmPlan(
             windows=windows,
             tiles_per_window=tiles_per_window,
             splits=1,

@@ -10,8 +10,8 @@ from .problem import KIB, MIB, Limits, Problem, round_up
 DEFAULT_WORKSPACE = 1 << 30
 """What workspace_mb=None means, in bytes; raised if the schedule needs more."""
 DEFAULT_STRIPE = 2048
-"""Columns of a stripe that the default holds: a pass over the accumulator then costs a quarter of its
-GEMMs (schedule.STRIPE_COLUMNS)."""
+"""Columns of a stripe that the default holds: a pass over the fp32 sum of dinput then costs a quarter of the
+stripe's GEMMs (schedule.STRIPE_COLUMNS)."""
 ROUNDING = 4 * MIB
 """The most by which torch's allocator rounds a call's few large blocks up: each by at most 1 MiB."""
 

@@ -18,9 +18,8 @@ STRIPE_MULTIPLE = 256
 LEAST_STRIPE = 64
 STRIPE_COLUMNS = 1400
 """What a stripe costs besides its GEMMs (reading and writing the fp32 sum of dinput), in columns of a logits
-GEMM:
-on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s.
-The estimate is used for every architecture."""
+GEMM: on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s. The
+estimate is used for every architecture."""
 LEAST_KEPT = 1 << 33
 LEAST_KEPT_WEIGHT = 1 << 26
 """n d V and d V: where both are less, "auto" does not keep. Keeping takes longer than the logits' GEMM that

@@ -89,11 +89,11 @@ def forward(
     n, d = case.input.shape
     gpu, V = Gpu(config.arch, sms), case.linear_weight.shape[0]
     chosen = plans.plan(gpu, n, round_up(d, 8), V, Limits(window), config)
-    sweep = chosen.sweep._replace(
-        paced=chosen.sweep.paced if paced is None else int(paced),
-        group=chosen.sweep.group if group is None else group,
+    gemm = chosen.gemm._replace(
+        paced=chosen.gemm.paced if paced is None else int(paced),
+        group=chosen.gemm.group if group is None else group,
     )
-    chosen = replace(chosen, sweep=sweep)
+    chosen = replace(chosen, gemm=gemm)
     counts = Emulator(seed, resident, program)
     with planned_for(gpu, counts, chosen), emulator.known_allocations():
         results = passes.forward(KERNELS, case, reduction=reduction, window=window)

@@ -664,7 +664,7 @@ def test_what_cannot_be_served_is_refused_by_name(change: dict, message: str):
 @seeds
 def test_schedules(arch: str, how: str, seed: int):
     """Orders of warps and engines: all tiles and k tiles of every GEMM for one cluster, or shared by two; the
-    second stripe, or the first after what is kept, adds to the accumulator."""
+    second stripe, or the first after what is kept, adds to the sum of dinput."""
     dtype, kept, _ = HOW[how]
     case = ignoring(random_case(70, 136, 260, dtype, seed))
     kept_columns = 260 if kept is None else kept
@@ -778,7 +778,7 @@ def test_epilogues_hide_behind_the_mmas(as_planned):
     assert found["dlogits"]["ex2.approx.ftz.f32"] == 256
     assert found["keeping forward"]["ex2.approx.ftz.f32"] == 256 + 2 * 256 / 32
     for name, counts in found.items():
-        # 256 numbers of a lane: 16-bit ones eight at once, those of the accumulator one by one.
+        # 256 numbers of a lane: 16-bit ones eight at once, those of the fp32 sum one by one.
         sums = name in ("dinput, first stripe", "dinput, middle stripe")
         assert counts["st.global.v4.b32"] * 8 == (0 if sums else 256), name
         assert counts["st.global.b32"] == (256 if sums else 0), name

@@ -34,7 +34,7 @@ def test_pace(paced: bool, name: str):
     case = random_case(140, 200, 5 * 256, BF16)
     config = CONFIGS[name]
     run = forward(case, config, sms=4 * config.cluster_m, window=256, paced=paced, seed=3)
-    assert run.plan.sweep.clusters == 4
+    assert run.plan.gemm.clusters == 4
     check(case, run)
     counted = sum(count for opcode, count in run.counts.instructions.items() if opcode.startswith("red."))
     assert bool(counted) == paced
@@ -47,5 +47,5 @@ def test_clusters_that_are_not_resident_do_not_stop_the_others(name: str):
     config = CONFIGS[name]
     sms = 4 * config.cluster_m
     run = forward(case, config, sms=sms, window=256, paced=True, resident=config.cluster_m)
-    assert run.plan.sweep.clusters == 4
+    assert run.plan.gemm.clusters == 4
     check(case, run)

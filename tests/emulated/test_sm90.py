@@ -87,7 +87,7 @@ def test_chosen_config(tile_n: int, dtype: torch.dtype):
     config = replace(CHOSEN[tile_n], stages=min(CHOSEN[tile_n].stages, 3))
     case = ignoring(random_case(tile_n + 11, 136, 400, dtype))
     run = forward(case, config, sms=config.cluster_m, seed=2)
-    assert run.plan.sweep.clusters == 1
+    assert run.plan.gemm.clusters == 1
     check(case, run)
 
 
@@ -113,8 +113,8 @@ def test_other_configs(name: str):
 def test_windows(config: str, window: int):
     case = random_case(70, 64, 1100, BF16)
     run = forward(case, NARROW[config], window=window, seed=window % 7)
-    assert run.plan.sweep.tiles_per_window == min(-(-window // 256), 5)
-    assert run.plan.sweep.windows == -(-5 // run.plan.sweep.tiles_per_window)
+    assert run.plan.gemm.tiles_per_window == min(-(-window // 256), 5)
+    assert run.plan.gemm.windows == -(-5 // run.plan.gemm.tiles_per_window)
     check(case, run)
 
 
@@ -123,8 +123,8 @@ def test_turns(tiles: int):
     """Odd and even numbers of tiles a run, several runs a cluster: turns go on across runs."""
     case = ignoring(random_case(300, 72, 5 * 128 - 9, BF16))
     run = forward(case, NARROW["single"], sms=2, window=128 * tiles, seed=tiles)
-    assert run.plan.sweep.tiles_per_window == tiles
-    assert run.plan.sweep.clusters == 2
+    assert run.plan.gemm.tiles_per_window == tiles
+    assert run.plan.gemm.clusters == 2
     check(case, run)
 
 
@@ -134,7 +134,7 @@ def test_fewer_clusters_than_runs(sms: int, group: int):
     config = replace(NARROW["shared"], tile_m=64, warpgroups=1)
     case = random_case(5 * 32 - 3, 24, 3 * 128 - 1, BF16)
     run = forward(case, config, sms=sms, window=128, group=group, seed=sms)
-    assert (run.plan.sweep.clusters, run.plan.sweep.windows) == (sms // 2, 3)
+    assert (run.plan.gemm.clusters, run.plan.gemm.windows) == (sms // 2, 3)
     check(case, run)
 
 

@@ -78,7 +78,7 @@ class Step:
 
 
 # Every kernel of the backward and of the forward that keeps, and every branch that writes to memory: one
-# stripe and several with a ragged last, which go through the accumulator; nothing, some and all kept.
+# stripe and several with a ragged last, which go through the sum of dinput; nothing, some and all kept.
 STEPS = [
     Step(300, 72, 1000, 0, 384, "none"),
     Step(300, 72, 1000, None, 384, "mean"),

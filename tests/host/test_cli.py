@@ -129,8 +129,8 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     row = architecture(arch)
     sms = given.get("--sms", row.sms)
     wanted = forward.plan(Gpu(arch, sms), n, d, vocab, Limits(given.get("--window", 0)))
-    groups = {"config": wanted.config, "sweep": wanted.sweep}
-    named = {**vars(wanted), **vars(wanted.config), **wanted.sweep._asdict()}
+    groups = {"config": wanted.config, "gemm": wanted.gemm}
+    named = {**vars(wanted), **vars(wanted.config), **wanted.gemm._asdict()}
     assert groups.keys() < named.keys()
     for name, value in named.items():
         if name not in groups:
@@ -141,7 +141,7 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     assert table["shared memory"] == f"{config.shared_memory:,} of {row.shared_memory:,} bytes"
     columns = f"{config.tmem_columns} of 512 columns"
     assert table.get("tensor memory") == (columns if row.tmem_columns else None)
-    assert table["SMs"] == f"{wanted.sweep.clusters * config.cluster_m * config.cluster_n} of {sms}"
+    assert table["SMs"] == f"{wanted.gemm.clusters * config.cluster_m * config.cluster_n} of {sms}"
     flops = 2 * n * d * vocab
     assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
     peak = row.data_sheet.flops * sms / row.data_sheet.sms

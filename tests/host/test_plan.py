@@ -47,7 +47,7 @@ def sweep(arch: str, count: int = 150) -> Iterator[ForwardPlan]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_windows_cover_the_vocabulary_exactly_once(arch: str):
     for plan in sweep(arch):
-        windows, tiles_per_window = plan.sweep.windows, plan.sweep.tiles_per_window
+        windows, tiles_per_window = plan.gemm.windows, plan.gemm.tiles_per_window
         tiles = ceil_div(plan.vocab, plan.config.cluster_rows)
         spans = [schedule.run_tiles(window, tiles_per_window, tiles) for window in range(windows)]
         assert spans[0][0] == 0
@@ -61,7 +61,7 @@ def test_windows_cover_the_vocabulary_exactly_once(arch: str):
 def test_groups_and_clusters_are_in_bounds(arch: str):
     row = architecture(arch)
     for plan in sweep(arch):
-        grid, config = plan.sweep, plan.config
+        grid, config = plan.gemm, plan.config
         columns = ceil_div(plan.n, config.cluster_columns)
         assert 1 <= grid.group <= columns
         assert 1 <= grid.clusters <= columns * grid.windows
@@ -79,7 +79,7 @@ def test_groups_and_clusters_are_in_bounds(arch: str):
 def test_the_busiest_cluster(arch: str):
     """`rounds` is what the schedule gives: counted here run by run."""
     for plan in sweep(arch, 40):
-        windows, tiles_per_window, _, group, clusters, _ = plan.sweep
+        windows, tiles_per_window, _, group, clusters, _ = plan.gemm
         columns = ceil_div(plan.n, plan.config.cluster_columns)
         tiles = ceil_div(plan.vocab, plan.config.cluster_rows)
         if columns * windows > 20_000:
@@ -109,7 +109,7 @@ def test_the_chip_is_full(arch: str, n: int):
             continue
         assert plan.rounds <= math.ceil(plan.ideal_rounds) * 1.03, plan
         if plan.ideal_rounds >= 50:
-            partials = plan.sweep.windows * plan.config.partials_per_window * ceil_div(n, 8192)
+            partials = plan.gemm.windows * plan.config.partials_per_window * ceil_div(n, 8192)
             clocks = plan.rounds * gemm.tile_clocks(plan.config, d) + partials * forward.PARTIAL_NS * 1.5
             assert clocks <= 1.05 * plan.ideal_rounds * gemm.tile_clocks(plan.config, d), plan
 
@@ -128,8 +128,8 @@ def test_fewer_sms_than_a_cluster_are_refused():
 
 def test_a_small_vocabulary_leaves_no_cluster_two_windows_while_others_have_none():
     plan = forward.plan(H100, 128, 4096, 256 * 60)
-    assert plan.sweep.tiles_per_window == 1
-    assert plan.sweep.clusters == plan.sweep.windows == 60
+    assert plan.gemm.tiles_per_window == 1
+    assert plan.gemm.clusters == plan.gemm.windows == 60
 
 
 def test_the_callers_window():
@@ -138,8 +138,8 @@ def test_the_callers_window():
     for window in (1, rows - 1, rows, rows + 1, 3000, 128256, 10**9):
         plan = forward.plan(H100, 4096, 4096, 128256, Limits(window))
         tiles = min(ceil_div(window, rows), ceil_div(128256, rows))
-        assert plan.sweep.tiles_per_window == tiles
-        assert plan.sweep.windows == ceil_div(ceil_div(128256, rows), tiles)
+        assert plan.gemm.tiles_per_window == tiles
+        assert plan.gemm.windows == ceil_div(ceil_div(128256, rows), tiles)
         assert plan.config == chosen.config
 
 
@@ -148,7 +148,7 @@ def test_the_callers_config():
     for config in (*H100.row.token_configs, dataclasses.replace(widest, cluster_n=2)):
         plan = forward.plan(H100, 4096, 4096, 128256, config=config)
         assert plan.config is config
-        assert plan.sweep.clusters == 132 // (config.cluster_m * config.cluster_n)
+        assert plan.gemm.clusters == 132 // (config.cluster_m * config.cluster_n)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -205,7 +205,7 @@ def test_few_tokens_fill_an_h100(n: int):
 def test_workspace(arch: str):
     """8 bytes a row and partial, 4 a row for the target's logit, 8 a block of 8 rows, 8 for counters."""
     for plan in sweep(arch):
-        partials = plan.sweep.windows * plan.config.partials_per_window
+        partials = plan.gemm.windows * plan.config.partials_per_window
         bytes_ = 8 + 8 * plan.n * partials + 4 * plan.n + 8 * ceil_div(plan.n, 8)
         assert plan.workspace_floats * 4 == bytes_
         # The four warps of each warpgroup that takes turns, in each CTA of a cluster.
@@ -219,7 +219,7 @@ def test_partials_stay_in_their_budget(arch: str):
     for n in TOKENS:
         for d, vocab in SIZES:
             plan = forward.plan(whole(arch), n, d, vocab)
-            partials = 8 * n * plan.sweep.windows * plan.config.partials_per_window
+            partials = 8 * n * plan.gemm.windows * plan.config.partials_per_window
             # One window that is shorter than the others may come on top.
             assert partials <= forward.PARTIAL_BYTES + 8 * n * plan.config.partials_per_window
 
@@ -258,9 +258,9 @@ def test_few_variants_are_compiled(arch: str):
 
 
 def test_small_operands_are_not_paced():
-    assert not forward.plan(H100, 4096, 256, 8192).sweep.paced
-    assert forward.plan(H100, 8192, 4096, 131072).sweep.paced
-    assert not forward.plan(H100, 128, 4096, 131072).sweep.paced  # nobody shares W's tiles
+    assert not forward.plan(H100, 4096, 256, 8192).gemm.paced
+    assert forward.plan(H100, 8192, 4096, 131072).gemm.paced
+    assert not forward.plan(H100, 128, 4096, 131072).gemm.paced  # nobody shares W's tiles
 
 
 def test_plan_is_frozen_and_hashable():
@@ -293,10 +293,10 @@ def table() -> list[str]:
         cells = (
             f"{n}, {d}, {vocab}",
             plan.config.tile_n,
-            f"{plan.sweep.tiles_per_window}, {plan.sweep.windows}",
-            plan.sweep.group,
+            f"{plan.gemm.tiles_per_window}, {plan.gemm.windows}",
+            plan.gemm.group,
             f"{plan.rounds}, {plan.ideal_rounds:.1f}",
-            "yes" if plan.sweep.paced else "no",
+            "yes" if plan.gemm.paced else "no",
             f"{plan.workspace_floats * 4 / 2**20:.1f}",
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -319,10 +319,10 @@ def blackwell_table() -> list[str]:
         cells = (
             f"{n}, {d}, {vocab}",
             plan.config.tile_n,
-            f"{plan.sweep.tiles_per_window}, {plan.sweep.windows}",
-            plan.sweep.group,
+            f"{plan.gemm.tiles_per_window}, {plan.gemm.windows}",
+            plan.gemm.group,
             f"{plan.rounds}, {plan.ideal_rounds:.1f}",
-            "yes" if plan.sweep.paced else "no",
+            "yes" if plan.gemm.paced else "no",
             f"{share:.1%}",
             f"{0.92 * share:.0%}",
         )

@@ -454,7 +454,7 @@ def test_many_narrow_windows_stay_within_the_workspace(n: int, V: int, window: i
     ("n", "d", "V"), [(65536, 4096, 128256), (32768, 8192, 128256), (131072, 2048, 151936)]
 )
 def test_the_default_workspace_holds_wide_stripes_of_many_tokens(n: int, d: int, V: int, half: bool):
-    """An accumulator that alone exceeds 1 GiB would leave stripes of 64 columns, each with a pass over it."""
+    """A sum of dinput that exceeds 1 GiB would leave stripes of 64 columns, each with a pass over it."""
     call = Call(n, d, V, half=half)
     plan = planned("sm_90a", call, decide(call, "auto") or 0)
     assert len(plan.stripes) <= ceil_div(V, 1024)

@@ -58,12 +58,12 @@ class Forward:
         target: cute.Tensor,  # (n,)
         loss: LossArguments,
         outputs: ForwardOutputs,
-        sweep: GemmPlan,
+        grid: GemmPlan,
         keep: KeepOutputs,
         stream: cuda.CUstream,
     ):
         n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
-        count = sweep.windows * self.partials_per_window
+        count = grid.windows * self.partials_per_window
         # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
         counters = cute.make_ptr(Int32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
         progress = cute.make_tensor(counters, cute.make_layout(1))
@@ -75,7 +75,7 @@ class Forward:
             target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
         )
         row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
-        if sweep.paced != 0:
+        if grid.paced != 0:
             clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
         tensors = ForwardTensors(
             target=target,
@@ -89,7 +89,7 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             self.references(hidden, weight, target, kept, loss, stream)
             tensors = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
-        self.gemm(weight, hidden, tensors, progress, sweep, stream)
+        self.gemm(weight, hidden, tensors, progress, grid, stream)
         self.combine(
             CombineTensors(
                 vocab=vocab,

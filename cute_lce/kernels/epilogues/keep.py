@@ -23,10 +23,8 @@ from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
 from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.row_stats import fma
 
-
-import os
-
-AT_ONCE = int(os.environ.get("AT_ONCE", "4"))
+AT_ONCE = 2
+"""Columns that a lane owns whose exponentials are computed before any is stored."""
 
 
 class KeepForwardTensors(NamedTuple):
@@ -91,8 +89,8 @@ class KeepEpilogue:
         column: Int32,
         slab: cutlass.Constexpr[int],
     ):
-        """Exponentials instead of the fragment's logits, stored, and their statistics: of AT_ONCE columns that a
-        lane owns at once, so that many of a thread's instructions are independent and few values alive."""
+        """Exponentials instead of the fragment's logits, stored, and their statistics, AT_ONCE columns at a
+        time: many of a thread's instructions are then independent, and few values alive."""
         for first in cutlass.range_constexpr(0, self.fragment.owned, AT_ONCE):
             owned = range(first, min(first + AT_ONCE, self.fragment.owned))
             self._keep_owned(tensors, staging, state, frag, row, column, slab, owned)

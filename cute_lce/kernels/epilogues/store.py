@@ -4,7 +4,7 @@ A 16-bit result is rounded, stored to a box in shared memory by stmatrix, which 
 there by TMA, which leaves out what lies outside the matrix. A box is 16 rows of the matrix and 64 columns, a
 line of 128 bytes each, with the 128-byte swizzle: 16-byte chunk c of line i lies at c ^ (i % 8).
 
-Pipeline "boxes" (stmatrix -> TMA), BOX_BYTES each, `Fragment.boxes` for each of the four warps of a group:
+Pipeline "boxes" (stmatrix -> TMA), BOX_BYTES each, BOXES for each of the four warps of a group:
     full    a box's writers pass fence.proxy.async, then meet: the warp alone (`store_rows`), or all four at
             the group's named barrier (`store_columns`); then lane 0 of a warp starts the box's copy.
     empty   that lane waits until its older copies have read shared memory, before the writers meet again.
@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, WARPGROUP, WARPS
+from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, BOXES, WARPGROUP, WARPS
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp
 
@@ -73,7 +73,7 @@ def store_rows(
 ):
     """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's."""
     lane = cute.arch.lane_idx()
-    own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (fragment.boxes * BOX_BYTES)
+    own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (BOXES * BOX_BYTES)
     # Lane l has the address of line l % 8 of matrix l / 8: of 2 x 2 blocks, rows first.
     line = lane % 8
     at = (lane % 16) * LINE + ((lane // 16) ^ line) * 16
@@ -81,10 +81,10 @@ def store_rows(
     count = 0
     for r in cutlass.range_constexpr(0, len(fragment.rows), 2):
         for c in cutlass.range_constexpr(0, fragment.count, BOX_COLUMNS // 4):
-            box = own + count % fragment.boxes * BOX_BYTES
+            box = own + count % BOXES * BOX_BYTES
             count += 1
             if lane == 0:
-                cute.arch.cp_async_bulk_wait_group(fragment.boxes - 1, read=True)
+                cute.arch.cp_async_bulk_wait_group(BOXES - 1, read=True)
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(BOX_COLUMNS // 16):
                 words = [
@@ -98,7 +98,7 @@ def store_rows(
             _copy(out, box, first_row + fragment.rows[r], first_column + fragment.offset(c))
             if lane == 0:
                 cute.arch.cp_async_bulk_commit_group()
-    assert count % fragment.boxes == 0, "a box would be written twice in a row"
+    assert count % BOXES == 0, "a box would be written twice in a row"
 
 
 @cute.jit
@@ -125,8 +125,8 @@ def store_columns(
     for i in cutlass.range_constexpr(owned.start, owned.stop):
         elements = fragment.shared(i)
         # The first of a call waits for all copies, since it may follow one from its own boxes.
-        boxes = staging.boxes + i % fragment.boxes * (WARPS * BOX_BYTES)
-        pending = 0 if i == owned.start else fragment.boxes - 1
+        boxes = staging.boxes + i % BOXES * (WARPS * BOX_BYTES)
+        pending = 0 if i == owned.start else BOXES - 1
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
