@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import Stripe
 from . import gemm
+from .cost import Gemm, stripe_clocks, sum_clocks
 from .forward import choose_config
 from .memory import backward_bytes, usable, workspace_of
-from .problem import Limits, Problem, round_up
+from .problem import Limits, Problem, ceil_div, round_up
 from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
 
-# What a stripe costs besides its GEMMs, in clocks: the fp32 sum of dinput, 8 bytes per element read and
-# written at half of DRAM's rate, and three launches. An H100's estimates, used for every architecture.
-SUMMED_PER_CLOCK = 160  # elements
-LAUNCH_CLOCKS = 3 * 6000
 LEAST_HIDING = 576
 """Tokens from which narrow tiles of dweight are faster: on an H200 they took 3.7% more at 512 tokens and 8%
 less at 1024."""
@@ -51,21 +48,25 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
     """
     vocab = problem.vocab
     columns = stripe_columns(problem, kept, limits)
+    gradients = _dweight_config(gpu, problem.n)
     if not limits.window:
-        columns = _even_stripe(lambda width: _clocks(gpu, problem, width), vocab - kept, columns)
+        config = choose_config(gpu, problem.n, problem.d, columns)
+        gemms = Gemm(gpu, config), Gemm(gpu, gradients)
+        passes = sum_clocks(problem.n, problem.d, 2, 1) if problem.need_dinput else 0
+        columns = _even_stripe(
+            lambda width: passes + stripe_clocks(*gemms, problem, width, 1), vocab - kept, columns
+        )
     ranges = [(0, kept)] if kept else []
     ranges += [(first, min(columns, vocab - first)) for first in range(kept, vocab, columns or vocab)]
     n, d = problem.n, problem.d
     widest = max((width for _, width in ranges), default=0)
-    gradients = _dweight_config(gpu, n)
     workspace = backward_bytes(problem, columns, kept)
     # An explicit window fixes the order of a row's additions: no other splits than its stripes.
     most = 1
     if problem.need_dinput and not limits.window:
         spare = usable(workspace_of(problem, limits)) - workspace
         most += max(spare, 0) // max(4 * n * d, 1) - (len(ranges) == 1)
-    tokens, dhidden = gemm.split_plan(gpu, gpu.row.token_configs, d, n, widest, most)
-    splits = dhidden.splits
+    tokens, splits = _split(gpu, gpu.row.token_configs, d, n, widest, most)
     if splits > 1:
         workspace += 4 * n * d * (splits - (len(ranges) > 1))
     # Thousands of stripes have at most three widths.
@@ -105,17 +106,25 @@ def _dweight_config(gpu: Gpu, n: int) -> KernelConfig:
     return hiding[0] if hiding and n >= LEAST_HIDING else wide
 
 
-def _clocks(gpu: Gpu, problem: Problem, columns: int) -> float:
-    """Clocks of a recomputed stripe."""
-    n, d = problem.n, problem.d
-    tokens, gradients = choose_config(gpu, n, d, columns), _dweight_config(gpu, n)
-    total = LAUNCH_CLOCKS + gemm.clocks(tokens, gemm.plan(gpu, tokens, columns, n, d), n, d)
-    if problem.need_dinput:
-        total += gemm.clocks(tokens, gemm.plan(gpu, tokens, d, n, columns), n, columns)
-        total += n * d / SUMMED_PER_CLOCK
-    if problem.need_dweight:
-        total += gemm.clocks(gradients, gemm.plan(gpu, gradients, columns, d, n), d, n)
-    return total
+def _split(
+    gpu: Gpu, configs: Iterable[KernelConfig], m: int, n: int, k: int, most: int
+) -> tuple[KernelConfig, int]:
+    """The fastest of the configurations and of up to `most` splits of k, whose sums are added afterwards."""
+
+    def clocks(candidate: tuple[Gemm, int]) -> tuple[int, bool, int]:
+        gemm, splits = candidate
+        total = gemm.clocks(m, n, k, splits) + sum_clocks(m, n, 1, splits)
+        # Of equally fast ones the narrowest of those that hold all tokens, else the widest.
+        several = n > gemm.columns
+        return total, several, -gemm.columns if several else gemm.columns
+
+    # With as many splits as clusters all have equally many runs: more save nothing.
+    most = max(1, min(most, ceil_div(k, 1024)))
+    gemms = [Gemm(gpu, config) for config in configs]
+    gemm, splits = min(
+        ((gemm, splits) for gemm in gemms for splits in range(1, min(most, gemm.clusters) + 1)), key=clocks
+    )
+    return gemm.config, splits
 
 
 def _even_stripe(clocks: Callable[[int], float], left: int, most: int) -> int:

@@ -7,20 +7,14 @@ from dataclasses import dataclass
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
-from .gemm import cluster_count, is_paced, tile_clocks
+from .cost import Gemm, epilogue_clocks, forward_clocks, tile_clocks
+from .gemm import cluster_count, is_paced
 from .memory import DEFAULT_WORKSPACE, forward_bytes
 from .problem import MIB, NO_LIMITS, Limits, ceil_div
 
 MAX_TILES_PER_WINDOW = 64
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
-PARTIAL_NS = 32
-"""What the combine kernel takes for a partial of up to 8192 rows: measured on an H100, used for every
-architecture."""
-EPILOGUE_CLOCKS, EPILOGUE_CLOCKS_SCARCE = 62, 84
-"""Clocks of a tile's epilogue for each of its columns, on an H200; the second where more than
-SCARCE_REGISTERS of a thread hold accumulators, so that few are left to hide latencies with."""
-SCARCE_REGISTERS = 176
 COMBINE_ROWS = 8
 """Rows that a block of the combine kernel processes."""
 
@@ -81,12 +75,10 @@ def plan(
         tiles_per_window = min(max(ceil_div(limits.window, config.cluster_rows), shortest), tiles)
     else:
         longest = min(max(MAX_TILES_PER_WINDOW, 2 * shortest), tiles)
-        costs = {}
-        for tiles_in_window in range(shortest, longest + 1):
-            windows, rounds = _rounds(tiles, columns, clusters, tiles_in_window)
-            partials = windows * config.partials_per_window * ceil_div(n, 8192)
-            costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS
-        tiles_per_window = min(costs, key=costs.__getitem__)
+        gemm = Gemm(gpu, config)
+        tiles_per_window = min(
+            range(shortest, longest + 1), key=lambda tiles: forward_clocks(gemm, n, d, vocab, tiles)
+        )
     windows, rounds = _rounds(tiles, columns, clusters, tiles_per_window)
     return ForwardPlan(
         config=config,
@@ -115,9 +107,7 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int) -> KernelConfig:
         clocks = tile_clocks(config, d, n * d * vocab)
         if config.turns > 1:
             # Two warpgroups in turn: a tile's MMAs and its epilogue take at least two tiles' time.
-            scarce = config.accumulator_registers > SCARCE_REGISTERS
-            epilogue = config.tile_n * (EPILOGUE_CLOCKS_SCARCE if scarce else EPILOGUE_CLOCKS)
-            clocks = max(clocks, (clocks + epilogue) / 2)
+            clocks = max(clocks, (clocks + epilogue_clocks(config)) / 2)
         return columns * clocks, config.tile_n if columns == 1 else -config.tile_n
 
     return min(gpu.row.token_configs, key=cost)
@@ -127,8 +117,3 @@ def _rounds(tiles: int, columns: int, clusters: int, tiles_per_window: int) -> t
     """(windows, tiles that the busiest cluster computes)."""
     windows = ceil_div(tiles, tiles_per_window)
     return windows, ceil_div(columns * windows, clusters) * tiles_per_window
-
-
-def _round_ns(config: KernelConfig, d: int) -> int:
-    """About how long a CTA's tile takes, at an H100's 1.5 GHz, which is used for every architecture."""
-    return int(tile_clocks(config, d) * 2 / 3)

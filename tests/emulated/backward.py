@@ -58,12 +58,7 @@ def narrow_plans(
         for module in (gemm, forward_plans):
             patch.setattr(module, "is_paced", lambda *_: paced)
     if splits:
-
-        def split_plan(gpu, configs, m, n, k, most):
-            (config,) = configs
-            return config, gemm.plan(gpu, config, m, n, k, splits)
-
-        patch.setattr(gemm, "split_plan", split_plan)
+        patch.setattr(backward_plans, "_split", lambda gpu, configs, *_: (configs[0], splits))
 
 
 @dataclass

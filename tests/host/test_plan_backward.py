@@ -20,7 +20,7 @@ from cute_lce.implementation import Request, Saved
 from cute_lce.launch import KERNELS
 from cute_lce.ops.prepared import Prepared
 from cute_lce.options import LossOptions
-from cute_lce.plan import backward, gemm, schedule
+from cute_lce.plan import backward, cost, gemm, schedule
 from cute_lce.plan.backward import BackwardPlan
 from cute_lce.plan.kernels import Key
 from cute_lce.plan.memory import DEFAULT_WORKSPACE, backward_bytes, usable
@@ -213,14 +213,14 @@ def test_splits_sums_count_and_fit(arch: str):
 def test_splits_save_time():
     """On an H100, where few tiles of dhidden would leave clusters idle."""
     gpu = Gpu("sm_90a", 132)
-    for n, splits in ((128, 4), (512, 4), (1024, 2)):
+    for n, splits in ((128, 2), (512, 4), (1024, 2)):
         plan = backward.plan(gpu, Problem(n, 4096, 128256), 0, NO_LIMITS)
         (stripe,) = plan.stripes
         assert plan.splits == splits
-        alone = gemm.plan(gpu, plan.tokens, 4096, n, 128256)
-        clocks = [gemm.clocks(plan.tokens, grid, n, 128256) for grid in (stripe.dhidden, alone)]
-        sums = 8 * n * 4096 * splits / gemm.SUM_BYTES_PER_CLOCK
-        assert clocks[0] + sums < clocks[1]
+        assert stripe.dhidden.splits == splits
+        dhidden = cost.Gemm(gpu, plan.tokens)
+        clocks = [dhidden.clocks(4096, n, 128256, count) for count in (splits, 1)]
+        assert clocks[0] + cost.sum_clocks(n, 4096, 1, splits) < clocks[1]
     # No room for another sum, and a window that the caller gave.
     tight = backward_bytes(Problem(128, 4096, 128256), 128256)
     for limits in (Limits(workspace=tight + tight // 7 + 1), Limits(window=128256)):
@@ -469,10 +469,6 @@ def test_equal_stripes_share_their_grids():
     assert len(grids) <= 3
 
 
-def test_no_more_splits_are_tried_than_there_are_clusters(monkeypatch: pytest.MonkeyPatch):
-    tried = []
-    plan = gemm.plan
-    monkeypatch.setattr(gemm, "plan", lambda *arguments: tried.append(arguments) or plan(*arguments))
-    gpu = Gpu("sm_90a", 132)
-    gemm.split_plan(gpu, gpu.row.token_configs, 64, 1, 600000, 10**6)
-    assert max(splits for *_, splits in tried) == 132 // 2
+def test_no_more_splits_than_clusters():
+    plan = backward.plan(Gpu("sm_90a", 132), Problem(1, 64, 600000), 0, Limits(workspace=1 << 33))
+    assert plan.splits == 132 // 2
