@@ -14,7 +14,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
-from ..plan.memory import keep_workspace_bytes, kept_bytes
+from ..plan.memory import keep_workspace_bytes
 from ..plan.problem import round_up
 from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
@@ -75,10 +75,7 @@ class KernelForward:
         # The alignment of addresses is checked in every call.
         self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         gpu, limits = gpu_of(device), request.limits
-        if kept and limits.workspace:
-            left = limits.workspace - kept_bytes(n, kept) - keep_workspace_bytes(n, kept)
-            limits = limits._replace(workspace=max(left, 1))
-        chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits)
+        chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, kept=kept)
         key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
         self.function = cache.get(key)
         self.sweep, self.nothing_kept = freeze(chosen.sweep), freeze(_NOTHING_KEPT)

@@ -1,33 +1,36 @@
-"""The backward's stripes and grids."""
+"""The backward's stripes, chunks and grids."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import Stripe
 from . import gemm
-from .cost import Gemm, stripe_clocks, sum_clocks
-from .forward import choose_config
-from .memory import backward_bytes, usable, workspace_of
-from .problem import Limits, Problem, ceil_div, round_up
-from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
+from .problem import Limits, Problem, round_up
+from .schedule import backward_within
 
-LEAST_HIDING = 576
-"""Tokens from which narrow tiles of dweight are faster: on an H200 they took 3.7% more at 512 tokens and 8%
-less at 1024."""
+
+class Chunk(NamedTuple):
+    """The tokens `first` to first + tokens, whose dinput is computed from all columns, one stripe."""
+
+    first: int
+    tokens: int
+    stripe: Stripe
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """One backward call, stripe by stripe over the vocabulary.
+    """One backward call.
 
     tokens: the configuration of the GEMMs of the logits and of dhidden. dweight: of dweight's. kept: columns
     that the forward kept, the first stripe if there are any. columns: of each recomputed stripe except the
-    last. pitch: elements of a row of dlogits. splits: of dhidden's k, each with a sum of its own. workspace:
-    bytes of what is kept, dlogits, sums, scaled rows and factors.
+    last. pitch: elements of a row of a stripe's dlogits. splits: of dhidden's k, each with a sum of its own.
+    stripes: of the vocabulary, one after another. chunks: of the tokens, where dinput has a sweep of its own
+    before the stripes, which are then dweight's alone. workspace: bytes of what is kept, dlogits, sums,
+    scaled rows and factors.
     """
 
     tokens: KernelConfig
@@ -37,6 +40,7 @@ class BackwardPlan:
     pitch: int
     splits: int
     stripes: tuple[Stripe, ...]
+    chunks: tuple[Chunk, ...]
     workspace: int
 
 
@@ -46,99 +50,43 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
 
     limits.window: columns of a stripe; 0: chosen. limits.workspace: bytes; 0: the default.
     """
-    vocab = problem.vocab
-    columns = stripe_columns(problem, kept, limits)
-    gradients = _dweight_config(gpu, problem.n)
-    if not limits.window:
-        config = choose_config(gpu, problem.n, problem.d, columns)
-        gemms = Gemm(gpu, config), Gemm(gpu, gradients)
-        passes = sum_clocks(problem.n, problem.d, 2, 1) if problem.need_dinput else 0
-        columns = _even_stripe(
-            lambda width: passes + stripe_clocks(*gemms, problem, width, 1), vocab - kept, columns
-        )
+    candidates, chosen = backward_within(gpu, problem, kept, limits)
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    tokens, dweight = candidates.tokens.config, candidates.dweight.config
+    columns, chunk = chosen.columns, chosen.chunk
     ranges = [(0, kept)] if kept else []
-    ranges += [(first, min(columns, vocab - first)) for first in range(kept, vocab, columns or vocab)]
-    n, d = problem.n, problem.d
-    widest = max((width for _, width in ranges), default=0)
-    workspace = backward_bytes(problem, columns, kept)
-    # An explicit window fixes the order of a row's additions: no other splits than its stripes.
-    most = 1
-    if problem.need_dinput and not limits.window:
-        spare = usable(workspace_of(problem, limits)) - workspace
-        most += max(spare, 0) // max(4 * n * d, 1) - (len(ranges) == 1)
-    tokens, splits = _split(gpu, gpu.row.token_configs, d, n, widest, most)
-    if splits > 1:
-        workspace += 4 * n * d * (splits - (len(ranges) > 1))
-    # Thousands of stripes have at most three widths.
-    grids = {
-        width: {
-            "logits": gemm.plan(gpu, tokens, width, n, d),
-            "dhidden": gemm.plan(gpu, tokens, d, n, width, splits),
-            "dweight": gemm.plan(gpu, gradients, width, d, n),
-        }
-        for width in {width for _, width in ranges}
-    }
+    if columns:
+        ranges += [(first, min(columns, vocab - first)) for first in range(kept, vocab, columns)]
+
+    def stripe(first: int, width: int, rows: int, splits: int) -> Stripe:
+        return Stripe(
+            first=first,
+            columns=width,
+            is_first=int(first == 0),
+            is_last=int(first + width == vocab),
+            logits=gemm.plan(gpu, tokens, width, rows, d),
+            dhidden=gemm.plan(gpu, tokens, d, rows, width, splits),
+            dweight=gemm.plan(gpu, dweight, width, d, rows),
+        )
+
+    # Thousands of stripes have at most three widths, and chunks two heights.
+    splits = 1 if chunk else chosen.splits
+    stripes = {width: stripe(0, width, n, splits) for width in {width for _, width in ranges}}
+    heights = [min(chunk, n - first) for first in range(0, n, chunk)] if chunk else []
+    whole = {rows: stripe(0, vocab, rows, chosen.splits) for rows in set(heights)}
     return BackwardPlan(
         tokens=tokens,
-        dweight=gradients,
+        dweight=dweight,
         kept=kept,
         columns=columns,
         pitch=round_up(columns, 8),
-        splits=splits,
+        splits=chosen.splits,
         stripes=tuple(
-            Stripe(
-                first=first,
-                columns=width,
-                is_first=int(i == 0),
-                is_last=int(i == len(ranges) - 1),
-                **grids[width],
+            stripes[width]._replace(
+                first=first, is_first=int(first == 0), is_last=int(first + width == vocab)
             )
-            for i, (first, width) in enumerate(ranges)
+            for first, width in ranges
         ),
-        workspace=workspace,
+        chunks=tuple(Chunk(i * chunk, rows, whole[rows]) for i, rows in enumerate(heights)),
+        workspace=chosen.bytes,
     )
-
-
-def _dweight_config(gpu: Gpu, n: int) -> KernelConfig:
-    """The tiles of dweight's GEMM, whose depth is n: wide ones where loads and stores take longest, and ones
-    whose epilogue hides where MMAs do."""
-    wide, *hiding = gpu.row.gradient_configs
-    return hiding[0] if hiding and n >= LEAST_HIDING else wide
-
-
-def _split(
-    gpu: Gpu, configs: Iterable[KernelConfig], m: int, n: int, k: int, most: int
-) -> tuple[KernelConfig, int]:
-    """The fastest of the configurations and of up to `most` splits of k, whose sums are added afterwards."""
-
-    def clocks(candidate: tuple[Gemm, int]) -> tuple[int, bool, int]:
-        gemm, splits = candidate
-        total = gemm.clocks(m, n, k, splits) + sum_clocks(m, n, 1, splits)
-        # Of equally fast ones the narrowest of those that hold all tokens, else the widest.
-        several = n > gemm.columns
-        return total, several, -gemm.columns if several else gemm.columns
-
-    # With as many splits as clusters all have equally many runs: more save nothing.
-    most = max(1, min(most, ceil_div(k, 1024)))
-    gemms = [Gemm(gpu, config) for config in configs]
-    gemm, splits = min(
-        ((gemm, splits) for gemm in gemms for splits in range(1, min(most, gemm.clusters) + 1)), key=clocks
-    )
-    return gemm.config, splits
-
-
-def _even_stripe(clocks: Callable[[int], float], left: int, most: int) -> int:
-    """Columns of a stripe, at most `most`, with which `left` columns take the fewest clocks.
-
-    The last round of a stripe's GEMMs is only partly full, so neither the widest stripes nor stripes of equal
-    width are always best.
-    """
-    if most >= left or most <= STRIPE_MULTIPLE:
-        return most
-    step = max(most // 4096, 1) * LEAST_STRIPE
-
-    def total(columns: int) -> float:
-        rest = left % columns
-        return left // columns * clocks(columns) + (clocks(rest) if rest else 0)
-
-    return min(range(most, most // 2, -step), key=total)

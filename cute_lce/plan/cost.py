@@ -32,6 +32,9 @@ SCARCE_REGISTERS of a thread hold accumulators, so that few are left to hide lat
 SCARCE_REGISTERS = 176
 PARTIAL_CLOCKS = 48
 """What the combine kernel takes for a partial of up to 8192 rows: measured on an H100."""
+KEEPING_CLOCKS = 36000
+"""What keeping takes besides its bytes: three more launches and a slower epilogue. On an H100 keeping the
+columns of 2^33 multiply-adds took as long as computing their logits again."""
 LAUNCH_CLOCKS = 6000
 """Of a kernel: its start, its first loads and its last epilogue."""
 SUMMED_PER_CLOCK = 160
@@ -56,7 +59,7 @@ def memory_rate(gpu: Gpu) -> float:
 def tile_clocks(config: KernelConfig, k: int, macs: int = 0) -> float:
     """Clocks of a CTA's tile of depth k: of its MMAs or, where tiles are narrow, of its loads from L2.
 
-    macs: multiply-adds of the whole GEMM.
+    macs: multiply-adds of the call's GEMM of logits.
     """
     row = config.row
     mma = 2 * config.tile_m * config.tile_n / config.pair / row.dense_flops_per_clock
@@ -72,38 +75,42 @@ def epilogue_clocks(config: KernelConfig) -> int:
 
 
 class Gemm:
-    """The GEMMs of one configuration on one GPU: (m, k) x (n, k). Built once for all that are compared."""
+    """The GEMMs of one configuration in calls of one size: (m, k) x (n, k). Built once for all that are
+    compared, by the thousand."""
 
-    def __init__(self, gpu: Gpu, config: KernelConfig):
-        self.config = config
+    def __init__(self, gpu: Gpu, config: KernelConfig, macs: int):
+        """macs: n d V of the call, whose GEMMs follow one another: the clock falls with their total."""
+        self.config, self.partials = config, config.partials_per_window
         self.rows, self.columns = config.cluster_rows, config.cluster_columns
         self.clusters = cluster_count(config, gpu.sms)
-        self._tile = tile_clocks(config, 1)
-        self._sustained_tile = tile_clocks(config, 1, SUSTAINED)
-        self._memory_rate = memory_rate(gpu)
+        self._depth = tile_clocks(config, 1, macs)
+        self._share = self.clusters / memory_rate(gpu)
 
-    def clocks(self, m: int, n: int, k: int, splits: int = 1, written: int = 2) -> int:
-        """Clocks of a GEMM on the busiest cluster, without its launch.
+    def clocks(self, m: int, n: int, k: int, splits: int = 1) -> int:
+        """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
+        tiles = -(-m // self.rows) * -(-n // self.columns) * splits
+        return int(-(-tiles // self.clusters) * self._tile(tiles, -(-k // splits), 2 * (k * (m + n) + m * n)))
 
-        A tile takes its MMAs' time, its loads' from L2, or its share of DRAM's with as much of the rate as
-        each of all clusters has, whichever is the longest.
-        splits: of k. written: bytes of an element of the product that go to memory.
-        """
-        runs = ceil_div(m, self.rows) * ceil_div(n, self.columns) * splits
-        rounds = ceil_div(runs, self.clusters)
-        tile = self._sustained_tile if m * n * k >= SUSTAINED else self._tile
-        memory = (2 * k * (m + n) + written * m * n) / self._memory_rate
-        return int(rounds * max(ceil_div(k, splits) * tile, memory * self.clusters / max(runs, 1)))
+    def least(self, macs: int) -> float:
+        """Clocks that no GEMM of as many multiply-adds, or part of one, is below."""
+        return macs * self._depth / (self.rows * self.columns * self.clusters)
+
+    def forward_tile(self, n: int, d: int, vocab: int, kept: int) -> float:
+        """Clocks of a tile of a forward."""
+        tiles = -(-vocab // self.rows) * -(-n // self.columns)
+        return self._tile(tiles, d, 2 * ((n + vocab) * d + n * kept))
+
+    def _tile(self, tiles: int, depth: int, moved: int) -> float:
+        """Clocks of one of a GEMM's tiles: of its MMAs or its loads from L2, or of its share of what DRAM
+        moves, if each cluster has an equal part of the rate; whichever takes longer."""
+        computed, loaded = depth * self._depth, moved * self._share / max(tiles, 1)
+        return computed if computed > loaded else loaded
 
 
-def forward_clocks(gemm: Gemm, n: int, d: int, vocab: int, tiles_per_window: int) -> int:
-    """Clocks of a forward whose windows are of `tiles_per_window` tiles."""
-    tiles, columns = ceil_div(vocab, gemm.rows), ceil_div(n, gemm.columns)
-    windows = ceil_div(tiles, tiles_per_window)
-    rounds = ceil_div(columns * windows, gemm.clusters) * tiles_per_window
-    partials = windows * gemm.config.partials_per_window * ceil_div(n, 8192)
-    tile = tile_clocks(gemm.config, d)
-    return 2 * LAUNCH_CLOCKS + int(rounds * tile) + PARTIAL_CLOCKS * partials
+def forward_clocks(rounds: int, tile: float, n: int, partials: int, kept: int) -> int:
+    """Clocks of a forward. tile: Gemm.forward_tile. partials: of a token. kept: columns that it keeps."""
+    combined = PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
+    return 2 * LAUNCH_CLOCKS + (KEEPING_CLOCKS if kept else 0) + combined + int(rounds * tile)
 
 
 def sum_clocks(n: int, d: int, stripes: int, splits: int) -> int:
@@ -114,8 +121,11 @@ def sum_clocks(n: int, d: int, stripes: int, splits: int) -> int:
 
 def forward_seconds(gpu: Gpu, problem: Problem, plan: ForwardPlan) -> float:
     """Predicted seconds of a forward."""
-    gemm = Gemm(gpu, plan.config)
-    return forward_clocks(gemm, plan.n, plan.d, plan.vocab, plan.sweep.tiles_per_window) / clock(gpu)
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    gemm = Gemm(gpu, plan.config, n * d * vocab)
+    tile = gemm.forward_tile(n, d, vocab, plan.kept)
+    clocks = forward_clocks(plan.rounds, tile, n, plan.sweep.windows * gemm.partials, plan.kept)
+    return clocks / clock(gpu)
 
 
 def backward_seconds(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> float:
@@ -125,13 +135,17 @@ def backward_seconds(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> float:
 
 def backward_clocks(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> int:
     """Clocks of a backward."""
-    n, d = problem.n, problem.d
-    tokens, dweight = Gemm(gpu, plan.tokens), Gemm(gpu, plan.dweight)
-    total = sum(
-        stripe_clocks(tokens, dweight, problem, stripe.columns, plan.splits, plan.kept > 0 and i == 0)
+    macs = problem.n * problem.d * problem.vocab
+    tokens, dweight = Gemm(gpu, plan.tokens, macs), Gemm(gpu, plan.dweight, macs)
+    total = sum(chunk_clocks(tokens, problem, chunk.tokens, plan.splits) for chunk in plan.chunks)
+    if plan.chunks:
+        problem = problem._replace(need_dinput=False)
+    total += sum(
+        stripe_clocks(tokens, dweight, problem, stripe.columns, plan.splits, i == 0 < plan.kept)
         for i, stripe in enumerate(plan.stripes)
     )
-    return total + (sum_clocks(n, d, len(plan.stripes), plan.splits) if problem.need_dinput else 0)
+    sums = sum_clocks(problem.n, problem.d, len(plan.stripes), plan.splits) if problem.need_dinput else 0
+    return total + sums
 
 
 def stripe_clocks(
@@ -145,6 +159,13 @@ def stripe_clocks(
     if problem.need_dweight:
         total += LAUNCH_CLOCKS + dweight.clocks(columns, d, n)
     return total
+
+
+def chunk_clocks(tokens: Gemm, problem: Problem, chunk: int, splits: int) -> int:
+    """Clocks of dinput of a chunk of tokens, with the GEMM of their logits."""
+    d, vocab = problem.d, problem.vocab
+    gemms = tokens.clocks(vocab, chunk, d) + tokens.clocks(d, chunk, vocab, splits)
+    return 2 * LAUNCH_CLOCKS + gemms + sum_clocks(chunk, d, 1, splits)
 
 
 def floor_seconds(gpu: Gpu, problem: Problem) -> float:
