@@ -166,6 +166,20 @@ class DataSheet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tilings:
+    """The tilings of calls with few tokens, or with many.
+
+    tokens: of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by hidden.
+        token_tiles: the tile_n that it may have, narrow first.
+    dweight: of the gradient by weight's GEMM.
+    """
+
+    tokens: Tiling
+    token_tiles: tuple[int, ...]
+    dweight: tuple[Tiling, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A row.
 
@@ -179,10 +193,7 @@ class Architecture:
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
     l2_bytes_per_clock: that an SM loads from L2 while all do.
     data_sheet: peaks for `cute-lce plan`.
-    tokens: the tiling of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by
-        hidden. Its epilogue hides behind MMAs. token_tiles: the tile_n that it may have.
-    gradients: tilings of the gradient by weight's GEMM: for few tokens and, if there is a second, for many,
-        whose epilogue hides.
+    tilings: for few tokens first.
     """
 
     name: str
@@ -197,19 +208,35 @@ class Architecture:
     dense_flops_per_clock: int
     l2_bytes_per_clock: int
     data_sheet: DataSheet
-    tokens: Tiling
-    token_tiles: tuple[int, ...]
-    gradients: tuple[Tiling, ...]
+    tilings: tuple[Tilings, ...]
+
+    @functools.cached_property
+    def configs(self) -> tuple[Configs, ...]:
+        """The configurations that go with `tilings`."""
+        return tuple(
+            Configs(
+                tuple(self._configure(replace(each.tokens, tile_n=columns)) for columns in each.token_tiles),
+                tuple(map(self._configure, each.dweight)),
+            )
+            for each in self.tilings
+        )
 
     @functools.cached_property
     def token_configs(self) -> tuple[KernelConfig, ...]:
-        """The configurations of GEMMs whose B are tokens, narrow tiles first."""
-        return tuple(self._configure(replace(self.tokens, tile_n=columns)) for columns in self.token_tiles)
+        """All configurations of GEMMs whose B are tokens."""
+        return tuple(config for configs in self.configs for config in configs.tokens)
 
     @functools.cached_property
-    def gradient_configs(self) -> tuple[KernelConfig, ...]:
-        """The configurations of the gradient by weight's GEMM."""
-        return tuple(self._configure(tiling) for tiling in self.gradients)
+    def dweight_configs(self) -> tuple[KernelConfig, ...]:
+        """All configurations of the gradient by weight's GEMM."""
+        return tuple(dict.fromkeys(config for configs in self.configs for config in configs.dweight))
+
+    def configs_for(self, tokens: int, window: int) -> Configs:
+        """The configurations that a call of so many tokens chooses from: the first whose widest tile holds all
+        of them, or the last. An explicit window takes the first: nothing that orders a row's additions may then
+        depend on the number of tokens."""
+        fit = (each for each in self.configs if window or each.tokens[-1].tile_n >= tokens)
+        return next(fit, self.configs[-1])
 
     def _configure(self, tiling: Tiling) -> KernelConfig:
         fields = {name: getattr(tiling, name) for name in _TILING}
@@ -219,6 +246,14 @@ class Architecture:
 
 
 _TILING = tuple(Tiling.__dataclass_fields__)
+
+
+class Configs(NamedTuple):
+    """What a call chooses from: configurations of GEMMs whose B are tokens, narrow tiles first, and of the
+    gradient by weight's."""
+
+    tokens: tuple[KernelConfig, ...]
+    dweight: tuple[KernelConfig, ...]
 
 
 class Gpu(NamedTuple):
@@ -256,6 +291,9 @@ _HOPPER = Tiling(
     stages=MOST_STAGES,
     pace=8,
 )
+_HOPPER_PAIR = replace(_HOPPER, cluster_m=1, cluster_n=2)
+_HOPPER_WIDE = replace(_HOPPER_PAIR, tile_n=256, pingpong=False)
+"""Asks the least of shared memory and L2, where a tile's k is short; its epilogue does not hide."""
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,
@@ -281,11 +319,25 @@ _SM_90A = Architecture(
     dense_flops_per_clock=4096,
     l2_bytes_per_clock=41,
     data_sheet=DataSheet(gpu="H100 SXM", flops=989.4e12, memory=3.35e12, sms=132),
-    tokens=_HOPPER,
-    token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),
-    # Operands whose rows are not along k come in slices of 64 columns, of which a multicast wants whole
-    # halves. 256 columns ask the least of shared memory and L2; with 128 the epilogue hides.
-    gradients=(replace(_HOPPER, tile_n=256, pingpong=False), replace(_HOPPER, tile_n=128)),
+    tilings=(
+        # One tile holds all tokens, and is shared by the CTAs of a cluster.
+        Tilings(
+            tokens=_HOPPER,
+            token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),
+            dweight=(_HOPPER_WIDE, replace(_HOPPER_PAIR, tile_n=192)),
+        ),
+        # Two tiles of tokens side by side read the weight once. Operands whose rows are not along k come in
+        # slices of 64 columns, of which a multicast wants whole halves.
+        Tilings(
+            tokens=_HOPPER_PAIR,
+            token_tiles=(96, 112, 128, 144, 160, 176),
+            dweight=(
+                replace(_HOPPER_PAIR, tile_n=128),
+                replace(_HOPPER_PAIR, tile_n=192),
+                replace(_HOPPER, tile_n=128),
+            ),
+        ),
+    ),
 )
 _SM_100A = Architecture(
     name="sm_100a",
@@ -300,9 +352,9 @@ _SM_100A = Architecture(
     dense_flops_per_clock=8192,
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
-    tokens=_BLACKWELL,
-    token_tiles=(64, 96, 128, 160, 192, 224, 256),
-    gradients=(_BLACKWELL,),
+    tilings=(
+        Tilings(tokens=_BLACKWELL, token_tiles=(64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),
+    ),
 )
 _SM_103A = replace(
     _SM_100A,

@@ -120,7 +120,7 @@ def show_plan(args: argparse.Namespace) -> int:
     try:
         limits = ComputeOptions(args.schedule, args.workspace_mb, args.window).limits
         inference = forward.plan(gpu, args.n, args.d, args.vocab, Limits(window=limits.window))
-        found, kept = schedule.choose(problem, args.schedule, limits)
+        found, kept = schedule.choose(gpu, problem, args.schedule, limits)
         training = backward.plan(gpu, problem, kept, limits)
     except ValueError as error:
         # The message begins with the name of an argument of the Python call.

@@ -125,7 +125,7 @@ class Implementation(Protocol):
         self,
         problem: Problem,
         dtype: torch.dtype,
-        device_type: str,
+        device: torch.device,
         schedule: str,
         reduction: str,
         limits: Limits,

@@ -12,6 +12,7 @@ from cute_lce.arch import Gpu
 from cute_lce.compile import cache
 from cute_lce.ops import prepared
 from cute_lce.plan import backward as backward_plans
+from cute_lce.plan import candidates, schedule
 from cute_lce.plan import forward as forward_plans
 from cute_lce.plan.kernels import Key
 
@@ -34,7 +35,7 @@ def planned_for(
     forget_device()
     with contextlib.ExitStack() as stack:
         stack.callback(forget_device)
-        for module in (launch.forward, launch.backward):
+        for module in (launch.forward, launch.backward, launch.choose):
             stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
         if functions is not None:
             stack.enter_context(mock.patch.object(cache, "_functions", functions))
@@ -52,5 +53,7 @@ def forget_device() -> None:
 
 def forget_plans() -> None:
     """Empty the caches that do not expect an architecture's row to change."""
+    candidates.candidates.cache_clear()
+    schedule._call.cache_clear()
     forward_plans.plan.cache_clear()
     backward_plans.plan.cache_clear()

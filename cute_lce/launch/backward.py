@@ -1,4 +1,7 @@
-"""The paper's Algorithm 2, stripe by stripe: logits again, dlogits, the gradients' GEMMs (kernels.entry)."""
+"""The paper's Algorithm 2, stripe by stripe: logits again, dlogits, the gradients' GEMMs (kernels.entry).
+
+Where the plan has chunks, dinput is computed first, a chunk of tokens at a time, without the stripes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 class KernelBackward:
-    """See implementation.Backward. `dinput` launches every stripe's three GEMMs.
+    """See implementation.Backward. `dinput` launches the GEMMs of every chunk and stripe.
 
     The range of float16 is too small for upstream / n: its dlogits are softmax - onehot, dinput's rows are
     scaled by its GEMMs' epilogues, and dweight is computed with a copy of the hidden rows scaled by factor /
@@ -59,13 +62,20 @@ class KernelBackward:
     Kept columns need no dlogits: a row's factor is its grad_scale times kept_scale.
     """
 
-    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
+    def __init__(
+        self,
+        operands: Operands,
+        loss: LossOptions,
+        request: Request,
+        plan: backward_plan.BackwardPlan | None = None,
+    ):
+        """plan: None: chosen for the request."""
         hidden, weight, target = operands
         device, dtype, kept = hidden.device, hidden.dtype, request.kept_columns
-        n, self.features = hidden.shape
+        (n, self.features), self.itemsize = hidden.shape, dtype.itemsize
         d, needs = round_up(self.features, 8), (request.need_dinput, request.need_dweight)
         problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
-        chosen = backward_plan.plan(gpu_of(device), problem, kept, request.limits)
+        chosen = plan or backward_plan.plan(gpu_of(device), problem, kept, request.limits)
         configs = chosen.tokens, chosen.dweight
         self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target.dtype)))
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
@@ -73,9 +83,10 @@ class KernelBackward:
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch = kept, chosen.pitch
         self.stripes = tuple(map(freeze, chosen.stripes))
-        self.paced = any(
-            stripe.logits.paced or stripe.dhidden.paced or stripe.dweight.paced for stripe in chosen.stripes
-        )
+        self.chunks = [(chunk.first, chunk.tokens, freeze(chunk.stripe)) for chunk in chosen.chunks]
+        launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
+        self.paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
+        self.counters = COUNTERS * len(launched)
         self.hidden = template(device, dtype, n, d) if problem.need_dinput else None
         self.weight = template(device, dtype, problem.vocab, d) if problem.need_dweight else None
         total = 0
@@ -88,10 +99,17 @@ class KernelBackward:
 
         self.kept_factor = part(4 * n if kept else 0)
         self.kept_hidden = part(n * d * dtype.itemsize if kept and problem.need_dweight else 0)
+        # The chunks are done with their part when the stripes take it.
+        begin = total
+        self.chunk_pitch = round_up(problem.vocab, 8)
+        rows = max((chunk.tokens for chunk in chosen.chunks), default=0)
+        self.chunk_dlogits = part(rows * self.chunk_pitch * dtype.itemsize)
+        self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
+        end, total = total, begin
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)
-        summed = problem.need_dinput and (len(self.stripes) > 1 or chosen.splits > 1)
+        summed = problem.need_dinput and not rows and (len(self.stripes) > 1 or chosen.splits > 1)
         self.sums = part(4 * n * d * chosen.splits if summed else 0)
-        self.workspace = template(device, torch.uint8, total)
+        self.workspace = template(device, torch.uint8, max(total, end))
 
     def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
         hidden, weight, target = saved.hidden, saved.weight, saved.target
@@ -102,36 +120,62 @@ class KernelBackward:
         start = scratch.data_ptr()
         dinput = None if self.hidden is None else torch.empty_like(self.hidden)
         dweight = None if self.weight is None else torch.empty_like(self.weight)
-        groups = (
-            *(hidden, weight, target),
-            loss_arguments(loss),
-            Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0),
-            Statistics(
-                row_max=saved.row_max.data_ptr(),
-                row_sum=saved.row_sum.data_ptr(),
-                num_valid=saved.num_valid.data_ptr(),
-            ),
-            Gradients(
-                dhidden=0 if dinput is None else dinput.data_ptr(),
-                dweight=0 if dweight is None else dweight.data_ptr(),
-                sums=start + self.sums,
-            ),
+        arguments = loss_arguments(loss)
+        upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
+        statistics = Statistics(
+            row_max=saved.row_max.data_ptr(),
+            row_sum=saved.row_sum.data_ptr(),
+            num_valid=saved.num_valid.data_ptr(),
+        )
+        gradients = Gradients(
+            dhidden=0 if dinput is None else dinput.data_ptr(),
+            dweight=0 if dweight is None else dweight.data_ptr(),
+            sums=start + self.sums,
         )
         progress = 0
         if self.paced:
-            counters = torch.zeros((COUNTERS * len(self.stripes),), dtype=torch.int32, device=hidden.device)
+            counters = torch.zeros((self.counters,), dtype=torch.int32, device=hidden.device)
             progress = counters.data_ptr()
-        stripes = self.stripes
+        stripes, chunks = self.stripes, self.chunks
         if self.kept:
+            groups = hidden, weight, target, arguments, upstream, statistics, gradients
             self.function(*groups, self._kept_source(saved, start), stripes[0], progress)
             progress, stripes = progress + 4 * COUNTERS, stripes[1:]
-        if stripes:
+        if stripes or chunks:
             # float16: keep the copies alive until every stripe is launched.
             source, _copies = self._recomputed_source(start, hidden, target, dloss, saved.num_valid, loss)
+            for first, tokens, stripe in chunks:
+                self.function(
+                    *(hidden[first : first + tokens], weight, target[first : first + tokens], arguments),
+                    *self._of_tokens(first, upstream, statistics, gradients, start),
+                    source._replace(
+                        dlogits=start + self.chunk_dlogits,
+                        pitch=self.chunk_pitch,
+                        factor=source.factor + 4 * first * source.factor_stride,
+                    ),
+                    *(stripe, progress),
+                )
+                progress += 4 * COUNTERS
+            if chunks:
+                gradients = gradients._replace(dhidden=0)
+            groups = hidden, weight, target, arguments, upstream, statistics, gradients
             for stripe in stripes:
                 self.function(*groups, source, stripe, progress)
                 progress += 4 * COUNTERS
         return self._without_padding(dinput), dweight
+
+    def _of_tokens(
+        self, first: int, upstream: Upstream, statistics: Statistics, gradients: Gradients, start: int
+    ) -> tuple[Upstream, Statistics, Gradients]:
+        """The groups of the tokens from `first` on, for dinput alone."""
+        row = round_up(self.features, 8) * self.itemsize
+        return (
+            upstream._replace(dloss=upstream.dloss + 4 * first * upstream.stride),
+            statistics._replace(
+                row_max=statistics.row_max + 4 * first, row_sum=statistics.row_sum + 4 * first
+            ),
+            Gradients(dhidden=gradients.dhidden + first * row, dweight=0, sums=start + self.chunk_sums),
+        )
 
     def _kept_source(self, saved: Saved, start: int) -> GradientOperands:
         kept, kept_scale = saved.kept, saved.kept_scale

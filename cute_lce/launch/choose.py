@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from ..arch import Gpu
 from ..plan import schedule as schedule_plan
-from ..plan.problem import Limits, Problem
+from ..plan.problem import MIB, Limits, Problem
 from ..streaming import STREAMING
+from .device import gpu_of
+
+_logger = logging.getLogger("cute_lce")
+_logged: set[tuple] = set()
 
 
 def choose(
-    problem: Problem, dtype: torch.dtype, device_type: str, schedule: str, reduction: str, limits: Limits
+    problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
 ) -> tuple[str, int]:
-    """The plan's choice; "grad_in_forward" is the streaming implementation's."""
+    """The plan's choice; "grad_in_forward" is the streaming implementation's.
+
+    With symbolic sizes it is the choice for those that a graph is traced with, and a number of columns that
+    is right for others too.
+    """
     if schedule == "grad_in_forward" and problem.wants_gradient:
-        return STREAMING.choose(problem, dtype, device_type, schedule, reduction, limits)
-    return schedule_plan.choose(problem, schedule, limits)
+        return STREAMING.choose(problem, dtype, device, schedule, reduction, limits)
+    gpu = gpu_of(device)
+    sizes = problem.n, problem.d, problem.vocab
+    known = Problem(*map(_known, sizes), *problem[len(sizes) :])
+    known_limits = Limits(*map(_known, limits))
+    found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
+    if kept < known.vocab and known.n:
+        _log_if_slow(gpu, known, schedule, known_limits)
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        kept = schedule_plan.kept_of_any(gpu, known, problem, kept, known_limits)
+    return found, kept
+
+
+def _known(size: int) -> int:
+    """A size, or what a symbolic one is while a graph is traced."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint
+        return int(size) if hint is None else hint
+    return size
+
+
+def _log_if_slow(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> None:
+    """Log a call that another workspace would make much faster, once for all numbers of tokens."""
+    kind = gpu, problem._replace(n=0), schedule, limits
+    if kind in _logged or not (found := schedule_plan.predict(gpu, problem, schedule, limits)).is_slow:
+        return
+    _logged.add(kind)
+    helpful = schedule_plan.helpful_workspace(gpu, problem, schedule, limits)
+    # Whoever gives a number may not know what it costs; the default is documented.
+    _logger.log(
+        logging.WARNING if limits.workspace else logging.INFO,
+        "n %d, d %d, V %d: with %s a forward and backward is predicted to take %.2f times its GEMMs; with "
+        "workspace_mb=%d it would be at most %.2f times",
+        problem.n,
+        problem.d,
+        problem.vocab,
+        f"workspace_mb={limits.workspace / MIB:g}" if limits.workspace else "the default workspace_mb",
+        found.seconds / found.floor,
+        -(-helpful // MIB),
+        schedule_plan.HELPFUL * found.best / found.floor,
+    )

@@ -14,7 +14,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
-from ..plan.memory import keep_workspace_bytes, kept_bytes
+from ..plan.memory import keep_workspace_bytes
 from ..plan.problem import round_up
 from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
@@ -68,17 +68,21 @@ class EmptyForward:
 class KernelForward:
     """See implementation.Forward. `statistics` computes everything: statistics, loss, and what is kept."""
 
-    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
+    def __init__(
+        self,
+        operands: Operands,
+        loss: LossOptions,
+        request: Request,
+        plan: forward_plan.ForwardPlan | None = None,
+    ):
+        """plan: None: chosen for the request."""
         hidden, weight, target = operands
         device, (n, d) = hidden.device, hidden.shape
         kept = request.kept_columns
         # The alignment of addresses is checked in every call.
         self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         gpu, limits = gpu_of(device), request.limits
-        if kept and limits.workspace:
-            left = limits.workspace - kept_bytes(n, kept) - keep_workspace_bytes(n, kept)
-            limits = limits._replace(workspace=max(left, 1))
-        chosen = forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits)
+        chosen = plan or forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, kept=kept)
         key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
         self.function = cache.get(key)
         self.gemm, self.nothing_kept = freeze(chosen.gemm), freeze(_NOTHING_KEPT)

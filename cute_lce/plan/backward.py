@@ -1,36 +1,37 @@
-"""The backward's stripes and grids."""
+"""The backward's stripes, chunks and grids."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import Stripe
 from . import gemm
-from .forward import choose_config
-from .memory import backward_bytes, usable, workspace_of
+from .candidates import Candidate
 from .problem import Limits, Problem, round_up
-from .schedule import LEAST_STRIPE, STRIPE_MULTIPLE, stripe_columns
+from .schedule import backward_within
 
-# What a stripe costs besides its GEMMs, in clocks: the fp32 sum of dinput, 8 bytes per element read and
-# written at half of DRAM's rate, and three launches. An H100's estimates, used for every architecture.
-SUMMED_PER_CLOCK = 160  # elements
-LAUNCH_CLOCKS = 3 * 6000
-LEAST_HIDING = 576
-"""Tokens from which narrow tiles of dweight are faster: on an H200 they took 3.7% more at 512 tokens and 8%
-less at 1024."""
+
+class Chunk(NamedTuple):
+    """The tokens `first` to first + tokens, whose dinput is computed from all columns, one stripe."""
+
+    first: int
+    tokens: int
+    stripe: Stripe
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """One backward call, stripe by stripe over the vocabulary.
+    """One backward call.
 
     tokens: the configuration of the GEMMs of the logits and of dhidden. dweight: of dweight's. kept: columns
     that the forward kept, the first stripe if there are any. columns: of each recomputed stripe except the
-    last. pitch: elements of a row of dlogits. splits: of dhidden's k, each with a sum of its own. workspace:
-    bytes of what is kept, dlogits, sums, scaled rows and factors.
+    last. pitch: elements of a row of a stripe's dlogits. splits: of dhidden's k, each with a sum of its own.
+    stripes: of the vocabulary, one after another. chunks: of the tokens, where dinput has a sweep of its own
+    before the stripes, which are then dweight's alone. workspace: bytes of what is kept, dlogits, sums,
+    scaled rows and factors.
     """
 
     tokens: KernelConfig
@@ -40,6 +41,7 @@ class BackwardPlan:
     pitch: int
     splits: int
     stripes: tuple[Stripe, ...]
+    chunks: tuple[Chunk, ...]
     workspace: int
 
 
@@ -49,87 +51,49 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
 
     limits.window: columns of a stripe; 0: chosen. limits.workspace: bytes; 0: the default.
     """
-    vocab = problem.vocab
-    columns = stripe_columns(problem, kept, limits)
-    if not limits.window:
-        columns = _even_stripe(lambda width: _clocks(gpu, problem, width), vocab - kept, columns)
+    candidates, chosen = backward_within(gpu, problem, kept, limits)
+    return build(gpu, problem, kept, candidates.tokens.config, candidates.dweight.config, chosen)
+
+
+def build(
+    gpu: Gpu, problem: Problem, kept: int, tokens: KernelConfig, dweight: KernelConfig, chosen: Candidate
+) -> BackwardPlan:
+    """The plan of a candidate with these configurations."""
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    columns, chunk = chosen.columns, chosen.chunk
     ranges = [(0, kept)] if kept else []
-    ranges += [(first, min(columns, vocab - first)) for first in range(kept, vocab, columns or vocab)]
-    n, d = problem.n, problem.d
-    widest = max((width for _, width in ranges), default=0)
-    gradients = _dweight_config(gpu, n)
-    workspace = backward_bytes(problem, columns, kept)
-    # An explicit window fixes the order of a row's additions: no other splits than its stripes.
-    most = 1
-    if problem.need_dinput and not limits.window:
-        spare = usable(workspace_of(problem, limits)) - workspace
-        most += max(spare, 0) // max(4 * n * d, 1) - (len(ranges) == 1)
-    tokens, dhidden = gemm.split_plan(gpu, gpu.row.token_configs, d, n, widest, most)
-    splits = dhidden.splits
-    if splits > 1:
-        workspace += 4 * n * d * (splits - (len(ranges) > 1))
-    # Thousands of stripes have at most three widths.
-    grids = {
-        width: {
-            "logits": gemm.plan(gpu, tokens, width, n, d),
-            "dhidden": gemm.plan(gpu, tokens, d, n, width, splits),
-            "dweight": gemm.plan(gpu, gradients, width, d, n),
-        }
-        for width in {width for _, width in ranges}
-    }
+    if columns:
+        ranges += [(first, min(columns, vocab - first)) for first in range(kept, vocab, columns)]
+
+    def stripe(first: int, width: int, rows: int, splits: int) -> Stripe:
+        return Stripe(
+            first=first,
+            columns=width,
+            is_first=int(first == 0),
+            is_last=int(first + width == vocab),
+            logits=gemm.plan(gpu, tokens, width, rows, d),
+            dhidden=gemm.plan(gpu, tokens, d, rows, width, splits),
+            dweight=gemm.plan(gpu, dweight, width, d, rows),
+        )
+
+    # Thousands of stripes have at most three widths, and chunks two heights.
+    splits = 1 if chunk else chosen.splits
+    stripes = {width: stripe(0, width, n, splits) for width in {width for _, width in ranges}}
+    heights = [min(chunk, n - first) for first in range(0, n, chunk)] if chunk else []
+    whole = {rows: stripe(0, vocab, rows, chosen.splits) for rows in set(heights)}
     return BackwardPlan(
         tokens=tokens,
-        dweight=gradients,
+        dweight=dweight,
         kept=kept,
         columns=columns,
         pitch=round_up(columns, 8),
-        splits=splits,
+        splits=chosen.splits,
         stripes=tuple(
-            Stripe(
-                first=first,
-                columns=width,
-                is_first=int(i == 0),
-                is_last=int(i == len(ranges) - 1),
-                **grids[width],
+            stripes[width]._replace(
+                first=first, is_first=int(first == 0), is_last=int(first + width == vocab)
             )
-            for i, (first, width) in enumerate(ranges)
+            for first, width in ranges
         ),
-        workspace=workspace,
+        chunks=tuple(Chunk(i * chunk, rows, whole[rows]) for i, rows in enumerate(heights)),
+        workspace=chosen.bytes,
     )
-
-
-def _dweight_config(gpu: Gpu, n: int) -> KernelConfig:
-    """The tiles of dweight's GEMM, whose depth is n: wide ones where loads and stores take longest, and ones
-    whose epilogue hides where MMAs do."""
-    wide, *hiding = gpu.row.gradient_configs
-    return hiding[0] if hiding and n >= LEAST_HIDING else wide
-
-
-def _clocks(gpu: Gpu, problem: Problem, columns: int) -> float:
-    """Clocks of a recomputed stripe."""
-    n, d = problem.n, problem.d
-    tokens, gradients = choose_config(gpu, n, d, columns), _dweight_config(gpu, n)
-    total = LAUNCH_CLOCKS + gemm.clocks(tokens, gemm.plan(gpu, tokens, columns, n, d), n, d)
-    if problem.need_dinput:
-        total += gemm.clocks(tokens, gemm.plan(gpu, tokens, d, n, columns), n, columns)
-        total += n * d / SUMMED_PER_CLOCK
-    if problem.need_dweight:
-        total += gemm.clocks(gradients, gemm.plan(gpu, gradients, columns, d, n), d, n)
-    return total
-
-
-def _even_stripe(clocks: Callable[[int], float], left: int, most: int) -> int:
-    """Columns of a stripe, at most `most`, with which `left` columns take the fewest clocks.
-
-    The last round of a stripe's GEMMs is only partly full, so neither the widest stripes nor stripes of equal
-    width are always best.
-    """
-    if most >= left or most <= STRIPE_MULTIPLE:
-        return most
-    step = max(most // 4096, 1) * LEAST_STRIPE
-
-    def total(columns: int) -> float:
-        rest = left % columns
-        return left // columns * clocks(columns) + (clocks(rest) if rest else 0)
-
-    return min(range(most, most // 2, -step), key=total)

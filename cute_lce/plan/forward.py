@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import COMBINE_ROWS, GemmPlan
-from .gemm import cluster_count, is_paced, tile_clocks
-from .memory import DEFAULT_WORKSPACE, forward_bytes
-from .problem import MIB, NO_LIMITS, Limits, ceil_div
+from .cost import Gemm, epilogue_clocks, forward_clocks, tile_clocks
+from .gemm import is_paced
+from .memory import DEFAULT_WORKSPACE, forward_bytes, keeping_bytes
+from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
 
-MAX_TILES_PER_WINDOW = 64
+WINDOW_STEPS = 64
+"""Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
-PARTIAL_NS = 32
-"""What the combine kernel takes for a partial of up to 8192 rows: measured on an H100, used for every
-architecture."""
-EPILOGUE_CLOCKS, EPILOGUE_CLOCKS_SCARCE = 62, 84
-"""Clocks of a tile's epilogue for each of its columns, on an H200; the second where more than
-SCARCE_REGISTERS of a thread hold accumulators, so that few are left to hide latencies with."""
-SCARCE_REGISTERS = 176
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
     """One forward call.
 
-    gemm: the grid, whose windows are those of the vocabulary. rounds: tiles that the busiest cluster
-    computes, one after another; ideal_rounds: the average of all clusters.
+    kept: columns that it keeps. gemm: the grid, whose windows are those of the vocabulary. rounds:
+    tiles that the busiest cluster computes, one after another; ideal_rounds: the average of all clusters.
     """
 
     config: KernelConfig
     n: int
     d: int
     vocab: int
+    kept: int
     gemm: GemmPlan
     rounds: int
     ideal_rounds: float
@@ -53,58 +51,96 @@ class ForwardPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    gpu: Gpu, n: int, d: int, vocab: int, limits: Limits = NO_LIMITS, config: KernelConfig | None = None
+    gpu: Gpu,
+    n: int,
+    d: int,
+    vocab: int,
+    limits: Limits = NO_LIMITS,
+    config: KernelConfig | None = None,
+    kept: int = 0,
 ) -> ForwardPlan:
     """Plan a forward of (n, d) x (vocab, d).
 
     limits.window: classes of a window, rounded up to whole tiles and to what limits.workspace holds the
     partials of; 0: chosen so that the clusters finish together, with at most PARTIAL_BYTES of partials.
     limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: none given. config:
-    the kernel's configuration; None: chosen.
+    the kernel's configuration; None: chosen. kept: columns that it keeps, within the same limit.
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
-    config = config or choose_config(gpu, n, d, vocab)
-    clusters = cluster_count(config, gpu.sms)
+    config = config or choose_config(gpu, n, d, vocab, limits.window)
+    gemm = Gemm(gpu, config, n * d * vocab)
     tiles = ceil_div(vocab, config.cluster_rows)
     columns = ceil_div(n, config.cluster_columns)
-    # Shorter windows take fewer rounds, but write more partials.
-    spare = (limits.workspace or DEFAULT_WORKSPACE) - forward_bytes(n) // 2
+    spare = spare_bytes(n, kept, limits)
     if not limits.window:
-        spare = min(PARTIAL_BYTES, spare)
-    shortest = ceil_div(tiles, max(spare // max(8 * n * config.partials_per_window, 1), 1))
-    if limits.window and not limits.workspace:
-        # Nothing that orders a row's additions may depend on n.
-        shortest = 1
-    if limits.window:
-        tiles_per_window = min(max(ceil_div(limits.window, config.cluster_rows), shortest), tiles)
+        _, tiles_per_window = fastest(choices(gemm, n, d, vocab, kept), spare)
     else:
-        longest = min(max(MAX_TILES_PER_WINDOW, 2 * shortest), tiles)
-        costs = {}
-        for tiles_in_window in range(shortest, longest + 1):
-            windows, rounds = _rounds(tiles, columns, clusters, tiles_in_window)
-            partials = windows * config.partials_per_window * ceil_div(n, 8192)
-            costs[tiles_in_window] = rounds * _round_ns(config, d) + partials * PARTIAL_NS
-        tiles_per_window = min(costs, key=costs.__getitem__)
-    windows, rounds = _rounds(tiles, columns, clusters, tiles_per_window)
+        # Nothing that orders a row's additions may depend on n, unless a workspace is given.
+        most = max(spare // max(8 * n * config.partials_per_window, 1), 1) if limits.workspace else tiles
+        tiles_per_window = max(ceil_div(limits.window, config.cluster_rows), ceil_div(tiles, most))
+        tiles_per_window = min(tiles_per_window, tiles)
+    windows = ceil_div(tiles, tiles_per_window)
     return ForwardPlan(
         config=config,
         n=n,
         d=d,
         vocab=vocab,
+        kept=kept,
         gemm=GemmPlan(
             windows=windows,
             tiles_per_window=tiles_per_window,
             splits=1,
             group=max(1, min(columns, gpu.row.panel // (2 * d * config.cluster_columns))),
-            clusters=max(1, min(clusters, columns * windows)),
+            clusters=max(1, min(gemm.clusters, columns * windows)),
             paced=int(is_paced(gpu, config, vocab, n, d)),
         ),
-        rounds=rounds,
-        ideal_rounds=columns * tiles / clusters,
+        rounds=ceil_div(columns * windows, gemm.clusters) * tiles_per_window,
+        ideal_rounds=columns * tiles / gemm.clusters,
     )
 
 
-def choose_config(gpu: Gpu, n: int, d: int, vocab: int) -> KernelConfig:
+def spare_bytes(n: int, kept: int, limits: Limits) -> int:
+    """Bytes that the limits leave for partials beside the rest of a forward and the columns that it keeps."""
+    spare = (limits.workspace or DEFAULT_WORKSPACE) - forward_bytes(n) // 2
+    if kept and limits.workspace:
+        spare -= keeping_bytes(n, kept)
+    return spare if limits.window else min(PARTIAL_BYTES, spare)
+
+
+def choices(gemm: Gemm, n: int, d: int, vocab: int, kept: int) -> list[tuple[int, int, int]]:
+    """(bytes of partials, clocks of the forward, tiles of a window) of the windows to choose from, by rising
+    bytes, whatever the workspace."""
+    tile = gemm.forward_tile(n, d, vocab, kept)
+    return [
+        (8 * n * partials, forward_clocks(rounds, tile, n, partials, kept), length)
+        for partials, rounds, length in _windows(
+            gemm.clusters, ceil_div(vocab, gemm.rows), ceil_div(n, gemm.columns), gemm.partials
+        )
+        if 8 * n * partials <= PARTIAL_BYTES or length * gemm.rows >= vocab
+    ]
+
+
+def fastest(found: list[tuple[int, int, int]], spare: int) -> tuple[int, int]:
+    """(clocks, tiles of a window) of the fastest of the choices whose partials take at most `spare` bytes."""
+    count = max(bisect_right(found, spare, key=itemgetter(0)), 1)
+    return min(choice[1:] for choice in found[:count])
+
+
+@functools.lru_cache(maxsize=1024)
+def _windows(clusters: int, tiles: int, columns: int, partials: int) -> list[tuple[int, int, int]]:
+    """(partials of a token, rounds, tiles of a window), fewest partials first: each takes fewer rounds than
+    all before it."""
+    found, least = [], 0
+    for length in reversed([*steps(tiles, WINDOW_STEPS)]):
+        windows = -(-tiles // length)
+        rounds = -(-columns * windows // clusters) * length
+        if not found or rounds < least:
+            found.append((windows * partials, rounds, length))
+            least = rounds
+    return found
+
+
+def choose_config(gpu: Gpu, n: int, d: int, vocab: int, window: int = 0) -> KernelConfig:
     """The tiles with which a GEMM of logits takes the fewest clocks. Of equally fast ones the widest, or the
     narrowest of those that hold all tokens."""
 
@@ -113,20 +149,7 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int) -> KernelConfig:
         clocks = tile_clocks(config, d, n * d * vocab)
         if config.turns > 1:
             # Two warpgroups in turn: a tile's MMAs and its epilogue take at least two tiles' time.
-            scarce = config.accumulator_registers > SCARCE_REGISTERS
-            epilogue = config.tile_n * (EPILOGUE_CLOCKS_SCARCE if scarce else EPILOGUE_CLOCKS)
-            clocks = max(clocks, (clocks + epilogue) / 2)
+            clocks = max(clocks, (clocks + epilogue_clocks(config)) / 2)
         return columns * clocks, config.tile_n if columns == 1 else -config.tile_n
 
-    return min(gpu.row.token_configs, key=cost)
-
-
-def _rounds(tiles: int, columns: int, clusters: int, tiles_per_window: int) -> tuple[int, int]:
-    """(windows, tiles that the busiest cluster computes)."""
-    windows = ceil_div(tiles, tiles_per_window)
-    return windows, ceil_div(columns * windows, clusters) * tiles_per_window
-
-
-def _round_ns(config: KernelConfig, d: int) -> int:
-    """About how long a CTA's tile takes, at an H100's 1.5 GHz, which is used for every architecture."""
-    return int(tile_clocks(config, d) * 2 / 3)
+    return min(gpu.row.configs_for(n, window).tokens, key=cost)

@@ -38,9 +38,10 @@ def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
     """The keys of all kernels that calls with these types may need; float16 keeps nothing."""
     row = architecture(arch)
     keys: list[Key] = []
-    for config in row.token_configs:
-        keys.append(ForwardKey(config, dtype, target_dtype))
-        if dtype != "float16":
-            keys.append(ForwardKey(config, dtype, target_dtype, keeps=True))
-        keys += [BackwardKey(config, dweight, dtype, target_dtype) for dweight in row.gradient_configs]
+    for configs in row.configs:
+        for config in configs.tokens:
+            keys.append(ForwardKey(config, dtype, target_dtype))
+            if dtype != "float16":
+                keys.append(ForwardKey(config, dtype, target_dtype, keeps=True))
+            keys += [BackwardKey(config, dweight, dtype, target_dtype) for dweight in configs.dweight]
     return keys

@@ -5,13 +5,10 @@ from __future__ import annotations
 import decimal
 
 from ..arguments import NOTE_BYTES, units
-from .problem import KIB, MIB, Limits, Problem, round_up
+from .problem import KIB, MIB, Problem, ceil_div, round_up
 
-DEFAULT_WORKSPACE = 1 << 30
-"""What workspace_mb=None means, in bytes; raised if the schedule needs more."""
-DEFAULT_STRIPE = 2048
-"""Columns of a stripe that the default holds: a pass over the fp32 sum of dinput then costs a quarter of the
-stripe's GEMMs (schedule.STRIPE_COLUMNS)."""
+DEFAULT_WORKSPACE = 2304 * MIB
+"""What workspace_mb=None means, in bytes; raised if a call needs more."""
 ROUNDING = 4 * MIB
 """The most by which torch's allocator rounds a call's few large blocks up: each by at most 1 MiB."""
 
@@ -32,12 +29,10 @@ def usable(workspace: int) -> int:
     return workspace - min(workspace // 8, ROUNDING)
 
 
-def workspace_of(problem: Problem, limits: Limits) -> int:
-    """Bytes that a call may allocate: limits.workspace, or the default, which holds a backward that
-    recomputes in stripes of DEFAULT_STRIPE columns."""
-    if limits.workspace:
-        return limits.workspace
-    return max(DEFAULT_WORKSPACE, backward_bytes(problem, min(DEFAULT_STRIPE, problem.vocab)) + ROUNDING)
+def workspace_for(nbytes: int) -> int:
+    """The least workspace of which `nbytes` are usable."""
+    least = min(ceil_div(8 * nbytes, 7), nbytes + ROUNDING)
+    return least - (usable(least - 1) >= nbytes)
 
 
 def forward_bytes(n: int) -> int:
@@ -55,20 +50,22 @@ def note_bytes(kept: int) -> int:
     return NOTE_BYTES * units(kept)
 
 
-def kept_bytes(n: int, kept: int) -> int:
-    """Bytes of what a forward keeps: bf16 exponentials in rows of a multiple of 8, and kept_scale."""
-    return n * (2 * round_up(kept, 8) + 4)
+def keeping_bytes(n: int, kept: int) -> int:
+    """Bytes that keeping adds to a forward: bf16 exponentials in rows of a multiple of 8, kept_scale, and
+    KeepOutputs.workspace."""
+    return n * (2 * round_up(kept, 8) + 4) + keep_workspace_bytes(n, kept) if kept else 0
 
 
-def backward_bytes(problem: Problem, columns: int, kept: int = 0) -> int:
-    """Bytes that a backward allocates beyond its results, and those that were kept for it.
+def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 1) -> int:
+    """Bytes that a backward in one sweep allocates beyond its results, and those that were kept for it.
 
-    columns: of a stripe of dlogits; 0 where everything is kept. kept: columns that the forward kept.
+    columns: of a stripe of dlogits; 0 where everything is kept. kept: columns that the forward kept. splits:
+    of dhidden's k.
     """
     n, d, vocab = problem.n, problem.d, problem.vocab
     total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8)
-    if problem.need_dinput and (columns + kept < vocab or 0 < kept < vocab):
-        total += 4 * n * d
+    if problem.need_dinput and (splits > 1 or columns + kept < vocab or 0 < kept < vocab):
+        total += 4 * n * d * splits
     if problem.half:
         total += 6 * n * d
     if kept:
@@ -76,3 +73,15 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0) -> int:
         total += 2 * n * round_up(kept, 8) + n * note_bytes(kept)
         total += 2 * n * d if problem.need_dweight else 0
     return total
+
+
+def sweeps_bytes(problem: Problem, chunk: int, splits: int, columns: int) -> int:
+    """Bytes that a backward in two sweeps allocates beyond its results.
+
+    chunk: tokens whose dlogits exist at once while dinput is computed, with a sum for each of dhidden's
+    `splits`. columns: of a stripe of dlogits while dweight is.
+    """
+    n, d = problem.n, problem.d
+    dinput = 2 * chunk * round_up(problem.vocab, 8) + (4 * chunk * d * splits if splits > 1 else 0)
+    without_sum = problem._replace(need_dinput=False)
+    return backward_bytes(without_sum, 0) + max(dinput, 2 * n * round_up(columns, 8))

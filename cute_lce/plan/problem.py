@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -42,3 +43,12 @@ def ceil_div(a: int, b: int) -> int:
 
 def round_up(a: int, multiple: int) -> int:
     return ceil_div(a, multiple) * multiple
+
+
+def steps(most: int, fine: int) -> Iterator[int]:
+    """Numbers from 1 to `most`: all up to twice `fine`, then `fine` or more until they have doubled."""
+    value = 1
+    while value < most:
+        yield value
+        value += max(value // fine, 1)
+    yield most

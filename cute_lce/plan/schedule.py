@@ -1,96 +1,232 @@
-"""How the backward obtains the logits: how many columns are kept, and how wide the other stripes are."""
+"""How the backward obtains the logits: how many columns are kept for it, and how much workspace is enough."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..arch import Gpu
 from ..arguments import KEPT_TILE
+from .candidates import STRIPE_MULTIPLE, Candidate, Candidates, candidates
+from .cost import KEEPING_CLOCKS, Gemm, clock, floor_seconds, forward_clocks
+from .forward import choices, choose_config, fastest, spare_bytes
+from .forward import plan as forward_plan
 from .memory import (
+    DEFAULT_WORKSPACE,
     backward_bytes,
     forward_bytes,
+    keeping_bytes,
     note_bytes,
     refuse_workspace,
+    sweeps_bytes,
     usable,
-    workspace_of,
+    workspace_for,
 )
-from .problem import Limits, Problem, ceil_div
+from .problem import Limits, Problem
 
-STRIPE_MULTIPLE = 256
-"""Columns that are whole tiles in all three GEMMs."""
-LEAST_STRIPE = 64
-STRIPE_COLUMNS = 1400
-"""What a stripe costs besides its GEMMs (reading and writing the fp32 sum of dinput), in columns of a logits
-GEMM: on an H100, 8 n d bytes at 2 TB/s take as long as n d times this many columns at 700 TFLOP/s. The
-estimate is used for every architecture."""
-LEAST_KEPT = 1 << 33
-LEAST_KEPT_WEIGHT = 1 << 26
-"""n d V and d V: where both are less, "auto" does not keep. Keeping takes longer than the logits' GEMM that
-it saves, whose time is that of its arithmetic or of reading the weight."""
+SLOWEST = 1.8
+"""A workspace is accepted if a call is predicted to take at most this many times its GEMMs, """
+NEAR_BEST = 1.05
+"""or this many times what it takes with any workspace, where launches or DRAM take longer than GEMMs."""
+SLOW = 1.25
+"""A call that is predicted to take more than this many times what it could take is logged, """
+HELPFUL = 1.1
+"""with the workspace from which it takes at most this many times that."""
+UNLIMITED = 1 << 60
+"""Bytes of workspace that hold whatever a plan wants."""
 
 
-def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
+class Prediction(NamedTuple):
+    """Seconds that a call is predicted to take: with its workspace, with any, and its GEMMs alone."""
+
+    seconds: float
+    best: float
+    floor: float
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds > SLOW * self.best
+
+
+class _Call:
+    """The forward and backward of one problem: clocks by what is kept and by the workspace."""
+
+    def __init__(self, gpu: Gpu, problem: Problem, window: int):
+        self.gpu, self.problem, self.window = gpu, problem, window
+        self.candidates = candidates(gpu, problem, window)
+        n, d, vocab = problem.n, problem.d, problem.vocab
+        self.tokens = Gemm(gpu, choose_config(gpu, n, d, vocab, window), n * d * vocab)
+        self._choices: dict[int, list[tuple[int, int, int]]] = {}
+
+    def kept(self, schedule: str) -> Sequence[int]:
+        """What a forward may keep."""
+        keeps = schedule != "recompute" and self.problem.wants_gradient and not self.problem.half
+        return self.candidates.kept if keeps else (0,)
+
+    def fastest(self, kept: Sequence[int], limits: Limits, free: int = 0) -> tuple[int, int]:
+        """(clocks, columns kept) of the fastest call within the limits. free: clocks of keeping that do not
+        count."""
+        workspace, n = self.workspace(limits), self.problem.n
+        room = usable(workspace)
+        best = self._backward(0, room).clocks + self._forward(0, limits), 0
+        # Whatever keeps more is likely to be faster, and spares looking at the rest.
+        for columns in reversed(kept):
+            if not columns or keeping_bytes(n, columns) + forward_bytes(n) > workspace:
+                continue
+            clocks, nbytes = self.candidates.least(columns)
+            if nbytes <= room and clocks + self._least_forward - free <= best[0]:
+                backward = self._backward(columns, room)
+                if backward.bytes <= room and backward.clocks + self._least_forward - free <= best[0]:
+                    best = min(best, (backward.clocks + self._forward(columns, limits) - free, columns))
+        return best
+
+    def least(self, kept: Sequence[int], most: float) -> int:
+        """The fewest bytes of workspace with which a call takes at most `most` clocks."""
+        least, n = UNLIMITED, self.problem.n
+        for columns in kept:
+            if columns and workspace_for(self.candidates.least(columns)[1]) >= least:
+                continue
+            for backward in self._backwards(columns):
+                enough = workspace_for(backward.bytes)
+                if enough >= least:
+                    break
+                if backward.clocks + self._least_forward > most:
+                    continue
+                forwards = self._forwards(columns)
+                for spare, clocks, _ in forwards:
+                    if backward.clocks + clocks <= most:
+                        forward = forward_bytes(n)
+                        if spare > forwards[0][0]:
+                            forward = forward // 2 + spare
+                        least = min(least, max(enough, forward + keeping_bytes(n, columns)))
+                        break
+        return least
+
+    @functools.cached_property
+    def _least_forward(self) -> int:
+        """Clocks of a forward that keeps nothing, with any workspace: others take as long, or longer."""
+        return fastest(self._forwards(0), UNLIMITED)[0]
+
+    def most_clocks(self, kept: Sequence[int]) -> float:
+        """Of a call whose workspace is accepted."""
+        best, _ = self.fastest(kept, Limits(self.window, UNLIMITED))
+        return max(SLOWEST * floor_seconds(self.gpu, self.problem) * clock(self.gpu), NEAR_BEST * best)
+
+    def least_accepted(self, schedule: str) -> int:
+        """The least bytes of workspace that are accepted."""
+        problem = self.problem
+        if self.window:
+            backward = backward_bytes(problem, min(self.window, problem.vocab))
+            return max(forward_bytes(problem.n), backward if problem.wants_gradient else 0)
+        kept = self.kept(schedule)
+        return self.least(kept, self.most_clocks(kept))
+
+    def workspace(self, limits: Limits) -> int:
+        """Bytes that a call may allocate: limits.workspace, or the default, raised to the least accepted."""
+        return limits.workspace or max(DEFAULT_WORKSPACE, self._least_recomputing)
+
+    @functools.cached_property
+    def _least_recomputing(self) -> int:
+        return self.least_accepted("recompute")
+
+    def _backwards(self, kept: int) -> list[Candidate]:
+        return self.candidates.keeping(kept) if self.problem.wants_gradient else [Candidate(0, 0, 0)]
+
+    def _backward(self, kept: int, room: int) -> Candidate:
+        return self.candidates.best(kept, room) if self.problem.wants_gradient else Candidate(0, 0, 0)
+
+    def _forward(self, kept: int, limits: Limits) -> int:
+        problem = self.problem
+        if limits.window:
+            n, d, vocab = problem.n, problem.d, problem.vocab
+            chosen = forward_plan(self.gpu, n, d, vocab, limits, kept=kept)
+            tile = self.tokens.forward_tile(n, d, vocab, kept)
+            partials = chosen.gemm.windows * self.tokens.partials
+            return forward_clocks(chosen.rounds, tile, n, partials, kept)
+        return fastest(self._forwards(kept), spare_bytes(problem.n, kept, limits))[0]
+
+    def _forwards(self, kept: int) -> list[tuple[int, int, int]]:
+        found = self._choices.get(kept)
+        if found is None:
+            problem = self.problem
+            found = choices(self.tokens, problem.n, problem.d, problem.vocab, kept)
+            self._choices[kept] = found
+        return found
+
+
+_call = functools.lru_cache(maxsize=64)(_Call)
+
+
+def choose(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
     """Decide among the kernels' schedules: ("recompute", 0) or ("keep", columns).
 
-    schedule: "auto", "recompute" or "keep". "auto" keeps what the workspace holds in bfloat16, and recomputes
-    with float16, which cannot keep, and for small products. Raises ValueError naming schedule for "keep" with
-    float16, and ValueError naming the least workspace_mb for a smaller one.
+    schedule: "auto", "recompute" or "keep". "auto" takes what is predicted to be the fastest within the
+    workspace, and recomputes with float16, which cannot keep; "keep" takes keeping itself for free. Raises
+    ValueError naming schedule for "keep" with float16, and ValueError naming the least workspace_mb that is
+    accepted for a smaller one.
     """
-    n, _, vocab = problem.n, problem.d, problem.vocab
     if schedule == "keep" and problem.half and problem.wants_gradient:
         raise ValueError(
             "schedule: got 'keep' with float16, whose range cannot hold the exponentials; want bfloat16, "
             "'recompute' or 'auto'"
         )
+    if problem.n == 0:
+        return "recompute", 0
+    call = _call(gpu, problem, limits.window)
     if limits.workspace:
-        least = forward_bytes(n)
-        if problem.wants_gradient:
-            columns = min(limits.window or LEAST_STRIPE, vocab)
-            least = max(least, backward_bytes(problem, columns))
+        least = call.least_accepted(schedule)
         if limits.workspace < least:
             raise refuse_workspace(schedule, limits.workspace, least)
-    if (
-        schedule == "recompute"
-        or problem.half
-        or not problem.wants_gradient
-        or n == 0
-        or vocab < LEAST_STRIPE
-        or (schedule == "auto" and problem.d * vocab < min(LEAST_KEPT_WEIGHT, LEAST_KEPT // n))
-    ):
-        return "recompute", 0
-    kept = kept_columns(problem, limits)
-    return ("keep", kept) if kept > 0 else ("recompute", 0)
+    _, kept = call.fastest(call.kept(schedule), limits, KEEPING_CLOCKS if schedule == "keep" else 0)
+    return ("keep", kept) if kept else ("recompute", 0)
 
 
-def stripe_columns(problem: Problem, kept: int, limits: Limits) -> int:
-    """Columns of a stripe that is not kept: limits.window, or what the workspace holds besides all else, but
-    at least LEAST_STRIPE."""
-    left = problem.vocab - kept
-    if limits.window or not left:
-        return min(limits.window, left)
-    workspace = usable(workspace_of(problem, limits))
-    if backward_bytes(problem, left, kept) <= workspace:
-        return left
-    columns = (workspace - backward_bytes(problem, 0, kept)) // (2 * max(problem.n, 1))
-    multiple = STRIPE_MULTIPLE if columns >= STRIPE_MULTIPLE else LEAST_STRIPE
-    return min(max(columns // multiple * multiple, LEAST_STRIPE), left)
+def backward_within(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> tuple[Candidates, Candidate]:
+    """The backward for what a forward kept: the fastest within the limits, and what it is one of."""
+    call = _call(gpu, problem, limits.window)
+    return call.candidates, call.candidates.best(kept, usable(call.workspace(limits)))
 
 
-def kept_columns(problem: Problem, limits: Limits) -> int:
-    """Columns that a forward keeps: all of them if the workspace holds them, else as many whole tiles as
-    leave room for stripes of the rest."""
-    n, vocab = problem.n, problem.vocab
-    workspace = usable(workspace_of(problem, limits))
-    if backward_bytes(problem, 0, vocab) + forward_bytes(n) <= workspace:
-        return vocab
-    rest = backward_bytes(problem, 0, KEPT_TILE) + forward_bytes(n)
-    # Columns that fit: two bytes per row each, and their share of the notes.
-    fit = max((workspace - rest) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * max(n, 1)), 0)
-    # The alternative: keep nothing, and use the whole workspace for stripes.
-    recomputed = stripe_columns(problem, 0, limits._replace(workspace=workspace))
-    best, least = 0, vocab + ceil_div(vocab, recomputed) * STRIPE_COLUMNS
-    # A wider stripe leaves less room to keep, but more stripes make more passes over dinput's sum.
-    for tiles in (2, 4, 8, 16, 32, 64, 128, 256):
-        stripe = limits.window or tiles * STRIPE_MULTIPLE
-        kept = min(max(fit - stripe, 0), vocab - 1) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
-        cost = vocab - kept + ceil_div(vocab - kept, stripe) * STRIPE_COLUMNS
-        if kept > 0 and cost < least:
-            best, least = kept, cost
-    return best
+def predict(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> Prediction:
+    """What a call is predicted to take. schedule: as for `choose`, which accepts the limits."""
+    call = _call(gpu, problem, limits.window)
+    kept = call.kept(schedule)
+    clocks, _ = call.fastest(kept, limits)
+    best, _ = call.fastest(kept, limits._replace(workspace=UNLIMITED))
+    rate = clock(gpu)
+    return Prediction(clocks / rate, best / rate, floor_seconds(gpu, problem))
+
+
+def helpful_workspace(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> int:
+    """The least bytes with which a call is predicted to take little more than with any workspace."""
+    call = _call(gpu, problem, limits.window)
+    kept = call.kept(schedule)
+    best, _ = call.fastest(kept, limits._replace(workspace=UNLIMITED))
+    return call.least(kept, HELPFUL * best)
+
+
+def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: Limits) -> int:
+    """The columns to keep of a problem whose sizes may be symbolic, where a plan for `known` sizes keeps
+    `kept`: all of them for as long as the workspace holds them, else what it holds beside stripes as wide
+    as that plan's. What is compared here becomes a guard of the graph."""
+    call = _call(gpu, known, limits.window)
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    if limits.workspace and problem.wants_gradient:
+        least = max(forward_bytes(n), sweeps_bytes(problem, call.tokens.columns, 1, STRIPE_MULTIPLE))
+        if limits.workspace < least:
+            raise refuse_workspace("recompute", limits.workspace, least)
+    room = usable(call.workspace(limits))
+    if not kept or (kept == known.vocab and _everything(problem) <= room):
+        return vocab if kept else 0
+    columns = call.candidates.best(kept, room).columns
+    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + forward_bytes(n)
+    beside += n * note_bytes(KEPT_TILE) + (2 * n * d if problem.need_dweight else 0)
+    # Two bytes per row each, and their share of the notes.
+    fit = (room - beside) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n)
+    return min(max(fit, 0), vocab) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
+
+
+def _everything(problem: Problem) -> int:
+    """Bytes of a call that keeps everything."""
+    return backward_bytes(problem, 0, problem.vocab) + forward_bytes(problem.n)

@@ -82,7 +82,7 @@ def _least_window(V, window):
 
 
 def choose(
-    problem: Problem, dtype: torch.dtype, device_type: str, schedule: str, reduction: str, limits: Limits
+    problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
 ) -> tuple[str, int]:
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
 
@@ -104,14 +104,14 @@ def choose(
                 "'mean' or 'sum', a frozen linear_weight, or another schedule"
             )
         if workspace:
-            fixed, column, token = _chunk_costs(problem, dtype, device_type)
+            fixed, column, token = _chunk_costs(problem, dtype, device.type)
             least = fixed + column * _least_window(V, window) + token * min(_LEAST_CHUNK, n)
             if workspace < least:
                 raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not problem.wants_gradient):
         return "recompute", 0
-    fixed, column = _costs(problem, dtype, device_type)
+    fixed, column = _costs(problem, dtype, device.type)
     least = fixed + column * _least_window(V, window)
     if workspace and workspace < least:
         raise refuse_workspace(schedule, workspace, least)

@@ -17,8 +17,8 @@ from cute_lce import arch as architectures
 from cute_lce.arch import Gpu
 from cute_lce.launch import KERNELS
 from cute_lce.plan import backward as backward_plans
+from cute_lce.plan import candidates, gemm, memory
 from cute_lce.plan import forward as forward_plans
-from cute_lce.plan import gemm, schedule
 from tests import emulator, passes
 from tests.device import forget_plans, planned_for
 from tests.emulated.forward import Emulator
@@ -52,18 +52,26 @@ def narrow_plans(
             gradients=tuple(replace(each, tile_n=128, stages=3, pace=pace) for each in row.gradients),
         )
         patch.setitem(architectures.ARCHITECTURES, name, narrow)
-    for module in (schedule, backward_plans):
-        patch.setattr(module, "STRIPE_MULTIPLE", 128)
+    patch.setattr(candidates, "STRIPE_MULTIPLE", 128)
     if paced is not None:
         for module in (gemm, forward_plans):
             patch.setattr(module, "is_paced", lambda *_: paced)
     if splits:
+        tokens = candidates._tokens
+        patch.setattr(candidates, "_tokens", lambda *call: (tokens(*call)[0], [splits]))
 
-        def split_plan(gpu, configs, m, n, k, most):
-            (config,) = configs
-            return config, gemm.plan(gpu, config, m, n, k, splits)
 
-        patch.setattr(gemm, "split_plan", split_plan)
+def two_sweeps(patch: pytest.MonkeyPatch, chunk: int, columns: int, splits: int = 1) -> None:
+    """Backwards by chunks of tokens for dinput, and then by stripes of columns for dweight."""
+    forget_plans()
+
+    def within(gpu, problem, kept, limits):
+        assert not kept
+        found = candidates.candidates(gpu, problem)
+        enough = memory.sweeps_bytes(problem, chunk, splits, columns)
+        return found, candidates.Candidate(0, enough, columns if problem.need_dweight else 0, splits, chunk)
+
+    patch.setattr(backward_plans, "backward_within", within)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from cute_lce.plan.kernels import Key
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem
 from tests import passes
 from tests.device import forget_plans
-from tests.emulated.backward import Run, check, device, narrow_plans, train
+from tests.emulated.backward import Run, check, device, narrow_plans, train, two_sweeps
 from tests.emulated.forward import Emulator, ignoring, minus_infinity, scaled
 from tests.emulator import known_allocations
 from tests.gpu import sanitize
@@ -528,6 +528,69 @@ def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Two sweeps
+
+
+# Tokens of a chunk, columns of a stripe, splits of dhidden's k: ragged ends of each, and one of either.
+SWEEPS = [(64, 128, 1), (32, 200, 3), (128, 330, 1), (192, 70, 2)]
+
+
+@both
+@dtypes
+@pytest.mark.parametrize(("chunk", "columns", "splits"), SWEEPS)
+def test_two_sweeps(arch: str, dtype: torch.dtype, chunk: int, columns: int, splits: int, monkeypatch):
+    """Ignored rows, of nan in fp16; and in every chunk rows whose gradients are unlike the others'."""
+    two_sweeps(monkeypatch, chunk, columns, splits)
+    n, V = 150, 330
+    case, clean = with_bad_ignored_rows(random_case(n, 72, V, dtype, seed=chunk))
+    if dtype is BF16:
+        case = clean
+    dloss = torch.linspace(1, 2, n).double()
+    run = train(case, arch, dloss=dloss, seed=splits)
+    check(clean, run, dloss=dloss)
+    launched = run.emulator.launched
+    chunks, stripes = -(-n // chunk), -(-V // columns)
+    assert sum("Gemm" in name for name in launched) == 1 + 2 * chunks + 2 * stripes
+    assert sum("Reduce" in name for name in launched) == (chunks if splits > 1 else 0)
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_upstreams_in_two_sweeps(arch: str, dtype: torch.dtype, reduction: str, monkeypatch):
+    """A number for all chunks; and one for each token, with a stride."""
+    two_sweeps(monkeypatch, 64, 128)
+    case = ignoring(random_case(100, 37, 200, dtype))
+    dloss = _upstreams(100)["strided"] if reduction == "none" else torch.tensor(-1.5)
+    run = train(case, arch, reduction=reduction, dloss=dloss)
+    check(case, run, reduction=reduction, dloss=dloss)
+
+
+@both
+@pytest.mark.parametrize("frozen", ["", "weight"])
+def test_two_sweeps_give_the_same_bits_again(arch: str, frozen: str, monkeypatch):
+    """Whatever the schedule of warps; and no stripes where the weight is frozen."""
+    two_sweeps(monkeypatch, 32, 128, 2)
+    case = ignoring(random_case(80, 72, 200, BF16))
+    runs = [train(case, arch, need_dweight=not frozen, seed=seed, sms=4) for seed in range(3)]
+    check(case, runs[0])
+    assert (runs[0].dweight is None) == bool(frozen)
+    assert sum("Gemm" in name for name in runs[0].emulator.launched) == 1 + 2 * 3 + (0 if frozen else 2 * 2)
+    for run in runs[1:]:
+        assert torch.equal(run.dinput, runs[0].dinput)
+        assert frozen or torch.equal(run.dweight, runs[0].dweight)
+
+
+@hopper_first
+def test_paced_sweeps(arch: str, monkeypatch):
+    """Every launch of either sweep has counters of its own."""
+    narrow_plans(monkeypatch, paced=True)
+    two_sweeps(monkeypatch, 64, 128)
+    case = ignoring(random_case(100, 264, 200, BF16))
+    check(case, train(case, arch, sms=8, resident=2))
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Upstream gradients, and what is frozen
 
 
@@ -629,7 +692,8 @@ def test_without_gradients_there_is_one_gemm_and_nothing_kept(arch: str):
     case = random_case(37, 64, 200, BF16)
     for schedule in ("auto", "keep", "recompute", "grad_in_forward"):
         problem = Problem(37, 64, 200, need_dinput=False, need_dweight=False)
-        chosen = KERNELS.choose(problem, BF16, "cuda", schedule, "mean", NO_LIMITS)
+        with device(arch, 2):
+            chosen = KERNELS.choose(problem, BF16, torch.device("cuda"), schedule, "mean", NO_LIMITS)
         assert chosen == ("recompute", 0)
     with device(arch, 2) as emulator:
         loss = passes.forward(KERNELS, case, reduction="mean", statistics=False).loss
@@ -651,8 +715,9 @@ def test_what_cannot_be_served_is_refused_by_name(change: dict, message: str):
     options = {"dtype": BF16, "schedule": "auto", "reduction": "mean", "workspace": 0, **change}
     dtype, schedule, reduction, workspace = options.values()
     problem = Problem(4096, 512, 32768, half=dtype is FP16)
-    with pytest.raises(ValueError, match=message):
-        KERNELS.choose(problem, dtype, "cuda", schedule, reduction, Limits(workspace=workspace))
+    limits = Limits(workspace=workspace)
+    with device("sm_90a", 4), pytest.raises(ValueError, match=message):
+        KERNELS.choose(problem, dtype, torch.device("cuda"), schedule, reduction, limits)
 
 
 # ----------------------------------------------------------------------------------------------------------

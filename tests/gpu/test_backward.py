@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cute_lce import launch, linear_cross_entropy
 from cute_lce.launch import KERNELS
+from cute_lce.plan.candidates import STRIPE_MULTIPLE
 from cute_lce.plan.problem import MIB
-from cute_lce.plan.schedule import STRIPE_MULTIPLE
 from tests import passes
 from tests.gpu.test_forward import (
     device_case,

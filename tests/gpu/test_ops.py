@@ -39,7 +39,7 @@ def serves(schedule: str, case: Case, reduction: str = "mean", need_dweight: boo
     problem = Problem(case.target.numel(), d, V, dtype is torch.float16, need_dweight=need_dweight)
     implementation = ops.implementation(case.input.device, dtype)
     try:
-        implementation.choose(problem, dtype, "cuda", schedule, reduction, NO_LIMITS)
+        implementation.choose(problem, dtype, case.input.device, schedule, reduction, NO_LIMITS)
     except ValueError as refusal:
         if not str(refusal).startswith("schedule:"):
             raise

@@ -15,9 +15,9 @@ import cute_lce
 from cute_lce import cli
 from cute_lce.arch import ARCHITECTURES, Gpu, architecture
 from cute_lce.compile import cache
-from cute_lce.launch import KERNELS
 from cute_lce.ops.select import DTYPES, implementation
 from cute_lce.plan import backward, forward
+from cute_lce.plan import schedule as schedules
 from cute_lce.plan.kernels import kernels
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.streaming import STREAMING
@@ -168,7 +168,7 @@ def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule,
     workspace = int(given.get("--workspace-mb", 0)) << 20
     limits = Limits(int(given.get("--window", 0)), workspace)
     problem = Problem(n, d, vocab, dtype == "float16", *needs)
-    found, kept = KERNELS.choose(problem, getattr(torch, dtype), "cuda", schedule, "mean", limits)
+    found, kept = schedules.choose(Gpu("sm_90a", 132), problem, schedule, limits)
     wanted = backward.plan(Gpu("sm_90a", 132), problem, kept, limits)
     assert table["schedule"] == found
     assert table["kept"] == f"{kept} columns"

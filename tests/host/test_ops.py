@@ -305,7 +305,9 @@ def test_export_with_a_dynamic_batch(options, most, strict, monkeypatch):
 def choose_kept(n: int, d: int, V: int, options: dict[str, Any]) -> int:
     compute = ComputeOptions(**options)
     problem = Problem(n, d, V)
-    return STREAMING.choose(problem, torch.float32, "cpu", compute.schedule, "mean", compute.limits)[1]
+    return STREAMING.choose(
+        problem, torch.float32, torch.device("cpu"), compute.schedule, "mean", compute.limits
+    )[1]
 
 
 def test_compile_inductor(fresh_inductor):

@@ -16,7 +16,7 @@ import pytest
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from cute_lce.kernels import schedule
-from cute_lce.plan import backward, forward, gemm
+from cute_lce.plan import backward, cost, forward, gemm
 from cute_lce.plan.forward import ForwardPlan
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem, ceil_div
 
@@ -104,14 +104,14 @@ def test_the_chip_is_full(arch: str, n: int):
     """
     for d, vocab in ((1024, 50257), (2048, 151936), (4096, 128256), (4096, 262144), (7168, 129280)):
         plan = forward.plan(whole(arch), n, d, vocab)
-        if plan.ideal_rounds * gemm.tile_clocks(plan.config, d) < 30_000:
+        if plan.ideal_rounds * cost.tile_clocks(plan.config, d) < 30_000:
             assert plan.rounds <= 2 * math.ceil(plan.ideal_rounds), plan
             continue
         assert plan.rounds <= math.ceil(plan.ideal_rounds) * 1.03, plan
         if plan.ideal_rounds >= 50:
             partials = plan.gemm.windows * plan.config.partials_per_window * ceil_div(n, 8192)
-            clocks = plan.rounds * gemm.tile_clocks(plan.config, d) + partials * forward.PARTIAL_NS * 1.5
-            assert clocks <= 1.05 * plan.ideal_rounds * gemm.tile_clocks(plan.config, d), plan
+            clocks = plan.rounds * cost.tile_clocks(plan.config, d) + partials * cost.PARTIAL_CLOCKS
+            assert clocks <= 1.05 * plan.ideal_rounds * cost.tile_clocks(plan.config, d), plan
 
 
 def test_fewer_sms_than_a_cluster_are_refused():
@@ -157,7 +157,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str):
     gpu = whole(arch)
     configs = gpu.row.token_configs
     # A column of tiles, for each of whose k the busiest CTA computes or, if that takes longer, loads.
-    clocks = {config: gemm.tile_clocks(config, 1) for config in configs}
+    clocks = {config: cost.tile_clocks(config, 1) for config in configs}
     for n in range(1, 5001):
         chosen = forward.choose_config(gpu, n, 4096, 1000)
         assert chosen in configs
@@ -174,15 +174,15 @@ def test_ragged_numbers_of_tokens_waste_little():
     """On Hopper: at most a tenth over what the tokens would take in whole tiles of the best width, and one
     granule of tiles where there are few."""
     configs = H100.row.token_configs
-    least = min(gemm.tile_clocks(config, 1) / config.cluster_columns for config in configs)
+    least = min(cost.tile_clocks(config, 1) / config.cluster_columns for config in configs)
     for n in range(1, 5001):
         chosen = forward.choose_config(H100, n, 4096, 1000)
         padded = ceil_div(n, chosen.cluster_columns) * chosen.cluster_columns
         if n <= 192:
             assert padded - n < 32
         else:
-            clocks = ceil_div(n, chosen.cluster_columns) * gemm.tile_clocks(chosen, 1)
-            assert clocks <= 1.1 * n * least + gemm.tile_clocks(configs[1], 1), n
+            clocks = ceil_div(n, chosen.cluster_columns) * cost.tile_clocks(chosen, 1)
+            assert clocks <= 1.1 * n * least + cost.tile_clocks(configs[1], 1), n
 
 
 @pytest.mark.parametrize("n", [64, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 3000, 4096])

@@ -88,11 +88,14 @@ def test_chunks_cover_the_tokens_once(n, V, window, dtype):
     assert [column for low, high in ranges for column in range(low, high)] == list(range(V))
 
 
+CPU = torch.device("cpu")
+
+
 def choose(schedule="auto", reduction="mean", needed=(True, True), workspace=0, n=128):
     need_dinput, need_dweight = needed
     problem = Problem(n, 64, 5000, need_dinput=need_dinput, need_dweight=need_dweight)
     return STREAMING.choose(
-        problem, torch.float32, "cpu", schedule, reduction, Limits(window=0, workspace=workspace)
+        problem, torch.float32, CPU, schedule, reduction, Limits(window=0, workspace=workspace)
     )
 
 
@@ -118,7 +121,7 @@ def test_choose_keeps_whole_windows_or_everything(V):
     least = fixed + column * min(64, V)
     for workspace in range(least, least + (V + 2) * 40, 8):
         limits = Limits(0, workspace)
-        schedule, kept = STREAMING.choose(problem, torch.float32, "cpu", "keep", "mean", limits)
+        schedule, kept = STREAMING.choose(problem, torch.float32, CPU, "keep", "mean", limits)
         fit = (workspace - least) // (10 * 4)
         wanted = V if fit >= V else fit // 64 * 64
         assert (schedule, kept) == (("keep", wanted) if wanted else ("recompute", 0))

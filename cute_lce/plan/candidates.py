@@ -1,0 +1,245 @@
+"""What a backward may do, with bytes and clocks: the candidates that a plan chooses from.
+
+They are a function of the problem alone; a workspace only decides which of them fit. So a larger workspace
+never makes the cheapest one slower.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ..arch import Gpu
+from .cost import Gemm, chunk_clocks, stripe_clocks, sum_clocks
+from .memory import backward_bytes, sweeps_bytes
+from .problem import Problem, ceil_div, round_up, steps
+
+STRIPE_MULTIPLE = 256
+"""Columns that are whole tiles in all three GEMMs."""
+LEAST_DEPTH = 1024
+"""Columns of dhidden's k for each of its splits, but for the last."""
+MOST_ROUNDS = 8
+"""Rounds of dhidden's GEMM, divided into splits, that are considered: more fill the last one no better."""
+KEPT_STEPS = 32
+"""Numbers of kept columns that are considered."""
+STRIPE_STEPS, CHUNK_STEPS, REST_STEPS = 24, 8, 2
+"""How many widths of stripes until they have doubled, of chunks, and of stripes beside kept columns."""
+
+
+class Candidate(NamedTuple):
+    """A backward. clocks: of its GEMMs and sums. bytes: that it allocates, with what was kept for it.
+
+    columns: of each recomputed stripe except the last; 0 if there is none. splits: of dhidden's k. chunk:
+    tokens of each chunk but the last, where dinput has a sweep of its own; 0: it is summed over the stripes.
+    """
+
+    clocks: int
+    bytes: int
+    columns: int
+    splits: int = 1
+    chunk: int = 0
+
+
+class Candidates:
+    """Those of one problem. window: columns of every stripe, as the caller wants them; 0: any."""
+
+    def __init__(self, gpu: Gpu, problem: Problem, window: int = 0):
+        self.problem, self.window = problem, window
+        self.tokens, self._splits = _tokens(gpu, problem, window)
+        self.dweight = _dweight(gpu, problem, window)
+        # Clocks of a column of the vocabulary, were every round full: of its logits, and in the gradients.
+        area = problem.n * problem.d
+        self._logits = self.tokens.least(area)
+        self._gradients = self._logits * problem.need_dinput + self.dweight.least(area) * problem.need_dweight
+        self._stripes: dict[tuple[int, int], int] = {}
+        self._keeping: dict[int, list[Candidate]] = {}
+
+    def keeping(self, kept: int) -> list[Candidate]:
+        """Those that find `kept` columns kept: by rising bytes, each faster than all before it."""
+        found = self._keeping.get(kept)
+        if found is None:
+            problem = self.problem
+            if kept == problem.vocab:
+                every = self._kept_only()
+            elif kept or self.window or not problem.need_dinput:
+                every = self._one_sweep(kept)
+            else:
+                every = [*self._one_sweep(0), *self._two_sweeps()]
+            found = self._keeping[kept] = _fastest(every)
+        return found
+
+    def best(self, kept: int, most: int) -> Candidate:
+        """The fastest that takes at most `most` bytes; if none does, the one that takes the fewest."""
+        found = self.keeping(kept)
+        return found[max(bisect_right(found, most, key=_bytes) - 1, 0)]
+
+    def least(self, kept: int) -> tuple[int, int]:
+        """(clocks, bytes) that none of those that find `kept` columns kept are below, found at once."""
+        problem = self.problem
+        left = problem.vocab - kept
+        total = self._logits * left + self._gradients * problem.vocab
+        columns = min(self.window or STRIPE_MULTIPLE, left)
+        return int(total), backward_bytes(problem, columns, kept) if kept else 0
+
+    @functools.cached_property
+    def kept(self) -> list[int]:
+        """The numbers of columns that a forward may keep: none, steps of whole tiles, all."""
+        vocab = self.problem.vocab
+        tiles = vocab // STRIPE_MULTIPLE
+        multiples = {STRIPE_MULTIPLE * (tiles * i // KEPT_STEPS) for i in range(KEPT_STEPS + 1)}
+        return sorted({*multiples, vocab})
+
+    def _kept_only(self) -> list[Candidate]:
+        problem, kept = self.problem, self.problem.vocab
+        found = []
+        for splits in self._splits:
+            clocks = self._kept_stripe(kept, splits) + self._sums(1, splits)
+            found.append(Candidate(clocks, backward_bytes(problem, 0, kept, splits), 0, splits))
+        return found
+
+    def _one_sweep(self, kept: int) -> list[Candidate]:
+        """Stripes, over which dinput is summed."""
+        problem, found = self.problem, []
+        n, left = problem.n, problem.vocab - kept
+        widths = self._widths(left, REST_STEPS if kept else STRIPE_STEPS)
+        for splits in self._splits:
+            alone = splits not in (1, self._splits[-1])
+            begun = self._kept_stripe(kept, splits) if kept and not alone else 0
+            beside = backward_bytes(problem, 0, kept, splits)
+            for columns in widths:
+                if LEAST_DEPTH * (splits - 1) >= max(columns, kept):
+                    continue
+                if columns == left and not kept:
+                    beside = backward_bytes(problem, columns, 0, splits) - 2 * n * round_up(columns, 8)
+                elif alone:
+                    # Several stripes: one split or the most of them.
+                    continue
+                full, rest = divmod(left, columns)
+                clocks = begun + self._sums(full + (rest > 0) + (kept > 0), splits)
+                clocks += full * self._stripe(columns, splits) + (self._stripe(rest, splits) if rest else 0)
+                found.append(Candidate(clocks, beside + 2 * n * round_up(columns, 8), columns, splits))
+        return found
+
+    def _two_sweeps(self) -> Iterator[Candidate]:
+        """dinput by chunks of tokens and dweight by stripes, each from logits of its own: five GEMMs, and no
+        sum of dinput over stripes."""
+        chunks = _fastest(self._chunks())
+        stripes = _fastest(self._dweight_stripes()) if self.problem.need_dweight else [Candidate(0, 0, 0)]
+        for level in sorted({*map(_bytes, chunks), *map(_bytes, stripes)}):
+            if level >= max(chunks[0].bytes, stripes[0].bytes):
+                chunk = chunks[bisect_right(chunks, level, key=_bytes) - 1]
+                stripe = stripes[bisect_right(stripes, level, key=_bytes) - 1]
+                clocks = chunk.clocks + stripe.clocks
+                yield Candidate(clocks, level, stripe.columns, chunk.splits, chunk.chunk)
+
+    def _chunks(self) -> Iterator[Candidate]:
+        problem, tokens = self.problem, self.tokens
+        n, d, vocab = problem.n, problem.d, problem.vocab
+        for count in steps(ceil_div(n, tokens.columns), CHUNK_STEPS):
+            chunk = min(count * tokens.columns, n)
+            full, rest = divmod(n, chunk)
+            faster = _faster_splits(tokens, d, chunk, vocab)
+            for splits in {1, faster[-1]}:
+                clocks = full * chunk_clocks(tokens, problem, chunk, splits)
+                clocks += chunk_clocks(tokens, problem, rest, splits) if rest else 0
+                yield Candidate(clocks, sweeps_bytes(problem, chunk, splits, 0), 0, splits, chunk)
+
+    def _dweight_stripes(self) -> Iterator[Candidate]:
+        problem = self.problem._replace(need_dinput=False)
+        vocab = problem.vocab
+        for columns in self._widths(vocab, STRIPE_STEPS):
+            full, rest = divmod(vocab, columns)
+            clocks = full * stripe_clocks(self.tokens, self.dweight, problem, columns, 1)
+            clocks += stripe_clocks(self.tokens, self.dweight, problem, rest, 1) if rest else 0
+            yield Candidate(clocks, sweeps_bytes(problem, 0, 1, columns), columns)
+
+    def _widths(self, left: int, fine: int) -> list[int]:
+        """Columns of stripes of `left` columns."""
+        if self.window:
+            return [min(self.window, left)]
+        tiles = ceil_div(left, STRIPE_MULTIPLE)
+        return [min(count * STRIPE_MULTIPLE, left) for count in steps(tiles, fine)]
+
+    def _stripe(self, columns: int, splits: int) -> int:
+        """Clocks of a recomputed stripe."""
+        key = columns, splits
+        clocks = self._stripes.get(key)
+        if clocks is None:
+            clocks = stripe_clocks(self.tokens, self.dweight, self.problem, columns, splits)
+            self._stripes[key] = clocks
+        return clocks
+
+    def _kept_stripe(self, kept: int, splits: int) -> int:
+        """Clocks of the stripe that was kept."""
+        return stripe_clocks(self.tokens, self.dweight, self.problem, kept, splits, is_kept=True)
+
+    def _sums(self, stripes: int, splits: int) -> int:
+        problem = self.problem
+        return sum_clocks(problem.n, problem.d, stripes, splits) if problem.need_dinput else 0
+
+
+@functools.lru_cache(maxsize=64)
+def candidates(gpu: Gpu, problem: Problem, window: int = 0) -> Candidates:
+    return Candidates(gpu, problem, window)
+
+
+def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
+    """The configuration with which dweight's GEMM takes the fewest clocks over the whole vocabulary."""
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    gemms = [Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window).dweight]
+    return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n))
+
+
+def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, list[int]]:
+    """The configuration with which the GEMMs of logits and of dhidden take the fewest clocks over the whole
+    vocabulary, and the numbers of dhidden's splits to consider.
+
+    Where a tile holds all tokens, it is the narrowest of these, and the weight is read once. An explicit
+    window fixes the order of a row's additions: no other splits than its stripes."""
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    found, gemms = [], [Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window).tokens]
+    for gemm in [gemm for gemm in gemms if gemm.columns >= n][:1] or gemms:
+        clocks, splits = gemm.clocks(vocab, n, d), [1]
+        if problem.need_dinput and not window:
+            splits = _faster_splits(gemm, d, n, vocab)
+        if problem.need_dinput:
+            clocks += _split_clocks(gemm, d, n, vocab, splits[-1])
+        # Of equally fast ones the widest.
+        found.append((clocks, -gemm.columns, gemm, splits))
+    *_, gemm, splits = min(found, key=lambda each: each[:2])
+    return gemm, splits
+
+
+def _faster_splits(gemm: Gemm, m: int, n: int, k: int) -> list[int]:
+    """Numbers of splits of k, from 1: each faster than all before it. Considered are those that fill their
+    last round best."""
+    tiles = ceil_div(m, gemm.rows) * ceil_div(n, gemm.columns)
+    most = ceil_div(k, LEAST_DEPTH)
+    faster, least = [1], _split_clocks(gemm, m, n, k, 1)
+    for rounds in range(1, MOST_ROUNDS + 1):
+        splits = min(rounds * gemm.clusters // max(tiles, 1), most, gemm.clusters)
+        if splits > faster[-1]:
+            clocks = _split_clocks(gemm, m, n, k, splits)
+            if clocks < least:
+                least = clocks
+                faster.append(splits)
+    return faster
+
+
+def _split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:
+    return gemm.clocks(m, n, k, splits) + sum_clocks(n, m, 1, splits)
+
+
+def _bytes(candidate: Candidate) -> int:
+    return candidate.bytes
+
+
+def _fastest(some: Iterable[Candidate]) -> list[Candidate]:
+    """By rising bytes those that are faster than all that take no more."""
+    found: list[Candidate] = []
+    for candidate in sorted(some, key=lambda candidate: (candidate.bytes, candidate.clocks)):
+        if not found or candidate.clocks < found[-1].clocks:
+            found.append(candidate)
+    return found
