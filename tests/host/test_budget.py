@@ -1,4 +1,7 @@
-"""What a workspace costs: predicted times, the least that is accepted, and what is said of a slow one."""
+"""What a workspace costs: predicted times, the least that is accepted, and what is said of a slow one.
+
+python -m tests.host.test_budget        prints the table of docs/tuning.md
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -325,3 +329,48 @@ def test_it_enters_a_compiled_graph_as_the_ops_argument(monkeypatch):
     module = LinearCrossEntropy(16, 33)
     torch.compile(module, fullgraph=True, backend=backend)(input, target)
     assert found == [7.0, 7.0]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What docs/tuning.md says
+
+SHAPES = (
+    (1024, 4096, 128256),
+    (4096, 4096, 128256),
+    (8192, 2048, 151936),
+    (8192, 4096, 128256),
+    (8192, 8192, 128256),
+    (8192, 3840, 262144),
+    (20480, 3584, 152064),
+    (32768, 4096, 128256),
+    (65536, 4096, 128256),
+)
+BUDGETS_MB = (150, 300, 600, 1024, 2304, 4608)
+
+
+def table() -> list[str]:
+    """Rows of what each budget costs."""
+    lines = []
+    for sizes in SHAPES:
+        problem = Problem(*sizes)
+        least = schedule.least_workspace(H100, problem, "auto", NO_LIMITS)
+        cells = [", ".join(map(str, sizes)), f"{least / MIB:.0f}"]
+        for mb in BUDGETS_MB:
+            found = within(H100, problem, "auto", mb * MIB)
+            cells.append(f"{found.seconds / found.floor:.2f}" if mb * MIB >= least else "-")
+        found = within(H100, problem, "auto", 1 << 42)
+        everything = workspace_for(candidates.Candidates(H100, problem).keeping(problem.vocab)[0].bytes)
+        lines.append(
+            f"| {' | '.join([*cells, f'{found.best / found.floor:.2f}', f'{everything / MIB:.0f}'])} |"
+        )
+    return lines
+
+
+def test_the_documented_costs():
+    text = Path(__file__).parents[2].joinpath("docs", "tuning.md").read_text(encoding="utf-8")
+    for line in table():
+        assert text.count(line) == 1, f"docs/tuning.md: python -m tests.host.test_budget prints {line}"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
