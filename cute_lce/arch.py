@@ -232,9 +232,9 @@ class Architecture:
         return tuple(dict.fromkeys(config for configs in self.configs for config in configs.dweight))
 
     def configs_for(self, tokens: int, window: int) -> Configs:
-        """The configurations that a call of so many tokens chooses from: the first whose widest tile holds all
-        of them, or the last. An explicit window takes the first: nothing that orders a row's additions may then
-        depend on the number of tokens."""
+        """The configurations that a call of so many tokens chooses from: the first whose widest tile holds
+        all of them, or the last. An explicit window takes the first: nothing that orders a row's additions
+        may then depend on the number of tokens."""
         fit = (each for each in self.configs if window or each.tokens[-1].tile_n >= tokens)
         return next(fit, self.configs[-1])
 

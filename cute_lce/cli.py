@@ -18,8 +18,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from cute_lce.compile import cache
-from cute_lce.options import ComputeOptions
-from cute_lce.plan import backward, forward, schedule
+from cute_lce.options import ComputeOptions, with_default_workspace
+from cute_lce.plan import backward, cost, forward, schedule
 from cute_lce.plan.kernels import Key, kernels
 from cute_lce.plan.problem import Limits, Problem
 
@@ -118,7 +118,8 @@ def show_plan(args: argparse.Namespace) -> int:
     needed = args.frozen != "hidden", args.frozen != "weight"
     problem = Problem(args.n, args.d, args.vocab, args.dtype == "float16", *needed)
     try:
-        limits = ComputeOptions(args.schedule, args.workspace_mb, args.window).limits
+        given = ComputeOptions(args.schedule, args.workspace_mb, args.window)
+        limits = with_default_workspace(given).limits
         inference = forward.plan(gpu, args.n, args.d, args.vocab, Limits(window=limits.window))
         found, kept = schedule.choose(gpu, problem, args.schedule, limits)
         training = backward.plan(gpu, problem, kept, limits)
@@ -128,6 +129,7 @@ def show_plan(args: argparse.Namespace) -> int:
         return 1
     _show_forward(args, gpu, inference)
     _show_backward(args, gpu, problem, found, training)
+    _show_prediction(args, gpu, problem, training, limits)
     return 0
 
 
@@ -166,14 +168,18 @@ def _show_backward(
     n, d, vocab, kept = problem.n, problem.d, problem.vocab, chosen.kept
     need_dinput, need_dweight = problem.need_dinput, problem.need_dweight
     recomputed = len(chosen.stripes) - (kept > 0)
+    chunks = "none: dinput is summed over the stripes"
+    if chosen.chunks:
+        chunks = f"{len(chosen.chunks)} of {chosen.chunks[0].tokens} tokens, from which dinput is computed"
     print("plan of the backward")
     rows = [
         ("schedule", found),
         ("kept", f"{kept} columns"),
         ("recomputed", f"{vocab - kept} columns in {recomputed} stripes"),
         ("stripe", f"{chosen.columns} columns"),
+        ("chunks", chunks),
         ("workspace", f"{chosen.workspace / 2**20:.2f} MiB at most, with what the forward keeps"),
-        ("GEMM of logits", _describe(chosen.tokens) if recomputed else "none"),
+        ("GEMM of logits", _describe(chosen.tokens) if recomputed or chosen.chunks else "none"),
         ("GEMM of dinput", _describe(chosen.tokens) if need_dinput else "none"),
         ("splits of dinput", str(chosen.splits) if need_dinput else "none"),
         ("GEMM of dweight", _describe(chosen.dweight) if need_dweight else "none"),
@@ -181,8 +187,9 @@ def _show_backward(
     _print_table(rows, indent=2)
 
     # The forward's logits, those that are recomputed, and the gradients.
-    columns = vocab + (vocab - kept) + (need_dinput + need_dweight) * vocab
-    terms = " + ".join(["V", *["(V - kept)"] * (recomputed > 0), *["V"] * (need_dinput + need_dweight)])
+    sweeps = (recomputed > 0) + (len(chosen.chunks) > 0)
+    columns = vocab + sweeps * (vocab - kept) + (need_dinput + need_dweight) * vocab
+    terms = " + ".join(["V", *["(V - kept)"] * sweeps, *["V"] * (need_dinput + need_dweight)])
     gradients = (n if need_dinput else 0) + (vocab if need_dweight else 0)
     # What is kept is written once, and read by each gradient's GEMM.
     kept_bytes = 2 * n * kept * (1 + need_dinput + need_dweight)
@@ -191,6 +198,43 @@ def _show_backward(
         *("what forward and backward cost", args, gpu, f"2 n d ({terms})", columns, least_bytes),
         "each operand once a pass, the gradients once, what is kept once a GEMM",
     )
+
+
+def _show_prediction(
+    args: argparse.Namespace, gpu: Gpu, problem: Problem, chosen: backward.BackwardPlan, limits: Limits
+) -> None:
+    """What the cost model predicts (plan/cost.py), and what it says of other workspaces."""
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    predicted = schedule.predict(gpu, problem, args.schedule, limits)
+    seconds = cost.backward_seconds(gpu, problem, chosen)
+    tokens, dweight = (cost.Gemm(gpu, config, n * d * vocab) for config in (chosen.tokens, chosen.dweight))
+    rows = [
+        ("forward", f"{(predicted.seconds - seconds) * 1e3:.3f} ms"),
+        ("backward", f"{seconds * 1e3:.3f} ms"),
+        ("both", f"{predicted.seconds * 1e3:.3f} ms, {_times(predicted, predicted.seconds)}"),
+        ("with any workspace", f"{predicted.best * 1e3:.3f} ms, {_times(predicted, predicted.best)}"),
+    ]
+    if not limits.window:
+        least = schedule.least_workspace(gpu, problem, args.schedule, limits) / 2**20
+        helpful = schedule.helpful_workspace(gpu, problem, args.schedule, limits) / 2**20
+        most = _times(predicted, schedule.HELPFUL * predicted.best)
+        rows.append(("least workspace", f"{least:.2f} MiB"))
+        rows.append(("helpful workspace", f"{helpful:.2f} MiB, from which it is at most {most}"))
+    bounds: dict[str, str] = {}
+    for each, tall in [*((c.stripe, c.tokens) for c in chosen.chunks), *((s, n) for s in chosen.stripes)]:
+        if each.first >= chosen.kept:
+            bounds.setdefault("logits", tokens.bound(each.columns, tall, d))
+        if problem.need_dinput:
+            bounds.setdefault("dinput", tokens.bound(d, tall, each.columns, each.dhidden.splits))
+        if problem.need_dweight and tall == n:
+            bounds.setdefault("dweight", dweight.bound(each.columns, d, n))
+    rows += [(f"{name} bound by", bound) for name, bound in bounds.items()]
+    print("what forward and backward are predicted to take")
+    _print_table(rows, indent=2)
+
+
+def _times(predicted: schedule.Prediction, seconds: float) -> str:
+    return f"{seconds / predicted.floor:.2f} times its GEMMs alone"
 
 
 def _describe(config: KernelConfig) -> str:
@@ -287,7 +331,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
     schedules = ("auto", "recompute", "keep")
     command.add_argument("--schedule", choices=schedules, default="auto", help="(%(default)s)")
-    command.add_argument("--workspace-mb", type=float, help="MiB that a call may allocate (1024)")
+    command.add_argument("--workspace-mb", type=float, help="MiB that a call may allocate (2304)")
     command.add_argument("--frozen", choices=("hidden", "weight"), help="the operand without a gradient")
     command.add_argument("--sms", type=_positive, help="SMs of the device (the architecture's)")
     command.set_defaults(run=show_plan)

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from .functional import call
 from .ops import is_plain_eager
-from .options import CallOptions, LossOptions, defaults, split_options
+from .options import CallOptions, LossOptions, defaults, split_options, with_default_workspace
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -52,7 +52,8 @@ class LinearCrossEntropy(nn.Linear):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The loss of input (..., d) for target (...)."""
         plain = is_plain_eager(input, self.weight, target)
-        return call(input, self.weight, target, self.options, self.compute, plain)
+        compute = with_default_workspace(self.compute)
+        return call(input, self.weight, target, self.options, compute, plain)
 
     def extra_repr(self) -> str:
         options = {**self.options._asdict(), "schedule": self.compute.schedule}

@@ -8,6 +8,7 @@ instead.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
@@ -120,6 +121,33 @@ class ComputeOptions(_ComputeFields):
         """The same in bytes and columns; 0 leaves a limit to the implementation."""
         workspace = 0 if self.workspace_mb is None else max(int(self.workspace_mb * MIB), 1)
         return Limits(window=0 if self.window is None else self.window, workspace=workspace)
+
+
+def _workspace_mb_of_environment() -> float | None:
+    """CUTE_LCE_WORKSPACE_MB, which stands for the workspace_mb of calls that give none; None: it is not set.
+
+    Raises ValueError for what is no positive number.
+    """
+    text = os.environ.get("CUTE_LCE_WORKSPACE_MB", "")
+    if not text:
+        return None
+    try:
+        return ComputeOptions(workspace_mb=float(text)).workspace_mb
+    except ValueError:
+        raise ValueError(
+            f"CUTE_LCE_WORKSPACE_MB: got {text!r}, want a positive number of MiB, or no such variable"
+        ) from None
+
+
+# Read once: a graph that was compiled with it would not see a change.
+DEFAULT_WORKSPACE_MB = _workspace_mb_of_environment()
+
+
+def with_default_workspace(compute: ComputeOptions) -> ComputeOptions:
+    """The options with the process's default for a workspace_mb that is not given."""
+    if compute.workspace_mb is not None or DEFAULT_WORKSPACE_MB is None:
+        return compute
+    return compute._replace(workspace_mb=DEFAULT_WORKSPACE_MB)
 
 
 class CallOptions(TypedDict, total=False):

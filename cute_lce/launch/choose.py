@@ -27,8 +27,8 @@ def choose(
     if schedule == "grad_in_forward" and problem.wants_gradient:
         return STREAMING.choose(problem, dtype, device, schedule, reduction, limits)
     gpu = gpu_of(device)
-    sizes = problem.n, problem.d, problem.vocab
-    known = Problem(*map(_known, sizes), *problem[len(sizes) :])
+    n, d, vocab = sizes = problem.n, problem.d, problem.vocab
+    known = problem._replace(n=_known(n), d=_known(d), vocab=_known(vocab))
     known_limits = Limits(*map(_known, limits))
     found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
     if kept < known.vocab and known.n:

@@ -91,6 +91,18 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         return int(-(-tiles // self.clusters) * self._tile(tiles, -(-k // splits), 2 * (k * (m + n) + m * n)))
 
+    def bound(self, m: int, n: int, k: int, splits: int = 1) -> str:
+        """What a GEMM's time is that of, and how full its rounds are."""
+        tiles = -(-m // self.rows) * -(-n // self.columns) * splits
+        rounds = -(-tiles // self.clusters)
+        depth = -(-k // splits)
+        row, config = self.config.row, self.config
+        multiplied = 2 * config.tile_m * config.tile_n / config.pair / row.dense_flops_per_clock
+        bound = "MMAs" if self._depth <= multiplied else "loads from L2"
+        if self._tile(tiles, depth, 2 * (k * (m + n) + m * n)) > depth * self._depth:
+            bound = "DRAM"
+        return f"{bound}; {tiles} tiles fill {tiles / (rounds * self.clusters):.0%} of {rounds} rounds"
+
     def least(self, macs: int) -> float:
         """Clocks that no GEMM of as many multiply-adds, or part of one, is below."""
         return macs * self._depth / (self.rows * self.columns * self.clusters)

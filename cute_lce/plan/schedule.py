@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..arch import Gpu
 from ..arguments import KEPT_TILE
 from .candidates import STRIPE_MULTIPLE, Candidate, Candidates, candidates
-from .cost import KEEPING_CLOCKS, Gemm, clock, floor_seconds, forward_clocks
+from .cost import Gemm, clock, floor_seconds, forward_clocks
 from .forward import choices, choose_config, fastest, spare_bytes
 from .forward import plan as forward_plan
 from .memory import (
@@ -64,21 +64,30 @@ class _Call:
         keeps = schedule != "recompute" and self.problem.wants_gradient and not self.problem.half
         return self.candidates.kept if keeps else (0,)
 
-    def fastest(self, kept: Sequence[int], limits: Limits, free: int = 0) -> tuple[int, int]:
-        """(clocks, columns kept) of the fastest call within the limits. free: clocks of keeping that do not
-        count."""
+    def chosen(self, schedule: str, limits: Limits) -> int:
+        """The columns that a schedule keeps within the limits."""
+        return self.fastest(self.kept(schedule), limits, both=schedule != "keep")[1]
+
+    def clocks(self, kept: int, limits: Limits) -> int:
+        """Clocks of the fastest call that keeps as many columns."""
+        return self._backward(kept, usable(self.workspace(limits))).clocks + self._forward(kept, limits)
+
+    def fastest(self, kept: Sequence[int], limits: Limits, both: bool = True) -> tuple[int, int]:
+        """(clocks, columns kept) of the fastest call within the limits; without `both` passes, of the
+        fastest backward."""
         workspace, n = self.workspace(limits), self.problem.n
-        room = usable(workspace)
-        best = self._backward(0, room).clocks + self._forward(0, limits), 0
+        room, forward = usable(workspace), self._least_forward if both else 0
+        best = self._backward(0, room).clocks + (self._forward(0, limits) if both else 0), 0
         # Whatever keeps more is likely to be faster, and spares looking at the rest.
         for columns in reversed(kept):
             if not columns or keeping_bytes(n, columns) + forward_bytes(n) > workspace:
                 continue
             clocks, nbytes = self.candidates.least(columns)
-            if nbytes <= room and clocks + self._least_forward - free <= best[0]:
+            if nbytes <= room and clocks + forward <= best[0]:
                 backward = self._backward(columns, room)
-                if backward.bytes <= room and backward.clocks + self._least_forward - free <= best[0]:
-                    best = min(best, (backward.clocks + self._forward(columns, limits) - free, columns))
+                if backward.bytes <= room and backward.clocks + forward <= best[0]:
+                    total = backward.clocks + (self._forward(columns, limits) if both else 0)
+                    best = min(best, (total, columns))
         return best
 
     def least(self, kept: Sequence[int], most: float) -> int:
@@ -162,9 +171,9 @@ def choose(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> tuple[s
     """Decide among the kernels' schedules: ("recompute", 0) or ("keep", columns).
 
     schedule: "auto", "recompute" or "keep". "auto" takes what is predicted to be the fastest within the
-    workspace, and recomputes with float16, which cannot keep; "keep" takes keeping itself for free. Raises
-    ValueError naming schedule for "keep" with float16, and ValueError naming the least workspace_mb that is
-    accepted for a smaller one.
+    workspace, and recomputes with float16, which cannot keep; "keep" takes what has the fastest backward.
+    Raises ValueError naming schedule for "keep" with float16, and ValueError naming the least workspace_mb
+    that is accepted for a smaller one.
     """
     if schedule == "keep" and problem.half and problem.wants_gradient:
         raise ValueError(
@@ -178,7 +187,7 @@ def choose(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> tuple[s
         least = call.least_accepted(schedule)
         if limits.workspace < least:
             raise refuse_workspace(schedule, limits.workspace, least)
-    _, kept = call.fastest(call.kept(schedule), limits, KEEPING_CLOCKS if schedule == "keep" else 0)
+    kept = call.chosen(schedule, limits)
     return ("keep", kept) if kept else ("recompute", 0)
 
 
@@ -190,12 +199,17 @@ def backward_within(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> tu
 
 def predict(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> Prediction:
     """What a call is predicted to take. schedule: as for `choose`, which accepts the limits."""
-    call = _call(gpu, problem, limits.window)
-    kept = call.kept(schedule)
-    clocks, _ = call.fastest(kept, limits)
-    best, _ = call.fastest(kept, limits._replace(workspace=UNLIMITED))
-    rate = clock(gpu)
-    return Prediction(clocks / rate, best / rate, floor_seconds(gpu, problem))
+    call, rate = _call(gpu, problem, limits.window), clock(gpu)
+    seconds, best = (
+        call.clocks(call.chosen(schedule, each), each) / rate
+        for each in (limits, limits._replace(workspace=UNLIMITED))
+    )
+    return Prediction(seconds, best, floor_seconds(gpu, problem))
+
+
+def least_workspace(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> int:
+    """The least bytes of workspace that are accepted."""
+    return _call(gpu, problem, limits.window).least_accepted(schedule)
 
 
 def helpful_workspace(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> int:
