@@ -140,7 +140,7 @@ class Candidates:
         for count in steps(ceil_div(n, tokens.columns), CHUNK_STEPS):
             chunk = min(count * tokens.columns, n)
             full, rest = divmod(n, chunk)
-            faster = _faster_splits(tokens, d, chunk, vocab)
+            faster = faster_splits(tokens, d, chunk, vocab)
             for splits in {1, faster[-1]}:
                 clocks = full * chunk_clocks(tokens, problem, chunk, splits)
                 clocks += chunk_clocks(tokens, problem, rest, splits) if rest else 0
@@ -203,7 +203,7 @@ def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, list[int]]:
     for gemm in [gemm for gemm in gemms if gemm.columns >= n][:1] or gemms:
         clocks, splits = gemm.clocks(vocab, n, d), [1]
         if problem.need_dinput and not window:
-            splits = _faster_splits(gemm, d, n, vocab)
+            splits = faster_splits(gemm, d, n, vocab)
         if problem.need_dinput:
             clocks += _split_clocks(gemm, d, n, vocab, splits[-1])
         # Of equally fast ones the widest.
@@ -212,7 +212,7 @@ def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, list[int]]:
     return gemm, splits
 
 
-def _faster_splits(gemm: Gemm, m: int, n: int, k: int) -> list[int]:
+def faster_splits(gemm: Gemm, m: int, n: int, k: int) -> list[int]:
     """Numbers of splits of k, from 1: each faster than all before it. Considered are those that fill their
     last round best."""
     tiles = ceil_div(m, gemm.rows) * ceil_div(n, gemm.columns)

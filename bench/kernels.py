@@ -1,0 +1,200 @@
+"""Times of single passes by configuration: what the cost model (cute_lce/plan/cost.py) is calibrated with.
+
+    python3 -m bench.kernels --shapes random:3:30 --out bench/results/tuning/h200_kernels.json
+
+A row is one pass of one shape with one configuration: "forward"; "keep", the forward that keeps everything;
+"dinput" and "dweight", each from what was kept; "logits", dlogits and dinput of one stripe. Its time has all
+of the pass's kernels, not only the GEMM. `chosen` marks what the plan picks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from bench.floor import Floor
+from bench.inputs import make_inputs
+from bench.records import provenance, write
+from bench.shapes import Shape, parse
+from bench.timing import time_interleaved
+from cute_lce.arch import KernelConfig
+from cute_lce.arguments import Operands
+from cute_lce.compile import cache
+from cute_lce.implementation import Request, Saved
+from cute_lce.launch.backward import KernelBackward
+from cute_lce.launch.device import gpu_of
+from cute_lce.launch.forward import KernelForward
+from cute_lce.options import LossOptions
+from cute_lce.plan import backward, forward
+from cute_lce.plan.candidates import Candidate, candidates, faster_splits
+from cute_lce.plan.cost import Gemm
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from cute_lce.plan.problem import Limits, Problem
+from cute_lce.plan.schedule import UNLIMITED
+
+LOSS = LossOptions("mean")
+LIMITS = Limits(0, UNLIMITED)
+ALTERNATIVES = 2  # configurations beside the chosen one
+MOST_LOGITS = 6 * 10**9  # n V of shapes that are kept
+
+
+class Calibration:
+    """The passes of one shape."""
+
+    def __init__(self, shape: Shape, device: torch.device):
+        self.shape, self.gpu = shape, gpu_of(device)
+        self.problem = Problem(shape.n, shape.d, shape.vocab)
+        self.configs = self.gpu.row.configs_for(shape.n, 0)
+        self.found = candidates(self.gpu, self.problem)
+        self.chosen_forward = forward.choose_config(self.gpu, *self.problem[:3])
+
+    def _some(self, configs: tuple[KernelConfig, ...], chosen: KernelConfig) -> list[KernelConfig]:
+        """The chosen configuration and those beside it; all of them where tiles are side by side."""
+        if configs[0].cluster_n > 1:
+            return list(configs)
+        at = configs.index(chosen)
+        first = max(0, min(at - ALTERNATIVES // 2, len(configs) - ALTERNATIVES - 1))
+        return list(configs[first : first + ALTERNATIVES + 1])
+
+    def passes(self) -> Iterator[tuple[str, KernelConfig, bool]]:
+        """(pass, configuration, whether it is chosen)."""
+        tokens, dweight = self.found.tokens.config, self.found.dweight.config
+        keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
+        for config in self._some(self.configs.tokens, self.chosen_forward):
+            yield "forward", config, config == self.chosen_forward
+            if keeps:
+                yield "keep", config, config == self.chosen_forward
+        if keeps:
+            for config in self._some(self.configs.tokens, tokens):
+                yield "dinput", config, config == tokens
+                yield "logits", config, config == tokens
+            for config in self.configs.dweight:
+                yield "dweight", config, config == dweight
+
+    def splits(self, config: KernelConfig) -> int:
+        """The best number of splits of dinput's k."""
+        n, d, vocab = self.problem[:3]
+        return faster_splits(Gemm(self.gpu, config, n * d * vocab), d, n, vocab)[-1]
+
+    def key(self, kind: str, config: KernelConfig) -> Key:
+        if kind in ("forward", "keep"):
+            return ForwardKey(config, keeps=kind == "keep")
+        if kind == "dweight":
+            return BackwardKey(self.found.tokens.config, config)
+        return BackwardKey(config, self.found.dweight.config)
+
+
+class Timed:
+    """The passes of a shape as functions."""
+
+    def __init__(self, calibration: Calibration, device: torch.device):
+        self.calibration, shape = calibration, calibration.shape
+        inputs = make_inputs(shape, torch.bfloat16, "untrained", device)
+        self.inputs = inputs
+        self.operands = Operands(inputs.hidden, inputs.weight, inputs.target)
+        self.dloss = torch.ones((), device=device)
+        self.saved: Saved | None = None
+
+    def forward(self, kind: str, config: KernelConfig) -> tuple[Callable[[], object], int]:
+        shape = self.calibration.shape
+        kept = shape.vocab if kind == "keep" else 0
+        plan = forward.plan(self.calibration.gpu, shape.n, shape.d, shape.vocab, LIMITS, config, kept)
+        prepared = KernelForward(self.operands, LOSS, Request(LIMITS, kept), plan)
+
+        def run() -> None:
+            results = prepared.statistics(self.operands, LOSS)
+            if kept and self.saved is None:
+                _, row_max, row_sum, num_valid, kept_columns, kept_scale = results
+                assert row_max is not None
+                assert row_sum is not None
+                assert num_valid is not None
+                self.saved = Saved(*self.operands, row_max, row_sum, num_valid, kept_columns, kept_scale)
+
+        return run, plan.gemm.windows
+
+    def backward(self, kind: str, config: KernelConfig) -> tuple[Callable[[], object], int]:
+        """Of a shape whose "keep" has run."""
+        calibration, shape = self.calibration, self.calibration.shape
+        tokens, dweight = calibration.found.tokens.config, calibration.found.dweight.config
+        if kind == "dweight":
+            dweight = config
+        else:
+            tokens = config
+        kept = 0 if kind == "logits" else shape.vocab
+        needs = kind != "dweight", kind == "dweight"
+        problem = calibration.problem._replace(need_dinput=needs[0], need_dweight=needs[1])
+        splits = 1
+        if needs[0]:
+            splits = calibration.splits(config)
+        candidate = Candidate(0, 0, 0 if kept else shape.vocab, splits)
+        plan = backward.build(calibration.gpu, problem, kept, tokens, dweight, candidate)
+        saved = self.saved
+        assert saved is not None
+        prepared = KernelBackward(self.operands, LOSS, Request(LIMITS, kept, *needs), plan)
+        return lambda: prepared.dinput(self.dloss, saved, LOSS), splits
+
+
+def rows(calibration: Calibration, device: torch.device, seconds: float) -> Iterator[dict[str, object]]:
+    shape, timed = calibration.shape, Timed(calibration, device)
+    labels: list[dict[str, object]] = []
+    functions: list[Callable[[], object]] = [Floor(timed.inputs, False, "")]
+    for kind, config, chosen in calibration.passes():
+        build = timed.forward if kind in ("forward", "keep") else timed.backward
+        function, parts = build(kind, config)
+        if kind == "keep" and timed.saved is None:
+            function()
+        functions.append(function)
+        labels.append(
+            {
+                "pass": kind,
+                "n": shape.n,
+                "d": shape.d,
+                "vocab": shape.vocab,
+                "tile_n": config.tile_n,
+                "cluster": [config.cluster_m, config.cluster_n],
+                "pingpong": config.pingpong,
+                "parts": parts,
+                "chosen": chosen,
+            }
+        )
+    budget = seconds * len(functions)
+    floor, *times = time_interleaved(functions, device, budget_s=budget, runs=1)
+    for label, timing in zip(labels, times, strict=True):
+        yield {**label, "ms": round(timing.ms, 4), "logits_floor_ms": round(floor.ms, 4)}
+
+
+def compile_key(key: Key) -> None:
+    cache.get(key)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", default="random:3:30", help="as in bench.run")
+    parser.add_argument("--seconds", type=float, default=0.03, help="of a pass")
+    parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = [Calibration(shape, device) for shape in parse(args.shapes)]
+    keys = list(dict.fromkeys(each.key(kind, config) for each in found for kind, config, _ in each.passes()))
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        list(pool.map(compile_key, keys))
+    origin = provenance(device, f"python3 -m bench.kernels --shapes {args.shapes}")
+    result: list[dict[str, object]] = []
+    for each in found:
+        try:
+            result += [{**row, **origin} for row in rows(each, device, args.seconds)]
+        except torch.OutOfMemoryError:
+            print(f"{each.shape}: does not fit")
+        write(args.out, result)
+        torch.cuda.empty_cache()
+    print(f"{len(result)} rows in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
