@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import Stripe
 from . import gemm
 from .candidates import Candidate
+from .plans import BackwardPlan, Chunk
 from .problem import Limits, Problem, round_up
 from .schedule import backward_within
-
-
-class Chunk(NamedTuple):
-    """The tokens `first` to first + tokens, whose dinput is computed from all columns, one stripe."""
-
-    first: int
-    tokens: int
-    stripe: Stripe
-
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    """One backward call.
-
-    tokens: the configuration of the GEMMs of the logits and of dhidden. dweight: of dweight's. kept: columns
-    that the forward kept, the first stripe if there are any. columns: of each recomputed stripe except the
-    last. pitch: elements of a row of a stripe's dlogits. splits: of dhidden's k, each with a sum of its own.
-    stripes: of the vocabulary, one after another. chunks: of the tokens, where dinput has a sweep of its own
-    before the stripes, which are then dweight's alone. workspace: bytes of what is kept, dlogits, sums,
-    scaled rows and factors.
-    """
-
-    tokens: KernelConfig
-    dweight: KernelConfig
-    kept: int
-    columns: int
-    pitch: int
-    splits: int
-    stripes: tuple[Stripe, ...]
-    chunks: tuple[Chunk, ...]
-    workspace: int
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,15 +6,10 @@ convert them at the rate of a GPU whose tensor cores are busy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..arch import Gpu, KernelConfig
 from .gemm import cluster_count
+from .plans import BackwardPlan, ForwardPlan
 from .problem import Problem, ceil_div
-
-if TYPE_CHECKING:
-    from .backward import BackwardPlan
-    from .forward import ForwardPlan
 
 # Estimates for an H100, used for every architecture unless they are shares of its data sheet.
 CLOCK_SHARE = 0.75

@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from dataclasses import dataclass
 from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
-from ..arguments import COMBINE_ROWS, GemmPlan
+from ..arguments import GemmPlan
 from .cost import Gemm, epilogue_clocks, forward_clocks, tile_clocks
 from .gemm import is_paced
 from .memory import DEFAULT_WORKSPACE, forward_bytes, keeping_bytes
+from .plans import ForwardPlan
 from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
 
 WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    """One forward call.
-
-    kept: columns that it keeps. gemm: the grid, whose windows are those of the vocabulary. rounds:
-    tiles that the busiest cluster computes, one after another; ideal_rounds: the average of all clusters.
-    """
-
-    config: KernelConfig
-    n: int
-    d: int
-    vocab: int
-    kept: int
-    gemm: GemmPlan
-    rounds: int
-    ideal_rounds: float
-
-    @property
-    def window(self) -> int:
-        """Classes of a window."""
-        return self.gemm.tiles_per_window * self.config.cluster_rows
-
-    @property
-    def workspace_floats(self) -> int:
-        """fp32 numbers: 2 counters, partials, target logits, and two per block of the combine kernel."""
-        partials = self.gemm.windows * self.config.partials_per_window
-        return 2 + self.n * (2 * partials + 1) + 2 * ceil_div(self.n, COMBINE_ROWS)
 
 
 @functools.lru_cache(maxsize=4096)
