@@ -51,7 +51,9 @@ class Calibration:
         self.problem = Problem(shape.n, shape.d, shape.vocab)
         self.configs = self.gpu.row.configs_for(shape.n, 0)
         self.found = candidates(self.gpu, self.problem)
-        self.chosen_forward = forward.choose_config(self.gpu, *self.problem[:3])
+        self.chosen_forward = [
+            forward.choose_config(self.gpu, *self.problem[:3], keeps, 0) for keeps in (False, True)
+        ]
 
     def _some(self, configs: tuple[KernelConfig, ...], chosen: KernelConfig) -> list[KernelConfig]:
         """The chosen configuration and those beside it; all of them where tiles are side by side."""
@@ -65,10 +67,9 @@ class Calibration:
         """(pass, configuration, whether it is chosen)."""
         tokens, dweight = self.found.tokens.config, self.found.dweight.config
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
-        for config in self._some(self.configs.tokens, self.chosen_forward):
-            yield "forward", config, config == self.chosen_forward
-            if keeps:
-                yield "keep", config, config == self.chosen_forward
+        for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
+            for config in self._some(self.configs.tokens, chosen):
+                yield kind, config, config == chosen
         if keeps:
             for config in self._some(self.configs.tokens, tokens):
                 yield "dinput", config, config == tokens

@@ -317,8 +317,8 @@ _SM_90A = Architecture(
     l2=50 << 20,
     panel=22 << 20,
     dense_flops_per_clock=4096,
-    l2_bytes_per_clock=41,
-    data_sheet=DataSheet(gpu="H100 SXM", flops=989.4e12, memory=3.35e12, sms=132),
+    l2_bytes_per_clock=42,
+    data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(

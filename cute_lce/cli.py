@@ -223,11 +223,11 @@ def _show_prediction(
     bounds: dict[str, str] = {}
     for each, tall in [*((c.stripe, c.tokens) for c in chosen.chunks), *((s, n) for s in chosen.stripes)]:
         if each.first >= chosen.kept:
-            bounds.setdefault("logits", tokens.bound(each.columns, tall, d))
+            bounds.setdefault("logits", tokens.bound(each.columns, tall, d, cost.EXPONENTIALS))
         if problem.need_dinput:
-            bounds.setdefault("dinput", tokens.bound(d, tall, each.columns, each.dhidden.splits))
+            bounds.setdefault("dinput", tokens.bound(d, tall, each.columns, cost.DINPUT, each.dhidden.splits))
         if problem.need_dweight and tall == n:
-            bounds.setdefault("dweight", dweight.bound(each.columns, d, n))
+            bounds.setdefault("dweight", dweight.bound(each.columns, d, n, cost.DWEIGHT))
     rows += [(f"{name} bound by", bound) for name, bound in bounds.items()]
     print("what forward and backward are predicted to take")
     _print_table(rows, indent=2)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..arch import Gpu
-from .cost import Gemm, chunk_clocks, stripe_clocks, sum_clocks
+from .cost import DWEIGHT, EXPONENTIALS, Gemm, chunk_clocks, split_clocks, stripe_clocks, sum_clocks
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -189,7 +189,7 @@ def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
     """The configuration with which dweight's GEMM takes the fewest clocks over the whole vocabulary."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     gemms = [Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window).dweight]
-    return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n))
+    return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT))
 
 
 def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, list[int]]:
@@ -201,11 +201,11 @@ def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, list[int]]:
     n, d, vocab = problem.n, problem.d, problem.vocab
     found, gemms = [], [Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window).tokens]
     for gemm in [gemm for gemm in gemms if gemm.columns >= n][:1] or gemms:
-        clocks, splits = gemm.clocks(vocab, n, d), [1]
+        clocks, splits = gemm.clocks(vocab, n, d, EXPONENTIALS), [1]
         if problem.need_dinput and not window:
             splits = faster_splits(gemm, d, n, vocab)
         if problem.need_dinput:
-            clocks += _split_clocks(gemm, d, n, vocab, splits[-1])
+            clocks += split_clocks(gemm, d, n, vocab, splits[-1])
         # Of equally fast ones the widest.
         found.append((clocks, -gemm.columns, gemm, splits))
     *_, gemm, splits = min(found, key=lambda each: each[:2])
@@ -217,19 +217,15 @@ def faster_splits(gemm: Gemm, m: int, n: int, k: int) -> list[int]:
     last round best."""
     tiles = ceil_div(m, gemm.rows) * ceil_div(n, gemm.columns)
     most = ceil_div(k, LEAST_DEPTH)
-    faster, least = [1], _split_clocks(gemm, m, n, k, 1)
+    faster, least = [1], split_clocks(gemm, m, n, k, 1)
     for rounds in range(1, MOST_ROUNDS + 1):
         splits = min(rounds * gemm.clusters // max(tiles, 1), most, gemm.clusters)
         if splits > faster[-1]:
-            clocks = _split_clocks(gemm, m, n, k, splits)
+            clocks = split_clocks(gemm, m, n, k, splits)
             if clocks < least:
                 least = clocks
                 faster.append(splits)
     return faster
-
-
-def _split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:
-    return gemm.clocks(m, n, k, splits) + sum_clocks(n, m, 1, splits)
 
 
 def _bytes(candidate: Candidate) -> int:

@@ -1,72 +1,81 @@
 """The cost model: what a plan is predicted to take. Integers and floats only.
 
-Plans are compared in clocks of an SM, whole ones, so that a sum is the same in every order. `*_seconds`
-convert them at the rate of a GPU whose tensor cores are busy.
+Plans of a call are compared in clocks of an SM, whole ones, so that a sum is the same in every order.
+`*_seconds` convert them at the rate that the SMs keep up in a call of its size.
+
+A GEMM takes its rounds, one tile after another, or its share of DRAM's rate. A tile takes its MMAs' clocks or
+those of what it loads from L2 and stores; its epilogue hides behind the next tile's MMAs, and where it is
+longer, tile and epilogue alternate between two warpgroups.
+
+The constants were fitted to bench/results/tuning/h200_kernels.json (tests/host/test_cost.py) and are used for
+every architecture, relative to its data sheet.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
 from .gemm import cluster_count
 from .plans import BackwardPlan, ForwardPlan
 from .problem import Problem, ceil_div
 
-# Estimates for an H100, used for every architecture unless they are shares of its data sheet.
-CLOCK_SHARE = 0.75
-"""Of the data sheet's clock: what a power-limited GPU sustains under GEMMs."""
-MEMORY_SHARE = 0.85
-"""Of the data sheet's DRAM rate: what a kernel reaches."""
-SUSTAINED = 8 * 10**11
-"""Multiply-adds of a GEMM from which the clock of tensor cores falls (H200: from 1.8 to 1.3 GHz, after some
-2 ms) but not that of L2, which then serves narrower tiles."""
-SUSTAINED_L2 = 1.22
-"""By how much more, in an SM's clocks: measured with tiles of 128 and 176 columns."""
-EPILOGUE_CLOCKS, EPILOGUE_CLOCKS_SCARCE = 62, 84
-"""Clocks of a tile's epilogue for each of its columns, on an H100; the second where more than
-SCARCE_REGISTERS of a thread hold accumulators, so that few are left to hide latencies with."""
-SCARCE_REGISTERS = 176
-PARTIAL_CLOCKS = 48
-"""What the combine kernel takes for a partial of up to 8192 rows: measured on an H100."""
-KEEPING_CLOCKS = 36000
-"""What keeping takes besides its bytes: three more launches and a slower epilogue. On an H100 keeping the
-columns of 2^33 multiply-adds took as long as computing their logits again."""
-LAUNCH_CLOCKS = 6000
-"""Of a kernel: its start, its first loads and its last epilogue."""
+CLOCK_SHARE = 0.81
+"""Of the data sheet's clock: SMs in short GEMMs."""
+SUSTAINED_SHARE = 0.847
+"""Of that clock: SMs in long calls, which draw the power limit. L2 and DRAM keep theirs."""
+SHORT, LONG = 2.0e10, 2.4e13
+"""n d V up to which calls are short, and from which they are long; between them the clock falls with its
+logarithm."""
+MMA_CLOCKS = 1.077
+"""Clocks of MMAs, in those of the data sheet's rate."""
+READ_SHARE, WRITE_SHARE = 0.82, 0.65
+"""Of the data sheet's DRAM rate."""
+START_CLOCKS = 8300
+"""Of a GEMM: its first loads and its last epilogue."""
+LAUNCH_CLOCKS = 9400
+"""Of every kernel of a call but the first."""
+PARTIAL_CLOCKS = 18
+"""What the combine kernel takes for a partial of up to 8192 rows."""
 SUMMED_PER_CLOCK = 160
 """Elements of the fp32 sum of dinput that a stripe reads and writes in a clock: 8 bytes each at half of
-DRAM's rate."""
-SUM_BYTES_PER_CLOCK = 2000
-"""Bytes of the partial sums of splits that a GPU writes or reads in a clock: DRAM's rate, since others use
-L2."""
+DRAM's rate. An H100's estimate."""
+SUM_BYTES_PER_CLOCK = 14000
+"""Bytes of the partial sums of splits that a GPU writes or reads in a clock, mostly in L2."""
 
 
-def clock(gpu: Gpu) -> float:
-    """Clocks a second of an SM whose tensor cores are busy."""
-    sheet = gpu.row.data_sheet
-    return CLOCK_SHARE * sheet.flops / (sheet.sms * gpu.row.dense_flops_per_clock)
+class Epilogue(NamedTuple):
+    """clocks: of a tile, for each of its columns. stored: bytes for each of its elements."""
+
+    clocks: float
+    stored: int
 
 
-def memory_rate(gpu: Gpu) -> float:
-    """Bytes of DRAM that a GPU reads or writes in a clock."""
-    return MEMORY_SHARE * gpu.row.data_sheet.memory / clock(gpu)
+STATISTICS = Epilogue(48.4, 0)
+EXPONENTIALS = Epilogue(74.8, 2)
+"""Of a forward that keeps, and of dlogits."""
+DINPUT, SUMS = Epilogue(60.0, 2), Epilogue(120.0, 4)
+DWEIGHT = Epilogue(22.4, 2)
+EXPOSED_CLOCKS = 3.2
+"""Of an epilogue that does not hide, for each column of its tile."""
 
 
-def tile_clocks(config: KernelConfig, k: int, macs: int = 0) -> float:
-    """Clocks of a CTA's tile of depth k: of its MMAs or, where tiles are narrow, of its loads from L2.
+class Rates:
+    """What a GPU keeps up in calls of one size. clock: of SMs, in Hz. read, write: bytes of DRAM a clock; l2:
+    bytes that an SM loads from L2 and stores in a clock.
 
-    macs: multiply-adds of the call's GEMM of logits.
+    macs: n d V of the call, whose GEMMs follow one another.
     """
-    row = config.row
-    mma = 2 * config.tile_m * config.tile_n / config.pair / row.dense_flops_per_clock
-    loaded = 2 * (config.tile_m // config.pair + config.tile_n // config.cluster_m)
-    rate = row.l2_bytes_per_clock * (SUSTAINED_L2 if macs >= SUSTAINED else 1)
-    return k * max(mma, loaded / rate)
 
-
-def epilogue_clocks(config: KernelConfig) -> int:
-    """Clocks of a tile's epilogue."""
-    scarce = config.accumulator_registers > SCARCE_REGISTERS
-    return config.tile_n * (EPILOGUE_CLOCKS_SCARCE if scarce else EPILOGUE_CLOCKS)
+    def __init__(self, gpu: Gpu, macs: int):
+        row, sheet = gpu.row, gpu.row.data_sheet
+        heat = (math.log(max(macs, 1)) - math.log(SHORT)) / (math.log(LONG) - math.log(SHORT))
+        slower = 1 - (1 - SUSTAINED_SHARE) * min(max(heat, 0.0), 1.0)
+        self.clock = slower * CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
+        self.read = READ_SHARE * sheet.memory / self.clock
+        self.write = WRITE_SHARE * sheet.memory / self.clock
+        self.l2 = row.l2_bytes_per_clock / slower
 
 
 class Gemm:
@@ -74,74 +83,92 @@ class Gemm:
     compared, by the thousand."""
 
     def __init__(self, gpu: Gpu, config: KernelConfig, macs: int):
-        """macs: n d V of the call, whose GEMMs follow one another: the clock falls with their total."""
+        """macs: n d V of the call."""
         self.config, self.partials = config, config.partials_per_window
         self.rows, self.columns = config.cluster_rows, config.cluster_columns
-        self.clusters = cluster_count(config, gpu.sms)
-        self._depth = tile_clocks(config, 1, macs)
-        self._share = self.clusters / memory_rate(gpu)
+        self.clusters, self.rates = cluster_count(config, gpu.sms), Rates(gpu, macs)
+        own_m, own_n = config.tile_m // config.pair, config.tile_n
+        self._mma = MMA_CLOCKS * 2 * own_m * own_n / config.row.dense_flops_per_clock
+        self._loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m) / self.rates.l2
+        self._stored = own_m * own_n / self.rates.l2
 
-    def clocks(self, m: int, n: int, k: int, splits: int = 1) -> int:
+    def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
-        return int(-(-tiles // self.clusters) * self._tile(tiles, -(-k // splits), 2 * (k * (m + n) + m * n)))
+        rounds = -(-tiles // self.clusters)
+        computed = rounds * self.tile(-(-k // splits), epilogue)
+        return START_CLOCKS + int(max(computed, self._moved(m, n, k, epilogue.stored)))
 
-    def bound(self, m: int, n: int, k: int, splits: int = 1) -> str:
+    def bound(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> str:
         """What a GEMM's time is that of, and how full its rounds are."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
-        depth = -(-k // splits)
-        row, config = self.config.row, self.config
-        multiplied = 2 * config.tile_m * config.tile_n / config.pair / row.dense_flops_per_clock
-        bound = "MMAs" if self._depth <= multiplied else "loads from L2"
-        if self._tile(tiles, depth, 2 * (k * (m + n) + m * n)) > depth * self._depth:
+        tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
+        bound = "epilogues"
+        if tile <= depth * self._mma:
+            bound = "MMAs"
+        elif tile <= depth * self._loaded + epilogue.stored * self._stored:
+            bound = "L2"
+        if self._moved(m, n, k, epilogue.stored) > rounds * tile:
             bound = "DRAM"
         return f"{bound}; {tiles} tiles fill {tiles / (rounds * self.clusters):.0%} of {rounds} rounds"
 
     def least(self, macs: int) -> float:
         """Clocks that no GEMM of as many multiply-adds, or part of one, is below."""
-        return macs * self._depth / (self.rows * self.columns * self.clusters)
+        per_tile = self.rows * self.columns * self.clusters
+        return macs * max(self._mma, self._loaded) / per_tile
 
-    def forward_tile(self, n: int, d: int, vocab: int, kept: int) -> float:
-        """Clocks of a tile of a forward."""
-        tiles = -(-vocab // self.rows) * -(-n // self.columns)
-        return self._tile(tiles, d, 2 * ((n + vocab) * d + n * kept))
+    def tile(self, depth: int, epilogue: Epilogue) -> float:
+        """Clocks between a cluster's tiles of this depth."""
+        config, depth = self.config, self._depth(depth)
+        tile = max(depth * self._mma, depth * self._loaded + epilogue.stored * self._stored)
+        own = config.tile_n * epilogue.clocks
+        if config.turns > 1:
+            return max(tile, (tile + own) / 2)
+        # Tensor memory holds two tiles; registers one.
+        return max(tile, own) if config.row.tmem_columns else tile + config.tile_n * EXPOSED_CLOCKS
 
-    def _tile(self, tiles: int, depth: int, moved: int) -> float:
-        """Clocks of one of a GEMM's tiles: of its MMAs or its loads from L2, or of its share of what DRAM
-        moves, if each cluster has an equal part of the rate; whichever takes longer."""
-        computed, loaded = depth * self._depth, moved * self._share / max(tiles, 1)
-        return computed if computed > loaded else loaded
+    def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
+        """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""
+        share = kept / vocab
+        tile = self.tile(d, STATISTICS) * (1 - share) + self.tile(d, EXPONENTIALS) * share
+        moved = 2 * (n + vocab) * d / self.rates.read + 2 * n * kept / self.rates.write
+        combined = LAUNCH_CLOCKS + PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
+        if kept:
+            # The references, which read a row of each operand for every token, and the completion.
+            combined += 2 * LAUNCH_CLOCKS + int(4 * n * d / self.rates.read)
+        return START_CLOCKS + combined + int(max(rounds * tile, moved))
 
+    def _depth(self, k: int) -> int:
+        """A k rounded up to whole k tiles."""
+        return -(-k // self.config.tile_k) * self.config.tile_k
 
-def forward_clocks(rounds: int, tile: float, n: int, partials: int, kept: int) -> int:
-    """Clocks of a forward. tile: Gemm.forward_tile. partials: of a token. kept: columns that it keeps."""
-    combined = PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
-    return 2 * LAUNCH_CLOCKS + (KEEPING_CLOCKS if kept else 0) + combined + int(rounds * tile)
+    def _moved(self, m: int, n: int, k: int, stored: int) -> float:
+        """Clocks in which DRAM moves operands and product."""
+        return 2 * k * (m + n) / self.rates.read + stored * m * n / self.rates.write
 
 
 def sum_clocks(n: int, d: int, stripes: int, splits: int) -> int:
     """Clocks of the fp32 sums of dinput: of every stripe's pass over them, and of adding up the splits."""
     passes = (stripes - 1) * splits * n * d // SUMMED_PER_CLOCK
-    return passes + (8 * splits * n * d // SUM_BYTES_PER_CLOCK if splits > 1 else 0)
+    return passes + (LAUNCH_CLOCKS + 8 * splits * n * d // SUM_BYTES_PER_CLOCK if splits > 1 else 0)
+
+
+def split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:
+    """Clocks of an (m, n) GEMM of dinput in `splits` of k, which are then added up."""
+    return gemm.clocks(m, n, k, SUMS if splits > 1 else DINPUT, splits) + sum_clocks(n, m, 1, splits)
 
 
 def forward_seconds(gpu: Gpu, problem: Problem, plan: ForwardPlan) -> float:
     """Predicted seconds of a forward."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     gemm = Gemm(gpu, plan.config, n * d * vocab)
-    tile = gemm.forward_tile(n, d, vocab, plan.kept)
-    clocks = forward_clocks(plan.rounds, tile, n, plan.gemm.windows * gemm.partials, plan.kept)
-    return clocks / clock(gpu)
+    clocks = gemm.forward(plan.rounds, n, d, vocab, plan.gemm.windows * gemm.partials, plan.kept)
+    return clocks / gemm.rates.clock
 
 
 def backward_seconds(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> float:
     """Predicted seconds of a backward, whatever its forward kept."""
-    return backward_clocks(gpu, problem, plan) / clock(gpu)
-
-
-def backward_clocks(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> int:
-    """Clocks of a backward."""
     macs = problem.n * problem.d * problem.vocab
     tokens, dweight = Gemm(gpu, plan.tokens, macs), Gemm(gpu, plan.dweight, macs)
     total = sum(chunk_clocks(tokens, problem, chunk.tokens, plan.splits) for chunk in plan.chunks)
@@ -151,36 +178,49 @@ def backward_clocks(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> int:
         stripe_clocks(tokens, dweight, problem, stripe.columns, plan.splits, i == 0 < plan.kept)
         for i, stripe in enumerate(plan.stripes)
     )
-    sums = sum_clocks(problem.n, problem.d, len(plan.stripes), plan.splits) if problem.need_dinput else 0
-    return total + sums
+    if problem.need_dinput:
+        total += sum_clocks(problem.n, problem.d, len(plan.stripes), plan.splits)
+    return total / tokens.rates.clock
 
 
 def stripe_clocks(
     tokens: Gemm, dweight: Gemm, problem: Problem, columns: int, splits: int, is_kept: bool = False
 ) -> int:
-    """Clocks of a stripe: its logits' GEMM unless it was kept, and those of the gradients."""
+    """Clocks of a stripe: its logits' GEMM, or the factors and scaled rows of one that was kept, and those of
+    the gradients."""
     n, d = problem.n, problem.d
-    total = LAUNCH_CLOCKS + (0 if is_kept else tokens.clocks(columns, n, d))
+    total = LAUNCH_CLOCKS
+    if not is_kept:
+        total += tokens.clocks(columns, n, d, EXPONENTIALS)
+    elif problem.need_dweight:
+        total += int(4 * n * d / tokens.rates.read)
     if problem.need_dinput:
-        total += LAUNCH_CLOCKS + tokens.clocks(d, n, columns, splits)
+        epilogue = SUMS if splits > 1 else DINPUT
+        total += LAUNCH_CLOCKS + tokens.clocks(d, n, columns, epilogue, splits)
     if problem.need_dweight:
-        total += LAUNCH_CLOCKS + dweight.clocks(columns, d, n)
+        total += LAUNCH_CLOCKS + dweight.clocks(columns, d, n, DWEIGHT)
     return total
 
 
 def chunk_clocks(tokens: Gemm, problem: Problem, chunk: int, splits: int) -> int:
     """Clocks of dinput of a chunk of tokens, with the GEMM of their logits."""
     d, vocab = problem.d, problem.vocab
-    gemms = tokens.clocks(vocab, chunk, d) + tokens.clocks(d, chunk, vocab, splits)
-    return 2 * LAUNCH_CLOCKS + gemms + sum_clocks(chunk, d, 1, splits)
+    logits = tokens.clocks(vocab, chunk, d, EXPONENTIALS)
+    return 2 * LAUNCH_CLOCKS + logits + split_clocks(tokens, d, chunk, vocab, splits)
+
+
+def floor_clocks(gpu: Gpu, problem: Problem) -> float:
+    """Clocks of the GEMMs alone: of the logits, and of each gradient that is needed, which no library beats
+    by much. Each takes its multiply-adds' time at the rate that tensor cores keep up, or DRAM's time for its
+    operands and its product, whichever is longer."""
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    rates = Rates(gpu, n * d * vocab)
+    multiplied = MMA_CLOCKS * 2 * n * d * vocab / (gpu.sms * gpu.row.dense_flops_per_clock)
+    moved = 2 * (n * d + vocab * d + n * vocab) / rates.read
+    gemms = 1 + problem.need_dinput + problem.need_dweight
+    return gemms * (START_CLOCKS + max(multiplied, moved))
 
 
 def floor_seconds(gpu: Gpu, problem: Problem) -> float:
-    """Seconds of the GEMMs alone: of the logits, and of each gradient that is needed, which no library beats
-    by much. Each takes its multiply-adds' time at the tensor cores' sustained rate, or DRAM's time for its
-    operands and its product, whichever is longer."""
-    n, d, vocab = problem.n, problem.d, problem.vocab
-    multiplied = 2 * n * d * vocab / (gpu.sms * gpu.row.dense_flops_per_clock)
-    moved = 2 * (n * d + vocab * d + n * vocab) / memory_rate(gpu)
-    gemms = 1 + problem.need_dinput + problem.need_dweight
-    return gemms * (LAUNCH_CLOCKS + max(multiplied, moved)) / clock(gpu)
+    """Seconds of `floor_clocks`."""
+    return floor_clocks(gpu, problem) / Rates(gpu, problem.n * problem.d * problem.vocab).clock

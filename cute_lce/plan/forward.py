@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
-from .cost import Gemm, epilogue_clocks, forward_clocks, tile_clocks
+from .cost import EXPONENTIALS, STATISTICS, Gemm
 from .gemm import is_paced
 from .memory import DEFAULT_WORKSPACE, forward_bytes, keeping_bytes
 from .plans import ForwardPlan
@@ -38,7 +38,7 @@ def plan(
     the kernel's configuration; None: chosen. kept: columns that it keeps, within the same limit.
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
-    config = config or choose_config(gpu, n, d, vocab, limits.window)
+    config = config or choose_config(gpu, n, d, vocab, kept > 0, limits.window)
     gemm = Gemm(gpu, config, n * d * vocab)
     tiles = ceil_div(vocab, config.cluster_rows)
     columns = ceil_div(n, config.cluster_columns)
@@ -81,9 +81,8 @@ def spare_bytes(n: int, kept: int, limits: Limits) -> int:
 def choices(gemm: Gemm, n: int, d: int, vocab: int, kept: int) -> list[tuple[int, int, int]]:
     """(bytes of partials, clocks of the forward, tiles of a window) of the windows to choose from, by rising
     bytes, whatever the workspace."""
-    tile = gemm.forward_tile(n, d, vocab, kept)
     return [
-        (8 * n * partials, forward_clocks(rounds, tile, n, partials, kept), length)
+        (8 * n * partials, gemm.forward(rounds, n, d, vocab, partials, kept), length)
         for partials, rounds, length in _windows(
             gemm.clusters, ceil_div(vocab, gemm.rows), ceil_div(n, gemm.columns), gemm.partials
         )
@@ -111,16 +110,14 @@ def _windows(clusters: int, tiles: int, columns: int, partials: int) -> list[tup
     return found
 
 
-def choose_config(gpu: Gpu, n: int, d: int, vocab: int, window: int = 0) -> KernelConfig:
-    """The tiles with which a GEMM of logits takes the fewest clocks. Of equally fast ones the widest, or the
-    narrowest of those that hold all tokens."""
+def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> KernelConfig:
+    """The tiles with which a forward's GEMM takes the fewest clocks. Of equally fast ones the widest, or the
+    narrowest of those that hold all tokens. window: as in Limits."""
+    epilogue = EXPONENTIALS if keeps else STATISTICS
 
     def cost(config: KernelConfig) -> tuple[float, int]:
-        columns = ceil_div(n, config.cluster_columns)
-        clocks = tile_clocks(config, d, n * d * vocab)
-        if config.turns > 1:
-            # Two warpgroups in turn: a tile's MMAs and its epilogue take at least two tiles' time.
-            clocks = max(clocks, (clocks + epilogue_clocks(config)) / 2)
-        return columns * clocks, config.tile_n if columns == 1 else -config.tile_n
+        gemm = Gemm(gpu, config, n * d * vocab)
+        columns = ceil_div(n, gemm.columns)
+        return columns * gemm.tile(d, epilogue) / gemm.rows, config.tile_n if columns == 1 else -config.tile_n
 
     return min(gpu.row.configs_for(n, window).tokens, key=cost)

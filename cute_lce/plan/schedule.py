@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..arch import Gpu
 from ..arguments import KEPT_TILE
 from .candidates import STRIPE_MULTIPLE, Candidate, Candidates, candidates
-from .cost import Gemm, clock, floor_seconds, forward_clocks
+from .cost import Gemm, floor_clocks, floor_seconds
 from .forward import choices, choose_config, fastest, spare_bytes
 from .forward import plan as forward_plan
 from .memory import (
@@ -56,7 +56,11 @@ class _Call:
         self.gpu, self.problem, self.window = gpu, problem, window
         self.candidates = candidates(gpu, problem, window)
         n, d, vocab = problem.n, problem.d, problem.vocab
-        self.tokens = Gemm(gpu, choose_config(gpu, n, d, vocab, window), n * d * vocab)
+        # Of a forward that keeps nothing, and of one that keeps.
+        self.tokens = tuple(
+            Gemm(gpu, choose_config(gpu, n, d, vocab, keeps, window), n * d * vocab)
+            for keeps in (False, True)
+        )
         self._choices: dict[int, list[tuple[int, int, int]]] = {}
 
     def kept(self, schedule: str) -> Sequence[int]:
@@ -114,13 +118,14 @@ class _Call:
 
     @functools.cached_property
     def _least_forward(self) -> int:
-        """Clocks of a forward that keeps nothing, with any workspace: others take as long, or longer."""
-        return fastest(self._forwards(0), UNLIMITED)[0]
+        """Clocks of a forward that keeps nothing, with any workspace and tiles: others take as long, or more."""
+        n, d, vocab = self.problem.n, self.problem.d, self.problem.vocab
+        return min(fastest(choices(tokens, n, d, vocab, 0), UNLIMITED)[0] for tokens in self.tokens)
 
     def most_clocks(self, kept: Sequence[int]) -> float:
         """Of a call whose workspace is accepted."""
         best, _ = self.fastest(kept, Limits(self.window, UNLIMITED))
-        return max(SLOWEST * floor_seconds(self.gpu, self.problem) * clock(self.gpu), NEAR_BEST * best)
+        return max(SLOWEST * floor_clocks(self.gpu, self.problem), NEAR_BEST * best)
 
     def least_accepted(self, schedule: str) -> int:
         """The least bytes of workspace that are accepted."""
@@ -150,16 +155,15 @@ class _Call:
         if limits.window:
             n, d, vocab = problem.n, problem.d, problem.vocab
             chosen = forward_plan(self.gpu, n, d, vocab, limits, kept=kept)
-            tile = self.tokens.forward_tile(n, d, vocab, kept)
-            partials = chosen.gemm.windows * self.tokens.partials
-            return forward_clocks(chosen.rounds, tile, n, partials, kept)
+            tokens = self.tokens[kept > 0]
+            return tokens.forward(chosen.rounds, n, d, vocab, chosen.gemm.windows * tokens.partials, kept)
         return fastest(self._forwards(kept), spare_bytes(problem.n, kept, limits))[0]
 
     def _forwards(self, kept: int) -> list[tuple[int, int, int]]:
         found = self._choices.get(kept)
         if found is None:
             problem = self.problem
-            found = choices(self.tokens, problem.n, problem.d, problem.vocab, kept)
+            found = choices(self.tokens[kept > 0], problem.n, problem.d, problem.vocab, kept)
             self._choices[kept] = found
         return found
 
@@ -199,7 +203,8 @@ def backward_within(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> tu
 
 def predict(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> Prediction:
     """What a call is predicted to take. schedule: as for `choose`, which accepts the limits."""
-    call, rate = _call(gpu, problem, limits.window), clock(gpu)
+    call = _call(gpu, problem, limits.window)
+    rate = call.tokens[False].rates.clock
     seconds, best = (
         call.clocks(call.chosen(schedule, each), each) / rate
         for each in (limits, limits._replace(workspace=UNLIMITED))
@@ -227,7 +232,7 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     call = _call(gpu, known, limits.window)
     n, d, vocab = problem.n, problem.d, problem.vocab
     if limits.workspace and problem.wants_gradient:
-        least = max(forward_bytes(n), sweeps_bytes(problem, call.tokens.columns, 1, STRIPE_MULTIPLE))
+        least = max(forward_bytes(n), sweeps_bytes(problem, call.tokens[False].columns, 1, STRIPE_MULTIPLE))
         if limits.workspace < least:
             raise refuse_workspace("recompute", limits.workspace, least)
     room = usable(call.workspace(limits))
