@@ -43,15 +43,18 @@ def narrow_plans(
     """
     forget_plans()
     for name, row in architectures.ARCHITECTURES.items():
-        pace = row.tokens.pace if paced is None else 2
-        narrow = replace(
-            row,
-            tokens=replace(row.tokens, stages=3, pace=pace),
-            token_tiles=(tile_n,),
-            # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
-            gradients=tuple(replace(each, tile_n=128, stages=3, pace=pace) for each in row.gradients),
+        changed = {"stages": 3} if paced is None else {"stages": 3, "pace": 2}
+        narrow = tuple(
+            replace(
+                each,
+                tokens=replace(each.tokens, **changed),
+                token_tiles=(tile_n,),
+                # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
+                dweight=tuple(replace(tiling, tile_n=128, **changed) for tiling in each.dweight),
+            )
+            for each in row.tilings
         )
-        patch.setitem(architectures.ARCHITECTURES, name, narrow)
+        patch.setitem(architectures.ARCHITECTURES, name, replace(row, tilings=narrow))
     patch.setattr(candidates, "STRIPE_MULTIPLE", 128)
     if paced is not None:
         for module in (gemm, forward_plans):

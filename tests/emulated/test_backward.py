@@ -373,7 +373,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_shapes(arch: str, shape: tuple[int, int, int, int, str], monkeypatch):
     n, V, d, tile_n, how = shape
-    if arch != "sm_90a" and tile_n not in architecture(arch).token_tiles:
+    if arch != "sm_90a" and tile_n not in {config.tile_n for config in architecture(arch).token_configs}:
         tile_n = 64
     narrow_plans(monkeypatch, tile_n=tile_n)
     dloss = torch.linspace(1, 2, n).double()

@@ -19,6 +19,7 @@ HOPPER, PAIR = (
 # With narrow tiles, two stages and a step each k tile or every other.
 CONFIGS = {
     "sm_90a, pingpong": HOPPER,
+    "sm_90a, side by side": replace(HOPPER, cluster_m=1, cluster_n=2),
     "sm_90a, every other k tile": replace(HOPPER, pace=2),
     "sm_90a, shared": replace(HOPPER, pingpong=False),
     "sm_100a, pair": PAIR,
@@ -33,7 +34,7 @@ def test_pace(paced: bool, name: str):
     """Clusters of different loads; those with fewer runs count the steps that they do not make."""
     case = random_case(140, 200, 5 * 256, BF16)
     config = CONFIGS[name]
-    run = forward(case, config, sms=4 * config.cluster_m, window=256, paced=paced, seed=3)
+    run = forward(case, config, sms=4 * config.cluster_size, window=256, paced=paced, seed=3)
     assert run.plan.gemm.clusters == 4
     check(case, run)
     counted = sum(count for opcode, count in run.counts.instructions.items() if opcode.startswith("red."))
@@ -45,7 +46,7 @@ def test_clusters_that_are_not_resident_do_not_stop_the_others(name: str):
     """Another kernel may hold their SMs: clusters wait a bounded time for progress that cannot come."""
     case = random_case(140, 72, 4 * 256, BF16)
     config = CONFIGS[name]
-    sms = 4 * config.cluster_m
-    run = forward(case, config, sms=sms, window=256, paced=True, resident=config.cluster_m)
+    sms = 4 * config.cluster_size
+    run = forward(case, config, sms=sms, window=256, paced=True, resident=config.cluster_size)
     assert run.plan.gemm.clusters == 4
     check(case, run)

@@ -28,14 +28,17 @@ from tests.numerics import assert_close, random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-CHOSEN = {config.tile_n: config for config in architecture("sm_90a").token_configs}
-WIDEST = CHOSEN[max(CHOSEN)]
+FEW, MANY = architecture("sm_90a").configs
+# By the tokens of a tile, and how many tiles are side by side.
+CHOSEN = {(config.tile_n, config.cluster_n): config for config in (*FEW.tokens, *MANY.tokens)}
+WIDEST = FEW.tokens[-1]
 # The form of the gradients' GEMMs.
 SHARED = replace(WIDEST, tile_n=128, pingpong=False)
 # With narrow tiles and two stages: an emulated tile costs by its columns, and rings wrap soon.
 NARROW = {
     "pingpong": replace(WIDEST, tile_n=64, stages=2),
     "shared": replace(SHARED, tile_n=32, stages=2),
+    "side by side": replace(MANY.tokens[0], tile_n=64, stages=2),
     "single": replace(WIDEST, tile_n=64, cluster_m=1, stages=2),
 }
 # Not chosen by plans, but the kernel takes them.
@@ -50,7 +53,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("config", ["pingpong", "shared"])
+@pytest.mark.parametrize("config", ["pingpong", "side by side", "shared"])
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner(corner: str, config: str):
     case = CORNERS[corner]()
@@ -81,19 +84,19 @@ def test_classes(V: int):
     check(case, forward(case, replace(NARROW["pingpong"], tile_n=48), seed=V))
 
 
-@pytest.mark.parametrize(("tile_n", "dtype"), [*((tile_n, BF16) for tile_n in CHOSEN), (64, FP16)])
-def test_chosen_config(tile_n: int, dtype: torch.dtype):
+@pytest.mark.parametrize(("tiles", "dtype"), [*((tiles, BF16) for tiles in CHOSEN), ((64, 1), FP16)])
+def test_chosen_config(tiles: tuple[int, int], dtype: torch.dtype):
     """The configurations that plans choose, their ring wrapped, with more runs than clusters."""
-    config = replace(CHOSEN[tile_n], stages=min(CHOSEN[tile_n].stages, 3))
-    case = ignoring(random_case(tile_n + 11, 136, 400, dtype))
-    run = forward(case, config, sms=config.cluster_m, seed=2)
+    config = replace(CHOSEN[tiles], stages=min(CHOSEN[tiles].stages, 3))
+    case = ignoring(random_case(config.cluster_columns + 11, 136, 400, dtype))
+    run = forward(case, config, sms=config.cluster_size, seed=2)
     assert run.plan.gemm.clusters == 1
     check(case, run)
 
 
-@pytest.mark.parametrize("tile_n", CHOSEN)
-def test_shared_memory_is_what_the_plan_says(tile_n: int):
-    config = CHOSEN[tile_n]
+@pytest.mark.parametrize("tiles", CHOSEN, ids=str)
+def test_shared_memory_is_what_the_plan_says(tiles: tuple[int, int]):
+    config = CHOSEN[tiles]
     run = forward(random_case(3, 8, 5, BF16), config)
     (gemm,) = (launch for launch in run.counts.launches if "Gemm" in launch.kernel)
     assert gemm.cluster == (config.cluster_m, config.cluster_n, 1)
@@ -223,14 +226,14 @@ def test_the_same_bits_in_every_order_of_rows():
         assert torch.equal(getattr(straight, name)[order], getattr(permuted, name)), name
 
 
-# By its columns: a configuration that plans choose; by its name: one of MORE.
+# By its tiles: a configuration that plans choose; by its name: one of MORE.
 ALL = {**CHOSEN, **MORE}
 
 
 @pytest.mark.emulator_full
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL, ids=str)
 @pytest.mark.parametrize("seed", range(20))
-def test_many_schedules(name: int | str, seed: int):
+def test_many_schedules(name: tuple[int, int] | str, seed: int):
     dtype = (BF16, FP16)[seed % 2]
     case = ignoring(random_case(200 + 37 * seed, 8 + 24 * seed, 300 + 31 * seed, dtype, seed))
     window = (0, 192, 400, 100_000)[seed % 4]
@@ -239,8 +242,8 @@ def test_many_schedules(name: int | str, seed: int):
 
 
 @pytest.mark.emulator_full
-@pytest.mark.parametrize("tile_n", CHOSEN)
+@pytest.mark.parametrize("tiles", CHOSEN, ids=str)
 @pytest.mark.parametrize("corner", CORNERS)
-def test_every_corner_in_every_config(corner: str, tile_n: int):
+def test_every_corner_in_every_config(corner: str, tiles: tuple[int, int]):
     case = CORNERS[corner]()
-    check(case, forward(case, CHOSEN[tile_n], sms=4, seed=len(corner)))
+    check(case, forward(case, CHOSEN[tiles], sms=4, seed=len(corner)))

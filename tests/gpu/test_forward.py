@@ -181,12 +181,12 @@ def test_windows(window):
 
 
 @poisoned
-@pytest.mark.parametrize("tile_n", architecture("sm_90a").token_tiles)
+@pytest.mark.parametrize("index", range(len(architecture("sm_90a").token_configs)))
 @pytest.mark.parametrize("dtype", NARROW)
-def test_every_config(tile_n, dtype, monkeypatch):
+def test_every_config(index, dtype, monkeypatch):
     """Whichever a plan chooses at other sizes, paced and with few clusters too."""
     configs = launch.device.gpu_of(torch.device("cuda", 0)).row.token_configs
-    chosen = next(config for config in configs if config.tile_n == tile_n)
+    chosen = configs[index]
     monkeypatch.setattr(plans, "choose_config", lambda *_: chosen)
     try:
         for n, d, V in ((700, 4096, 40_000), (300, 64, 500), (1, 8, 1000)):
