@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from unittest import mock
 
+import pytest
+
 from cute_lce import launch
 from cute_lce.arch import Gpu
 from cute_lce.compile import cache
 from cute_lce.ops import prepared
 from cute_lce.plan import backward as backward_plans
-from cute_lce.plan import candidates, schedule
+from cute_lce.plan import candidates, memory, schedule
 from cute_lce.plan import forward as forward_plans
 from cute_lce.plan.kernels import Key
 
@@ -57,3 +59,16 @@ def forget_plans() -> None:
     schedule._call.cache_clear()
     forward_plans.plan.cache_clear()
     backward_plans.plan.cache_clear()
+
+
+def two_sweeps(patch: pytest.MonkeyPatch, chunk: int, columns: int, splits: int = 1) -> None:
+    """Backwards by chunks of tokens for dinput, and then by stripes of columns for dweight."""
+    forget_plans()
+
+    def within(gpu, problem, kept, limits):
+        assert not kept
+        found = candidates.candidates(gpu, problem)
+        enough = memory.sweeps_bytes(problem, chunk, splits, columns)
+        return found, candidates.Candidate(0, enough, columns if problem.need_dweight else 0, splits, chunk)
+
+    patch.setattr(backward_plans, "backward_within", within)

@@ -19,7 +19,6 @@ from .memory import (
     keeping_bytes,
     note_bytes,
     refuse_workspace,
-    sweeps_bytes,
     usable,
     workspace_for,
 )
@@ -232,7 +231,9 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     call = _call(gpu, known, limits.window)
     n, d, vocab = problem.n, problem.d, problem.vocab
     if limits.workspace and problem.wants_gradient:
-        least = max(forward_bytes(n), sweeps_bytes(problem, call.tokens[False].columns, 1, STRIPE_MULTIPLE))
+        # No backward has less than the narrowest stripe of dlogits.
+        columns = min(STRIPE_MULTIPLE, known.vocab) if problem.need_dweight else 0
+        least = max(forward_bytes(n), backward_bytes(problem._replace(need_dinput=False), columns))
         if limits.workspace < least:
             raise refuse_workspace("recompute", limits.workspace, least)
     room = usable(call.workspace(limits))

@@ -16,8 +16,7 @@ from torch import Tensor
 from cute_lce import arch as architectures
 from cute_lce.arch import Gpu
 from cute_lce.launch import KERNELS
-from cute_lce.plan import backward as backward_plans
-from cute_lce.plan import candidates, gemm, memory
+from cute_lce.plan import candidates, gemm
 from cute_lce.plan import forward as forward_plans
 from tests import emulator, passes
 from tests.device import forget_plans, planned_for
@@ -60,21 +59,9 @@ def narrow_plans(
         for module in (gemm, forward_plans):
             patch.setattr(module, "is_paced", lambda *_: paced)
     if splits:
+        patch.setattr(candidates, "LEAST_DEPTH", 1)
         tokens = candidates._tokens
         patch.setattr(candidates, "_tokens", lambda *call: (tokens(*call)[0], [splits]))
-
-
-def two_sweeps(patch: pytest.MonkeyPatch, chunk: int, columns: int, splits: int = 1) -> None:
-    """Backwards by chunks of tokens for dinput, and then by stripes of columns for dweight."""
-    forget_plans()
-
-    def within(gpu, problem, kept, limits):
-        assert not kept
-        found = candidates.candidates(gpu, problem)
-        enough = memory.sweeps_bytes(problem, chunk, splits, columns)
-        return found, candidates.Candidate(0, enough, columns if problem.need_dweight else 0, splits, chunk)
-
-    patch.setattr(backward_plans, "backward_within", within)
 
 
 @dataclass

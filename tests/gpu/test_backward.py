@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cute_lce.launch import KERNELS
 from cute_lce.plan.candidates import STRIPE_MULTIPLE
 from cute_lce.plan.problem import MIB
 from tests import passes
+from tests.device import forget_device, forget_plans, two_sweeps
 from tests.gpu.test_forward import (
     device_case,
     host_microseconds,
@@ -538,6 +540,8 @@ def peak_extra(case: Case, *, need_dweight: bool = True, reduction: str = "mean"
         (1024, 4096, 262144, 560),
         (8192, 4096, 131072, 310),
         (8192, 4096, 131072, 2350),
+        # The float32 sum of dinput alone would take 280 MiB.
+        (20480, 3584, 128256, 150),
     ],
 )
 def test_workspace_is_a_promise(n, d, V, workspace_mb, reduction):
@@ -546,6 +550,63 @@ def test_workspace_is_a_promise(n, d, V, workspace_mb, reduction):
     for schedule in ("auto", "recompute"):
         extra = peak_extra(case, schedule=schedule, reduction=reduction, workspace_mb=workspace_mb)
         assert extra <= workspace_mb * MIB, f"{schedule}: {extra / MIB:.1f} MiB"
+
+
+@pytest.fixture
+def plans():
+    """Planned anew, before and after a test that plans otherwise."""
+    forget_device()
+    yield
+    forget_device()
+    forget_plans()
+
+
+# Tokens of a chunk, columns of a stripe, splits of dhidden's k: whole tiles, ragged ends, and one of either.
+SWEEPS = [(384, 1536, 1), (160, 1000, 3), (1000, 700, 2), (96, 5003, 1)]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("chunk", "columns", "splits"), SWEEPS)
+def test_two_sweeps(chunk, columns, splits, reduction, dtype, plans, monkeypatch):
+    """dinput by chunks of tokens, dweight by stripes of columns; the same bits again."""
+    two_sweeps(monkeypatch, chunk, columns, splits)
+    case = some_ignored(device_case(1000, 520, 5003, dtype))
+    trained = Trained(case, None if dtype is torch.float16 else 0, reduction)
+    trained.check()
+    dloss = case.upstream(reduction)
+    first, *others = (trained.backward(dloss) for _ in range(4))
+    assert all(torch.equal(mine, other) for each in others for mine, other in zip(first, each, strict=True))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_two_sweeps_of_a_strided_upstream(dtype, plans, monkeypatch):
+    two_sweeps(monkeypatch, 96, 700)
+    case = some_ignored(device_case(300, 264, 2000, dtype))
+    wide = torch.randn(300, 3, device="cuda")
+    Trained(case, None if dtype is torch.float16 else 0).check(wide[:, 1])
+
+
+def test_more_workspace_is_not_slower_where_the_sum_of_dinput_crowds():
+    """From two sweeps to one to kept columns, each some faster; medians of three."""
+    case = device_case(20480, 3584, 128256, BF16)
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+
+    def milliseconds(workspace_mb: int) -> float:
+        times = []
+        for _ in range(4):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            loss = linear_cross_entropy(hidden, weight, case.target, workspace_mb=workspace_mb)
+            torch.autograd.grad(loss, (hidden, weight))
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return sorted(times[1:])[1]
+
+    found = [milliseconds(workspace_mb) for workspace_mb in (150, 300, 1200, 5400)]
+    assert all(more <= 1.03 * less for less, more in pairwise(found)), found
+    assert found[0] < 1.9 * found[-1], found
 
 
 @pytest.mark.parametrize("dtype", NARROW)
