@@ -46,17 +46,20 @@ SUM_BYTES_PER_CLOCK = 14000
 
 
 class Epilogue(NamedTuple):
-    """clocks: of a tile, for each of its columns. stored: bytes for each of its elements."""
+    """clocks: of a tile, for each of its columns; scarce: where more than SCARCE_REGISTERS of a thread hold
+    accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements."""
 
     clocks: float
+    scarce: float
     stored: int
 
 
-STATISTICS = Epilogue(48.4, 0)
-EXPONENTIALS = Epilogue(74.8, 2)
+SCARCE_REGISTERS = 160
+STATISTICS = Epilogue(65.0, 65.0, 0)
+EXPONENTIALS = Epilogue(90.0, 126.0, 2)
 """Of a forward that keeps, and of dlogits."""
-DINPUT, SUMS = Epilogue(60.0, 2), Epilogue(120.0, 4)
-DWEIGHT = Epilogue(22.4, 2)
+DINPUT, SUMS = Epilogue(60.0, 60.0, 2), Epilogue(120.0, 120.0, 4)
+DWEIGHT = Epilogue(22.4, 22.4, 2)
 EXPOSED_CLOCKS = 3.2
 """Of an epilogue that does not hide, for each column of its tile."""
 
@@ -122,7 +125,8 @@ class Gemm:
         """Clocks between a cluster's tiles of this depth."""
         config, depth = self.config, self._depth(depth)
         tile = max(depth * self._mma, depth * self._loaded + epilogue.stored * self._stored)
-        own = config.tile_n * epilogue.clocks
+        scarce = config.accumulator_registers > SCARCE_REGISTERS
+        own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
         # Tensor memory holds two tiles; registers one.

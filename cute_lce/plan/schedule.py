@@ -117,7 +117,7 @@ class _Call:
 
     @functools.cached_property
     def _least_forward(self) -> int:
-        """Clocks of a forward that keeps nothing, with any workspace and tiles: others take as long, or more."""
+        """Clocks of a forward that keeps nothing, with any workspace and tiles: no other takes fewer."""
         n, d, vocab = self.problem.n, self.problem.d, self.problem.vocab
         return min(fastest(choices(tokens, n, d, vocab, 0), UNLIMITED)[0] for tokens in self.tokens)
 
