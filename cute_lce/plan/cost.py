@@ -94,6 +94,7 @@ class Gemm:
         self._mma = MMA_CLOCKS * 2 * own_m * own_n / config.row.dense_flops_per_clock
         self._loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m) / self.rates.l2
         self._stored = own_m * own_n / self.rates.l2
+        self._tiles: dict[tuple[int, Epilogue], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
@@ -123,6 +124,12 @@ class Gemm:
 
     def tile(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks between a cluster's tiles of this depth."""
+        found = self._tiles.get((depth, epilogue))
+        if found is None:
+            found = self._tiles[depth, epilogue] = self._tile(depth, epilogue)
+        return found
+
+    def _tile(self, depth: int, epilogue: Epilogue) -> float:
         config, depth = self.config, self._depth(depth)
         tile = max(depth * self._mma, depth * self._loaded + epilogue.stored * self._stored)
         scarce = config.accumulator_registers > SCARCE_REGISTERS
