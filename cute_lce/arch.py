@@ -169,13 +169,12 @@ class DataSheet:
 class Tilings:
     """The tilings of calls with few tokens, or with many.
 
-    tokens: of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by hidden.
-        token_tiles: the tile_n that it may have, narrow first.
+    tokens: of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by hidden; narrow
+        ones of a kind first.
     dweight: of the gradient by weight's GEMM.
     """
 
-    tokens: Tiling
-    token_tiles: tuple[int, ...]
+    tokens: tuple[Tiling, ...]
     dweight: tuple[Tiling, ...]
 
 
@@ -214,10 +213,7 @@ class Architecture:
     def configs(self) -> tuple[Configs, ...]:
         """The configurations that go with `tilings`."""
         return tuple(
-            Configs(
-                tuple(self._configure(replace(each.tokens, tile_n=columns)) for columns in each.token_tiles),
-                tuple(map(self._configure, each.dweight)),
-            )
+            Configs(tuple(map(self._configure, each.tokens)), tuple(map(self._configure, each.dweight)))
             for each in self.tilings
         )
 
@@ -291,6 +287,12 @@ _HOPPER = Tiling(
     stages=MOST_STAGES,
     pace=8,
 )
+
+
+def _widths(tiling: Tiling, *columns: int) -> tuple[Tiling, ...]:
+    return tuple(replace(tiling, tile_n=each) for each in columns)
+
+
 _HOPPER_PAIR = replace(_HOPPER, cluster_m=1, cluster_n=2)
 _HOPPER_WIDE = replace(_HOPPER_PAIR, tile_n=256, pingpong=False)
 """Asks the least of shared memory and L2, where a tile's k is short; its epilogue does not hide."""
@@ -322,15 +324,17 @@ _SM_90A = Architecture(
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
-            tokens=_HOPPER,
-            token_tiles=(32, 64, 96, 112, 128, 144, 160, 176, 192),
+            tokens=_widths(_HOPPER, 32, 64, 96, 112, 128, 144, 160, 176, 192),
             dweight=(_HOPPER_WIDE, replace(_HOPPER_PAIR, tile_n=192)),
         ),
         # Two tiles of tokens side by side read the weight once. Operands whose rows are not along k come in
         # slices of 64 columns, of which a multicast wants whole halves.
         Tilings(
-            tokens=_HOPPER_PAIR,
-            token_tiles=(96, 112, 128, 144, 160, 176),
+            tokens=(
+                *_widths(_HOPPER_PAIR, 96, 112, 128, 144, 160, 176),
+                # For odd numbers of columns of tiles; narrower ones would read the weight too fast.
+                *_widths(_HOPPER, 144, 160, 176),
+            ),
             dweight=(
                 replace(_HOPPER_PAIR, tile_n=128),
                 replace(_HOPPER_PAIR, tile_n=192),
@@ -352,9 +356,7 @@ _SM_100A = Architecture(
     dense_flops_per_clock=8192,
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
-    tilings=(
-        Tilings(tokens=_BLACKWELL, token_tiles=(64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),
-    ),
+    tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )
 _SM_103A = replace(
     _SM_100A,

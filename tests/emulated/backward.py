@@ -46,8 +46,9 @@ def narrow_plans(
         narrow = tuple(
             replace(
                 each,
-                tokens=replace(each.tokens, **changed),
-                token_tiles=(tile_n,),
+                tokens=tuple(
+                    dict.fromkeys(replace(tiling, tile_n=tile_n, **changed) for tiling in each.tokens)
+                ),
                 # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
                 dweight=tuple(replace(tiling, tile_n=128, **changed) for tiling in each.dweight),
             )
