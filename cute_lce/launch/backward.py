@@ -15,7 +15,6 @@ from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
 from ..plan.problem import Problem, round_up
-from ..streaming.rows import grad_scale, is_ignored
 from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
 ALIGNMENT = 256
@@ -53,10 +52,8 @@ def _zeros(tensor: Tensor) -> Tensor:
 class KernelBackward:
     """See implementation.Backward. `dinput` launches every stripe's three GEMMs.
 
-    The range of float16 is too small for upstream / n: its dlogits are softmax - onehot, dinput's rows are
-    scaled by its GEMMs' epilogues, and dweight is computed with a copy of the hidden rows scaled by factor /
-    max factor, with the maximum applied at the end.
-    Kept columns need no dlogits: a row's factor is its grad_scale times kept_scale.
+    What was kept, and float16's dlogits, lack the upstream gradient: with them dinput's rows are multiplied by
+    factors, and dweight is computed with a copy of the hidden rows that is (kernels/scale.py).
     """
 
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
@@ -71,7 +68,7 @@ class KernelBackward:
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
-        self.kept, self.pitch = kept, chosen.pitch
+        self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
         self.stripes = tuple(map(freeze, chosen.stripes))
         self.paced = any(
             stripe.logits.paced or stripe.dhidden.paced or stripe.dweight.paced for stripe in chosen.stripes
@@ -86,8 +83,10 @@ class KernelBackward:
             offset, total = total, total + round_up(size, ALIGNMENT)
             return offset
 
-        self.kept_factor = part(4 * n if kept else 0)
-        self.kept_hidden = part(n * d * dtype.itemsize if kept and problem.need_dweight else 0)
+        scales = kept > 0 or problem.half
+        self.factor = part(4 * n if scales else 0)
+        self.weight_factor = part(4 if problem.half else 0)
+        self.scaled = part(n * d * dtype.itemsize if scales and problem.need_dweight else 0)
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)
         summed = problem.need_dinput and (len(self.stripes) > 1 or chosen.splits > 1)
         self.sums = part(4 * n * d * chosen.splits if summed else 0)
@@ -121,59 +120,43 @@ class KernelBackward:
         if self.paced:
             counters = torch.zeros((COUNTERS * len(self.stripes),), dtype=torch.int32, device=hidden.device)
             progress = counters.data_ptr()
-        stripes = self.stripes
-        if self.kept:
-            self.function(*groups, self._kept_source(saved, start), stripes[0], progress)
-            progress, stripes = progress + 4 * COUNTERS, stripes[1:]
-        if stripes:
-            # float16: keep the copies alive until every stripe is launched.
-            source, _copies = self._recomputed_source(start, hidden, target, dloss, saved.num_valid, loss)
-            for stripe in stripes:
-                self.function(*groups, source, stripe, progress)
-                progress += 4 * COUNTERS
+        for i, stripe in enumerate(self.stripes):
+            if self.kept and i == 0:
+                source = self._kept_source(saved, start)
+            elif i == (self.kept > 0):
+                source = self._recomputed_source(hidden, start)
+            elif self.half:
+                source = source._replace(scales=0)
+            self.function(*groups, source, stripe, progress)
+            progress += 4 * COUNTERS
         return self._without_padding(dinput), dweight
 
     def _kept_source(self, saved: Saved, start: int) -> GradientOperands:
         kept, kept_scale = saved.kept, saved.kept_scale
         assert kept is not None
         assert kept_scale is not None
-        return GradientOperands(
-            dlogits=kept.data_ptr(),
-            pitch=kept.stride(0),
-            factor=start + self.kept_factor,
-            factor_stride=1,
-            weight_factor=0,
-            hidden=start + self.kept_hidden,
-            hidden_pitch=round_up(self.features, 8),
-            kept_scale=kept_scale.data_ptr(),
+        return self._scaled_source(start)._replace(
+            dlogits=kept.data_ptr(), pitch=kept.stride(0), kept_scale=kept_scale.data_ptr()
         )
 
-    def _recomputed_source(
-        self,
-        start: int,
-        hidden: Tensor,
-        target: Tensor,
-        dloss: Tensor,
-        num_valid: Tensor,
-        loss: LossOptions,
-    ) -> tuple[GradientOperands, tuple[Tensor, ...]]:
-        """The operand of stripes that are recomputed, and what it points to beside the workspace."""
-        if hidden.dtype is not torch.float16:
-            factor, weight_factor, scaled, copies = 0, 0, hidden, ()
-        else:
-            copies = _split_factor(hidden, target, dloss, num_valid, loss)
-            factor, weight_factor, scaled = copies[0].data_ptr(), copies[1].data_ptr(), copies[2]
-        source = GradientOperands(
+    def _recomputed_source(self, hidden: Tensor, start: int) -> GradientOperands:
+        source = self._scaled_source(start)
+        if self.half:
+            return source
+        return source._replace(factor=0, hidden=hidden.data_ptr(), hidden_pitch=hidden.stride(0), scales=0)
+
+    def _scaled_source(self, start: int) -> GradientOperands:
+        """Of float16's first recomputed stripe; such operands differ from it in a few fields."""
+        return GradientOperands(
             dlogits=start + self.dlogits,
             pitch=self.pitch,
-            factor=factor,
-            factor_stride=1 if factor else 0,
-            weight_factor=weight_factor,
-            hidden=scaled.data_ptr(),
-            hidden_pitch=scaled.stride(0),
+            factor=start + self.factor,
+            weight_factor=start + self.weight_factor if self.half else 0,
+            hidden=start + self.scaled,
+            hidden_pitch=round_up(self.features, 8),
             kept_scale=0,
+            scales=1,
         )
-        return source, copies
 
     def dweight(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
@@ -185,15 +168,3 @@ class KernelBackward:
         if gradient is None or self.features % 8 == 0:
             return gradient
         return gradient[:, : self.features].contiguous()
-
-
-def _split_factor(
-    hidden: Tensor, target: Tensor, dloss: Tensor, num_valid: Tensor, loss: LossOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For float16: (factors of dinput's rows, their maximum, hidden's rows times factor / maximum)."""
-    ignored = is_ignored(target, loss.ignore_index)
-    factor = torch.where(ignored, 0, grad_scale(dloss, num_valid, loss))
-    greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-    scaled = hidden * (factor / greatest).unsqueeze(1)
-    scaled = scaled.masked_fill_(ignored.unsqueeze(1), 0).to(hidden.dtype).contiguous()
-    return factor, greatest, scaled

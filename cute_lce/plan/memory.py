@@ -56,7 +56,7 @@ def note_bytes(kept: int) -> int:
 
 
 def kept_bytes(n: int, kept: int) -> int:
-    """Bytes of what a forward keeps: bf16 exponentials in rows of a multiple of 8, and kept_scale."""
+    """Bytes of what a forward keeps: 16-bit exponentials in rows of a multiple of 8, and kept_scale."""
     return n * (2 * round_up(kept, 8) + 4)
 
 
@@ -69,10 +69,10 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0) -> int:
     total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8)
     if problem.need_dinput and (columns + kept < vocab or 0 < kept < vocab):
         total += 4 * n * d
-    if problem.half:
-        total += 6 * n * d
     if kept:
-        # The operand, the notes, and the scaled copy of the hidden rows.
+        # The operand and the notes.
         total += 2 * n * round_up(kept, 8) + n * note_bytes(kept)
-        total += 2 * n * d if problem.need_dweight else 0
+    if problem.need_dweight and (kept or problem.half):
+        # The scaled copy of the hidden rows.
+        total += 2 * n * d
     return total

@@ -30,16 +30,10 @@ it saves, whose time is that of its arithmetic or of reading the weight."""
 def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
     """Decide among the kernels' schedules: ("recompute", 0) or ("keep", columns).
 
-    schedule: "auto", "recompute" or "keep". "auto" keeps what the workspace holds in bfloat16, and recomputes
-    with float16, which cannot keep, and for small products. Raises ValueError naming schedule for "keep" with
-    float16, and ValueError naming the least workspace_mb for a smaller one.
+    schedule: "auto", "recompute" or "keep". "auto" keeps what the workspace holds, and recomputes small
+    products. Raises ValueError naming the least workspace_mb for a smaller one.
     """
     n, _, vocab = problem.n, problem.d, problem.vocab
-    if schedule == "keep" and problem.half and problem.wants_gradient:
-        raise ValueError(
-            "schedule: got 'keep' with float16, whose range cannot hold the exponentials; want bfloat16, "
-            "'recompute' or 'auto'"
-        )
     if limits.workspace:
         least = forward_bytes(n)
         if problem.wants_gradient:
@@ -49,7 +43,6 @@ def choose(problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
             raise refuse_workspace(schedule, limits.workspace, least)
     if (
         schedule == "recompute"
-        or problem.half
         or not problem.wants_gradient
         or n == 0
         or vocab < LEAST_STRIPE

@@ -223,6 +223,8 @@ HOW = {
     "keep, stripes": (BF16, 128, 70),
     "fp16": (FP16, 0, 0),
     "fp16, stripes": (FP16, 0, 70),
+    "fp16 keep": (FP16, None, 0),
+    "fp16 keep, stripes": (FP16, 128, 70),
 }
 hows = pytest.mark.parametrize("how", HOW)
 

@@ -46,10 +46,11 @@ class KeepEpilogue:
     statistics. A token has one j for a warp's rows of a tile, a unit.
     """
 
-    def __init__(self, fragment: Fragment, warps: int):
+    def __init__(self, fragment: Fragment, warps: int, kept: maths.KeptRange):
         if len(fragment.rows) != 4:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
+        self.kept = kept
         self.forward = ForwardEpilogue(fragment, warps)
 
     @cute.jit
@@ -104,7 +105,7 @@ class KeepEpilogue:
             if has_token:
                 reference = keep.reference[token]
             (row_max,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
-            steps = maths.raise_steps(row_max, reference, fma, cute.math.ceil)
+            steps = maths.raise_steps(row_max, reference, self.kept, fma, cute.math.ceil)
             steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
             if has_token:
                 keep.notes[unit, token] = Uint16(Int32(steps))
@@ -117,7 +118,7 @@ class KeepEpilogue:
                         sem="relaxed",
                         scope="gpu",
                     )
-            base = maths.raised(reference, steps)
+            base = maths.raised(reference, steps, self.kept)
             leaf = functools.partial(exponentials, fragment, frag, base, SHARED * i, in_place=True)
             (terms,) = fold(leaf, lambda a, b: (a + b,))
             self.forward.update(state.forward, slab * fragment.owned + i, row_max, terms, base)
