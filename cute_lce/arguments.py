@@ -81,8 +81,8 @@ class ForwardOutputs(NamedTuple):
 class KeepOutputs(NamedTuple):
     """What a forward that keeps writes in addition; all zero if it keeps nothing.
 
-    kept (n, columns) in the operands' dtype, rows of `pitch` elements. kept_scale (n,) fp32. workspace: reference (n,) fp32,
-    most_raised (n,) int32, notes (units, n) uint16.
+    kept (n, columns) in the operands' dtype, rows of `pitch` elements. kept_scale (n,) fp32. workspace:
+    reference (n,) fp32, most_raised (n,) int32, notes (units, n) uint16.
     """
 
     kept: Address

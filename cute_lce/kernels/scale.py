@@ -1,8 +1,8 @@
 """Before gradients' GEMMs whose operand lacks grad_scale: the rows' factors, and hidden with its rows scaled.
 
 Such an operand is what a forward kept, E' = (softmax - onehot) / kept_scale, and float16's dlogits, which are
-HALF_SCALE (softmax - onehot): the range of float16 is too small for upstream / n. A row's factor makes
-dlogits of it: dhidden's GEMM multiplies by it last, dweight's takes a copy of hidden that is multiplied by it.
+HALF_SCALE (softmax - onehot): the range of float16 is too small for upstream / n. Times a row's factor it is
+dlogits: dhidden's GEMM multiplies by it last, dweight's takes a copy of hidden that is multiplied by it.
 
 bf16 holds factor times hidden as it is. In float16 all of it is multiplied by one number more, so that the
 largest magnitude is HALF_LARGEST, and weight_factor is the inverse, which dweight's GEMM multiplies by last.

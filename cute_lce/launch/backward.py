@@ -52,7 +52,7 @@ def _zeros(tensor: Tensor) -> Tensor:
 class KernelBackward:
     """See implementation.Backward. `dinput` launches every stripe's three GEMMs.
 
-    What was kept, and float16's dlogits, lack the upstream gradient: with them dinput's rows are multiplied by
+    What was kept, and float16's dlogits, lack the upstream gradient: dinput's rows are then multiplied by
     factors, and dweight is computed with a copy of the hidden rows that is (kernels/scale.py).
     """
 

@@ -81,22 +81,6 @@ class Backward:
         factors = vector(Float32, source.factor, n)
         weight_factor = vector(Float32, source.weight_factor, 1)
         num_valid = vector(Int64, statistics.num_valid, 1)
-        if source.scales != 0:
-            self.scale(
-                ScaleTensors(
-                    hidden=hidden,
-                    target=target,
-                    dloss=dloss,
-                    num_valid=num_valid,
-                    kept_scale=vector(Float32, source.kept_scale, n),
-                    factor=factors,
-                    weight_factor=weight_factor,
-                    scaled=hidden_rows,
-                    loss=loss,
-                    wanted=Int32(gradients.dweight != 0),
-                ),
-                stream,
-            )
         if source.kept_scale == 0:
             self.dlogits(
                 rows,
@@ -113,6 +97,22 @@ class Backward:
                 ),
                 counters[0],
                 stripe.logits,
+                stream,
+            )
+        if source.scales != 0:
+            self.scale(
+                ScaleTensors(
+                    hidden=hidden,
+                    target=target,
+                    dloss=dloss,
+                    num_valid=num_valid,
+                    kept_scale=vector(Float32, source.kept_scale, n),
+                    factor=factors,
+                    weight_factor=weight_factor,
+                    scaled=hidden_rows,
+                    loss=loss,
+                    wanted=Int32(gradients.dweight != 0),
+                ),
                 stream,
             )
         if gradients.dhidden != 0:
