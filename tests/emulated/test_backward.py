@@ -37,6 +37,7 @@ from tests.numerics import (
     random_case,
     with_bad_ignored_rows,
     with_bad_rows,
+    with_probability,
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -157,6 +158,16 @@ def test_flat_rows_whose_samples_mislead(arch: str, kept: int):
 
 
 @both
+@pytest.mark.parametrize("kept", [0, 128, 330])
+@pytest.mark.parametrize("probability", [0.9999, 0.3, 1e-6, 1e-12])
+def test_float16_rows_of_any_confidence(arch: str, probability: float, kept: int):
+    """Probabilities of the target from which the range of what is kept has to be guessed."""
+    case = with_probability(random_case(24, 64, 330, FP16), probability)
+    dloss = torch.linspace(1, 2, 24).double()
+    check(case, train(case, arch, kept_columns=kept, dloss=dloss), dloss=dloss)
+
+
+@both
 @pytest.mark.parametrize("V", [200, 3000])
 def test_float16_keeps_sums_of_flat_rows_in_its_range(arch: str, V: int):
     """The sum of equal logits, of any number, is guessed: it lies 2^6 above K, and nothing is rescaled."""
@@ -199,8 +210,8 @@ def test_one_row_jumps(arch: str, dtype: torch.dtype, height: float):
     case = random_case(20, 64, 330, dtype, seed=3)
     hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
     hidden[:, 0] = 0
-    # A factor in either operand: in a large weight fp16's errors would be those of a few roundings of E, where
-    # the baseline's may be none.
+    # A factor in either operand: with a large weight fp16's errors would be those of a few roundings of E,
+    # where the baseline's may be none.
     high = 16384 if dtype is FP16 else 1
     hidden[7, 0] = high
     weight[:, 0] = 0
@@ -298,8 +309,8 @@ def run_how(how: str, make_case, arch: str, **options) -> tuple[Case, Run]:
 
 
 def _ways() -> Iterator:
-    """(corner, how, architecture); in the long sweep several stripes, where the corner has columns for them, and
-    on Blackwell what float16 keeps, by code that the two and the types share."""
+    """(corner, how, architecture); in the long sweep several stripes, where the corner has columns for them,
+    and on Blackwell what float16 keeps, by code that the architectures and the types share."""
     for corner, make_case in CORNERS.items():
         V = make_case(BF16).linear_weight.shape[0]
         for how, (dtype, kept, window) in HOW.items():

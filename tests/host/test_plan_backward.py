@@ -83,8 +83,6 @@ def ask(call: Call, schedule: str, workspace: int) -> tuple[str, int]:
 
 def decide(call: Call, schedule: str = "keep") -> int | None:
     """Columns kept, or None where launch refuses the workspace."""
-    if call.half and schedule == "keep":
-        schedule = "auto"
     try:
         return ask(call, schedule, call.workspace)[1]
     except ValueError as refusal:
@@ -244,7 +242,7 @@ def test_more_workspace_is_never_more_work():
     for call in draws(60, seed=5):
         costs = []
         for workspace in (int(1.3**power) for power in range(45, 105)):
-            given = call._replace(workspace=workspace, half=False)
+            given = call._replace(workspace=workspace)
             if decide(given, "recompute") is None:
                 continue
             kept = kept_columns(given, workspace)
@@ -426,8 +424,7 @@ def test_nothing_that_outlives_a_call_owns_memory(no_kernels):
     for call in (Call(100, 64, 1000), Call(100, 64, 1000, half=True), Call(8192, 4096, 131072)):
         for reduction in ("mean", "none"):
             train(call, 0, reduction)
-            if not call.half:
-                train(call, 768, reduction)
+            train(call, 768, reduction)
     gc.collect()
     known = set(map(id, before))
     after = [found for found in gc.get_objects() if type(found) is torch.Tensor and id(found) not in known]
