@@ -190,8 +190,9 @@ class Finish:
     @cute.jit
     def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:
         """j of a whole row: the largest of its units, or what its sum, kept or not, requires."""
-        lse = row_max + cute.math.log(row_sum)
-        steps = maths.raise_steps(lse, reference, self.kept, fma, cute.math.ceil)
+        # A sum of 2^s terms like the largest exceeds K as that term alone exceeds K - s.
+        reference -= cute.math.log2(row_sum, fastmath=True)
+        steps = maths.raise_steps(row_max, reference, self.kept, fma, cute.math.ceil)
         steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(2.0**22))
         return cutlass.max(Int32(steps), noted)
 
