@@ -88,8 +88,8 @@ class ForwardOutputs(NamedTuple):
 class KeepOutputs(NamedTuple):
     """What a forward that keeps writes in addition; all zero if it keeps nothing.
 
-    kept (n, columns) bf16, rows of `pitch` elements. kept_scale (n,) fp32. workspace: reference (n,) fp32,
-    most_raised (n,) int32, notes (units, n) uint16.
+    kept (n, columns) in the operands' dtype, rows of `pitch` elements. kept_scale (n,) fp32. workspace:
+    reference (n,) fp32, most_raised (n,) int32, notes (units, n) uint16.
     """
 
     kept: Address
@@ -127,20 +127,20 @@ class GradientOperands(NamedTuple):
     """The operands of a stripe's gradient GEMMs, and the factors of their products.
 
     dlogits (n, columns) in the operands' dtype, rows of `pitch` elements: written, or what was kept.
-    factor fp32 (n,) with a stride: multiplies the rows of dlogits @ weight; 0: ones. hidden (n, d), rows of
-    hidden_pitch elements: multiplied by dlogits.T. weight_factor, one fp32: multiplies dlogits.T @ hidden;
-    0: one. kept_scale (n,) fp32: of a kept stripe, whose factor and hidden are then written; 0: the stripe is
-    recomputed.
+    factor fp32 (n,): multiplies the rows of dlogits @ weight; 0: ones. hidden (n, d), rows of hidden_pitch
+    elements: multiplied by dlogits.T. weight_factor, one fp32: multiplies dlogits.T @ hidden; 0: one.
+    kept_scale (n,) fp32: of a kept stripe; 0: the stripe is recomputed. scales: whether factor, hidden and
+    weight_factor are written first (0 or 1; kernels/scale.py).
     """
 
     dlogits: Address
     pitch: Int64
     factor: Address
-    factor_stride: Int64
     weight_factor: Address
     hidden: Address
     hidden_pitch: Int64
     kept_scale: Address
+    scales: Int32
 
 
 class Stripe(NamedTuple):

@@ -6,16 +6,48 @@ and the like. In kernels `exp` is exp2 of the argument times LOG2_E; the differe
 is exact where it matters.
 """
 
+from dataclasses import dataclass
+
 LOG2_E = 1.4426950408889634
 
 HEADROOM = 64.0
-"""How far above a row's reference, K or a sum's base, exponents in base 2 may lie without raising it."""
-STEP = 128.0
-"""One step of a raise of K: twice the headroom, so that a raised maximum lies within +-64 of K."""
+"""How far above a sum's base exponents in base 2 may lie without raising it."""
 MOST_STEPS = 65535.0
-"""The most steps that are noted, in 16 bits."""
-FAR = float(2**22)
-"""Bound of |K|, within which references are finite and integers in fp32."""
+"""The most steps by which K is raised that are noted, in 16 bits."""
+
+
+@dataclass(frozen=True)
+class KeptRange:
+    """How exponentials relative to 2^K, with an integer K for each row, use a 16-bit type's range.
+
+    headroom: how far above K exponents in base 2, and that of a row's sum, may lie without raising K. step:
+    one step of a raise. far: bound of |K|, within which K and its raises are integers in fp32 and the noted
+    steps reach +far from -far. below: how far K lies below what a row's sum is guessed to be before it is
+    known. samples: logits of a row that are looked at for that guess, besides the target's.
+    """
+
+    headroom: float
+    step: float
+    far: float
+    below: float
+    samples: int
+
+
+KEPT_RANGES = {
+    # A raised maximum lies within +-64 of K.
+    "bfloat16": KeptRange(headroom=HEADROOM, step=128.0, far=float(2**22), below=0.0, samples=0),
+    # Normal numbers lie within 2^-14 and 65504 = 2^15.9993, and a sum of 2^s makes probabilities below
+    # 2^(-14 - s) subnormal.
+    "float16": KeptRange(headroom=15.5, step=8.0, far=float(2**18), below=6.0, samples=4),
+}
+"""By the names of the types."""
+
+HALF_SCALE = float(2**15)
+"""What float16's recomputed dlogits are multiplied by: probabilities are normal from 2^-29 on."""
+HALF_LARGEST = float(2**14)
+"""The largest magnitude in float16's scaled copy of the hidden rows."""
+HALF_LEAST = float(2**-60)
+"""The least that the largest magnitude is taken to be before it is scaled; a gradient of it rounds to 0."""
 
 
 def logits(product, loss):
@@ -71,11 +103,11 @@ def base_exponent(logit, base, fma):
     return fma(logit, -LOG2_E, base)
 
 
-def raise_steps(highest, reference, fma, ceil):
-    """The number of STEPs by which to raise K so that no exponent exceeds HEADROOM; negative: none."""
-    return ceil(kept_exponent(highest, reference + HEADROOM, fma) * (1 / STEP))
+def raise_steps(highest, reference, kept, fma, ceil):
+    """The number of steps by which to raise K so that no exponent exceeds the headroom; 0 and less: none."""
+    return ceil(kept_exponent(highest, reference + kept.headroom, fma) * (1 / kept.step))
 
 
-def raised(reference, steps):
+def raised(reference, steps, kept):
     """K after a raise."""
-    return reference + STEP * steps
+    return reference + kept.step * steps

@@ -194,6 +194,23 @@ def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) ->
     return replace(case, input=hidden, linear_weight=weight, target=target)
 
 
+def with_probability(case: Case, probability: float) -> Case:
+    """Targets of about this probability; no more rows than half of the features, of which each has one."""
+    n, (V, d) = len(case.target), case.linear_weight.shape
+    assert n <= d // 2
+    rows = torch.arange(n, device=case.target.device)
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    hidden[:, :n] = torch.eye(n, dtype=hidden.dtype, device=hidden.device)
+    weight[:, :n] = 0
+    target = torch.randperm(V, generator=torch.Generator().manual_seed(5)).to(rows.device)[:n]
+    logits = hidden.double() @ weight.double().mT
+    own = logits[rows, target]
+    rest = logits.index_put((rows, target), torch.tensor(-torch.inf).to(logits)).logsumexp(1)
+    odds = torch.tensor(probability / (1 - probability), dtype=torch.float64).log()
+    weight[target, rows] = (rest + odds - own).to(weight.dtype)
+    return replace(case, input=hidden, linear_weight=weight, target=target)
+
+
 def with_bad_rows(case: Case, sick: Sequence[int], impossible: Sequence[int]) -> Case:
     """sick: rows that hold a nan and, every other one, inf. impossible: rows whose target is one of two
     classes, near either end of the vocabulary, that have logits of -inf in every row.

@@ -1,21 +1,28 @@
 """The kernels that "keep" adds to the forward: the rows' references before its GEMM, and the completion of
 the kept operand after it.
 
-What is kept is E = bf16(2^(z log2 e - K)) with one integer K for each row. bf16 has fp32's exponent range, so
-E is as precise as dlogits rounded to bf16, and with v = grad_scale 2^K exp(-lse) for each row
+What is kept is E = 2^(z log2 e - K) in the operands' type, with one integer K for each row. With
+v = grad_scale 2^K exp(-lse) for each row
 
     dhidden = v (E' weight)        dweight = E'^T (v hidden)        E' = E - onehot 2^(lse log2 e - K)
 
-are plain GEMMs, for any upstream vector. K is the target's logit in base 2, rounded down: no logit that
-matters lies far below it. Where a row exceeds K by more than 64 within a unit (32 columns of the vocabulary,
-those of one warp in a tile: Fragment.unit), it is stored relative to K + 128 j, and j is noted in 16 bits.
-`Finish` rescales such rows, which are rare, to one K, and subtracts the onehot. Both steps are exact in bf16
-except for the target's own entry, which is rounded once. A row whose maximum lies that far above K in columns
-that are not kept is raised too, since 2^(lse log2 e - K) must be finite.
+are plain GEMMs, for any upstream vector. K must suit the type's range (maths.KeptRange): in bf16, which has
+fp32's, K is the target's logit in base 2, rounded down: no logit that matters lies far below it. In fp16 the
+row's sum 2^(lse log2 e - K) must be at most 65504, and the larger it is, the smaller are the probabilities
+that are normal numbers. There K lies 6 below a guess of lse log2 e: the target's logit, or what the least of
+four other logits comes to times V, if that is more. The first is near in rows whose target is probable, the
+second where the distribution is flat, as it is before training.
 
-K is limited to +-FAR, which also stands for a target's logit of -inf, and j to MOST_STEPS. So a kept logit
+Where a row exceeds K by more than the headroom within a unit (32 columns of the vocabulary, those of one warp
+in a tile: Fragment.unit), it is stored relative to K + step j, and j is noted in 16 bits. `Finish` rescales
+such rows, and those whose sum exceeds the headroom, to one K, and subtracts the onehot. Scaling by a power of
+two is exact except for what becomes subnormal; the target's own entry is rounded once. In bf16 such rows are
+rare; in fp16 they are those whose guess is 2^9.5 times too small, 0.1% of the probability for the target.
+
+K is limited to +-far, which also stands for a target's logit of -inf, and j to MOST_STEPS. So a kept logit
 may lie 2^23 in base 2, 5.8 million nats, above its row's K, and reach 2.9 million nats if the target's logit
-is -inf. A row beyond that, or with all logits below -2.9 million nats, becomes nan.
+is -inf; in fp16 2^19, 363 thousand nats, and 181 thousand. A row beyond that, or with all logits below -2.9
+million (-181 thousand) nats, becomes nan.
 """
 
 from typing import NamedTuple
@@ -23,23 +30,24 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.row_stats import fma
-from cute_lce.maths import FAR, LOG2_E, STEP
+from cute_lce.maths import LOG2_E
 
 WARPS = 4
-ROWS = 32
+ROWS = 8  # of a block of Finish
+COLUMNS = 8 * 8 * 32 * WARPS  # of a block of Finish: a thread has eight times 8 of each row
 
 
 class KeepTensors(NamedTuple):
     """Global memory of a forward that keeps.
 
-    kept (n, columns) bf16: E. reference (n,) fp32: K. notes (units, n) uint16: j of a row and a unit of
+    kept (n, columns) 16-bit: E. reference (n,) fp32: K. notes (units, n) uint16: j of a row and a unit of
     columns. most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse) with the
     raised K, which is v without grad_scale. columns: how many are kept: whole tiles, or V.
     """
@@ -53,11 +61,14 @@ class KeepTensors(NamedTuple):
 
 
 class References:
-    """K of every row, floor(<hidden, weight of the target> log2 e), and zeros for `most_raised`.
+    """K of every row, and zeros for `most_raised`.
 
     A warp for each row, 8 elements a lane at once; a row whose target is not a class uses class 0. 4 d bytes
-    are read a row.
+    are read a row, and the rows of the weight that are samples from L1.
     """
+
+    def __init__(self, kept: maths.KeptRange):
+        self.kept = kept
 
     @cute.jit
     def __call__(self, hidden, weight, target, keep: KeepTensors, loss: LossArguments, stream: cuda.CUstream):
@@ -78,37 +89,60 @@ class References:
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < cute.size(target):
+            vocab = cute.size(weight, mode=[0])
             index = Int64(target[row])
-            if index < 0 or index >= cute.size(weight, mode=[0]):
+            if index < 0 or index >= vocab:
                 index = Int64(0)
-            total = Float32(0.0)
+            # The target, and samples from all parts of the vocabulary.
+            count = 1 + self.kept.samples
+            totals = cute.make_rmem_tensor(count, Float32)
+            totals.fill(0.0)
             for chunk in cutlass.range(lane, cute.size(hidden, mode=[1]) // 8, 32, unroll=1):
                 a = cute.make_rmem_tensor(8, hidden.element_type)
-                b = cute.make_rmem_tensor(8, weight.element_type)
                 cute.autovec_copy(adjacent(hidden, row, chunk * 8, 8), a)
-                cute.autovec_copy(adjacent(weight, index, chunk * 8, 8), b)
-                for i in cutlass.range_constexpr(8):
-                    total += a[i].to(Float32) * b[i].to(Float32)
-            total = cute.arch.warp_reduction(total, lambda a, b: a + b)
+                for k in cutlass.range_constexpr(count):
+                    at = index
+                    if cutlass.const_expr(k > 0):
+                        at = Int64(vocab) * (2 * k - 1) // (2 * self.kept.samples)
+                    b = cute.make_rmem_tensor(8, weight.element_type)
+                    cute.autovec_copy(adjacent(weight, at, chunk * 8, 8), b)
+                    for i in cutlass.range_constexpr(8):
+                        totals[k] += a[i].to(Float32) * b[i].to(Float32)
+            for k in cutlass.range_constexpr(count):
+                totals[k] = cute.arch.warp_reduction(totals[k], lambda a, b: a + b)
             if lane == 0:
-                total = maths.logits(total, loss)
-                bound = cute.arch.fmin(cute.arch.fmax(total * Float32(LOG2_E), Float32(-FAR)), Float32(FAR))
+                totals.store(maths.logits(totals.load(), loss))
+                guess = totals[0] * Float32(LOG2_E)
+                if cutlass.const_expr(self.kept.samples > 0):
+                    least = totals[1]
+                    for k in cutlass.range_constexpr(2, count):
+                        least = cute.arch.fmin(least, totals[k])
+                    flat = least * Float32(LOG2_E) + cute.math.log2(Float32(vocab))
+                    guess = cute.arch.fmax(guess, flat)
+                far = Float32(self.kept.far)
+                bound = cute.arch.fmin(cute.arch.fmax(guess - self.kept.below, -far), far)
                 keep.reference[row] = cute.math.floor(bound)
                 keep.most_raised[row] = Int32(0)
 
 
 class Finish:
-    """After the statistics: one K for raised rows, the target's entry, kept_scale. A block for 32 rows."""
+    """After the statistics: one K for raised rows, the target's entry, kept_scale.
 
-    def __init__(self, fragment: Fragment):
+    A block for 8 rows and 8192 columns, whose threads rescale 8 columns of a row at once. Rows that need it
+    move 4 bytes a column, the others nothing.
+    """
+
+    def __init__(self, fragment: Fragment, kept: maths.KeptRange):
         self.fragment = fragment
+        self.kept = kept
 
     @cute.jit
     def __call__(
         self, keep: KeepTensors, target, target_logit, row_max, row_sum, loss, stream: cuda.CUstream
     ):
+        grid = (cute.ceil_div(cute.size(target), ROWS), cute.ceil_div(keep.columns, COLUMNS), 1)
         self.kernel(keep, target, target_logit, row_max, row_sum, loss).launch(
-            grid=(cute.ceil_div(cute.size(target), ROWS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=grid, block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -122,49 +156,59 @@ class Finish:
         loss: LossArguments,
     ):
         thread = cute.arch.thread_idx()[0]
-        first = cute.arch.block_idx()[0] * ROWS
+        rows, columns, _ = cute.arch.block_idx()
+        first, start = rows * ROWS, columns * COLUMNS
+        end = cutlass.min(start + COLUMNS, keep.columns)
+        # Each eighth lane has the numbers of one row.
+        own = first + thread % ROWS
+        steps, noted, valid = Int32(0), Int32(0), Boolean(False)
+        if own < cute.size(target):
+            # Ignored rows are zeros.
+            valid = Int64(target[own]) != loss.ignore_index
+            if valid:
+                noted = keep.most_raised[own]
+                steps = self._steps(keep.reference[own], row_max[own], row_sum[own], noted)
         for r in cutlass.range(ROWS, unroll=1):
-            if first + r < cute.size(target):
-                self._level(keep, row_max, first + r, thread)
+            most, units = cute.arch.shuffle_sync(steps, r), cute.arch.shuffle_sync(noted, r)
+            if most > 0:
+                for column in cutlass.range(start + 8 * thread, end, 8 * 32 * WARPS, unroll=1):
+                    self._rescale(keep, first + r, column, most, units)
         cute.arch.sync_threads()
-        row = first + thread
-        if thread < ROWS and row < cute.size(target):
-            k = maths.raised(keep.reference[row], _steps(keep, row_max, row).to(Float32))
-            # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
-            total = row_sum[row] * cute.math.exp2(maths.kept_exponent(row_max[row], k, fma), fastmath=True)
-            keep.kept_scale[row] = maths.softmax_factor(
-                cute.math.exp2(maths.base_exponent(row_max[row], k, fma)), row_sum[row]
-            )
-            index = Int64(target[row])
-            if index != loss.ignore_index and index >= 0 and index < keep.columns:
-                own = cute.math.exp2(maths.kept_exponent(target_logit[row], k, fma), fastmath=True)
-                keep.kept[row, Int32(index)] = maths.dlogits(own, total).to(keep.kept.element_type)
+        if thread < ROWS and own < cute.size(target):
+            k = maths.raised(keep.reference[own], steps.to(Float32), self.kept)
+            if start == 0:
+                keep.kept_scale[own] = maths.softmax_factor(
+                    cute.math.exp2(maths.base_exponent(row_max[own], k, fma)), row_sum[own]
+                )
+            index = Int64(target[own])
+            if valid and index >= start and index < end:
+                # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
+                one = cute.math.exp2(maths.kept_exponent(row_max[own], k, fma), fastmath=True)
+                entry = cute.math.exp2(maths.kept_exponent(target_logit[own], k, fma), fastmath=True)
+                entry = maths.dlogits(entry, row_sum[own] * one)
+                keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
 
     @cute.jit
-    def _level(self, keep: KeepTensors, row_max: cute.Tensor, row: Int32, thread: Int32):
-        """Rescale all units of a row to one K."""
-        most = _steps(keep, row_max, row)
-        if most > 0:
-            for column in cutlass.range(thread, keep.columns, 32 * WARPS, unroll=1):
-                # The DSL sign-extends even an unsigned type.
-                behind = most - (keep.notes[self.fragment.unit(column), row].to(Int32) & 65535)
-                if behind > 0:
-                    value = (
-                        keep.kept[row, column].to(Float32)
-                        * Float32(2.0 ** (-STEP / 2))
-                        * Float32(2.0 ** (-STEP / 2))
-                    )
-                    if behind > 1:
-                        value = Float32(0.0)
-                    keep.kept[row, column] = value.to(keep.kept.element_type)
+    def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:
+        """j of a whole row: the largest of its units, or what its sum, kept or not, requires."""
+        # A sum of 2^s terms like the largest exceeds K as that term alone exceeds K - s.
+        reference -= cute.math.log2(row_sum, fastmath=True)
+        steps = maths.raise_steps(row_max, reference, self.kept, fma, cute.math.ceil)
+        steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(2.0**22))
+        return cutlass.max(Int32(steps), noted)
 
-
-@cute.jit
-def _steps(keep: KeepTensors, row_max: cute.Tensor, row: Int32):
-    """j of a whole row: the largest of its units, or what its maximum, kept or not, requires."""
-    most = keep.most_raised[row]
-    steps = maths.raise_steps(row_max[row], keep.reference[row], fma, cute.math.ceil)
-    steps = Int32(cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(FAR)))
-    if steps > most:
-        most = steps
-    return most
+    @cute.jit
+    def _rescale(self, keep: KeepTensors, row: Int32, column: Int32, most: Int32, noted: Int32):
+        """Eight columns of a unit of a row, to the row's K. most: the row's j; noted: its units' largest."""
+        behind = most
+        if noted > 0:
+            # The DSL sign-extends even an unsigned type.
+            behind -= keep.notes[self.fragment.unit(column), row].to(Int32) & 65535
+        if behind > 0:
+            source = adjacent(keep.kept, row, column, 8)
+            values = cute.make_rmem_tensor(8, keep.kept.element_type)
+            cute.autovec_copy(source, values)
+            # Twice the root, since a step of bf16 is no normal number of fp32.
+            root = cute.math.exp2(behind.to(Float32) * Float32(-self.kept.step / 2), fastmath=True)
+            values.store((values.load().to(Float32) * root * root).to(keep.kept.element_type))
+            cute.autovec_copy(values, source)

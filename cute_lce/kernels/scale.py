@@ -1,4 +1,12 @@
-"""Before the backward's GEMMs over kept columns: the rows' factors, and hidden with its rows scaled."""
+"""Before gradients' GEMMs whose operand lacks grad_scale: the rows' factors, and hidden with its rows scaled.
+
+Such an operand is what a forward kept, E' = (softmax - onehot) / kept_scale, and float16's dlogits, which are
+HALF_SCALE (softmax - onehot): the range of float16 is too small for upstream / n. Times a row's factor it is
+dlogits: dhidden's GEMM multiplies by it last, dweight's takes a copy of hidden that is multiplied by it.
+
+bf16 holds factor times hidden as it is. In float16 all of it is multiplied by one number more, so that the
+largest magnitude is HALF_LARGEST, and weight_factor is the inverse, which dweight's GEMM multiplies by last.
+"""
 
 from typing import NamedTuple
 
@@ -7,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.row_stats import grad_scale
@@ -15,12 +24,13 @@ WARPS = 4
 
 
 class ScaleTensors(NamedTuple):
-    """Global memory that the scaling kernel accesses, and the numbers that it needs.
+    """Global memory that the scaling kernels access, and the numbers that they need.
 
     Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 with any stride (0: one number),
-    num_valid (1,) int64, kept_scale (n,) fp32.
-    Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored; scaled (n, d), if
-    `wanted`: hidden's rows times factor, zeros where the row is ignored, whatever hidden holds.
+    num_valid (1,) int64, kept_scale (n,) fp32; at address 0: 1 / HALF_SCALE.
+    Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored; if `wanted`: scaled
+    (n, d), hidden's rows times factor, in float16 over weight_factor, zeros where the row is ignored,
+    whatever hidden holds; and in float16 weight_factor (1,) fp32.
     """
 
     hidden: cute.Tensor
@@ -29,33 +39,78 @@ class ScaleTensors(NamedTuple):
     num_valid: cute.Tensor
     kept_scale: cute.Tensor
     factor: cute.Tensor
+    weight_factor: cute.Tensor
     scaled: cute.Tensor
     loss: LossArguments
     wanted: Int32
 
 
 class ScaleRows:
-    """A warp for each row, 8 elements a lane at once. Moves 4 bytes an element."""
+    """A warp for each row, 8 elements a lane at once. Moves 4 bytes an element.
+
+    Args:
+        half: whether hidden is float16. Its weight_factor takes two kernels more, which read 2 bytes an
+            element.
+    """
+
+    def __init__(self, half: bool):
+        self.half = half
 
     @cute.jit
     def __call__(self, tensors: ScaleTensors, stream: cuda.CUstream):
         blocks = cute.ceil_div(cute.size(tensors.target), WARPS)
+        if cutlass.const_expr(self.half):
+            if tensors.wanted != 0:
+                self.start(tensors).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+                self.largest(tensors).launch(grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
         self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def start(self, tensors: ScaleTensors):
+        """The least that weight_factor may be."""
+        if cute.arch.thread_idx()[0] == 0:
+            tensors.weight_factor[0] = Float32(maths.HALF_LEAST / maths.HALF_LARGEST)
+
+    @cute.kernel
+    def largest(self, tensors: ScaleTensors):
+        """weight_factor: the largest magnitude in factor times hidden over HALF_LARGEST, nan if one is nan.
+
+        A maximum does not depend on its order, and the bits of non-negative numbers have theirs.
+        """
+        lane = cute.arch.lane_idx()
+        row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
+        if row < cute.size(tensors.target):
+            factor, valid = self._factor(tensors, row)
+            if valid:
+                highest = Float32(0.0)
+                for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
+                    source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
+                    cute.autovec_copy(adjacent(tensors.hidden, row, chunk * 8, 8), source)
+                    for i in cutlass.range_constexpr(8):
+                        highest = cute.arch.fmax(highest, cute.math.absf(source[i].to(Float32)))
+                highest = cute.arch.warp_reduction(highest, cute.arch.fmax)
+                if lane == 0:
+                    highest *= factor * Float32(1 / maths.HALF_LARGEST)
+                    cute.arch.red(
+                        cute.recast_ptr(tensors.weight_factor.iterator, dtype=Int32),
+                        highest.bitcast(Int32) & 0x7FFFFFFF,
+                        op="max",
+                        dtype="s32",
+                        sem="relaxed",
+                        scope="gpu",
+                    )
 
     @cute.kernel
     def kernel(self, tensors: ScaleTensors):
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < cute.size(tensors.target):
-            factor = Float32(0.0)
-            valid = Int64(tensors.target[row]) != tensors.loss.ignore_index
-            if valid:
-                gradient = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, row)
-                # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
-                factor = gradient * tensors.kept_scale[row]
+            factor, valid = self._factor(tensors, row)
             if lane == 0:
                 tensors.factor[row] = factor
             if tensors.wanted != 0:
+                if cutlass.const_expr(self.half):
+                    factor = factor / tensors.weight_factor[0]
                 for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
                     source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
                     source.fill(0.0)
@@ -63,3 +118,17 @@ class ScaleRows:
                         cute.autovec_copy(adjacent(tensors.hidden, row, chunk * 8, 8), source)
                         source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
                     cute.autovec_copy(source, adjacent(tensors.scaled, row, chunk * 8, 8))
+
+    @cute.jit
+    def _factor(self, tensors: ScaleTensors, row: Int32):
+        """(the row's factor, whether it is not ignored)."""
+        factor = Float32(0.0)
+        valid = Int64(tensors.target[row]) != tensors.loss.ignore_index
+        if valid:
+            factor = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, row)
+            if tensors.kept_scale.iterator.toint() == 0:
+                factor *= Float32(1 / maths.HALF_SCALE)
+            else:
+                # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
+                factor *= tensors.kept_scale[row]
+        return factor, valid

@@ -18,7 +18,6 @@ from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
 from ..plan.problem import Problem, round_up
-from ..streaming.rows import grad_scale, is_ignored
 from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
 ALIGNMENT = 256
@@ -56,10 +55,8 @@ def _zeros(tensor: Tensor) -> Tensor:
 class KernelBackward:
     """See implementation.Backward. `dinput` launches the GEMMs of every chunk and stripe.
 
-    The range of float16 is too small for upstream / n: its dlogits are softmax - onehot, dinput's rows are
-    scaled by its GEMMs' epilogues, and dweight is computed with a copy of the hidden rows scaled by factor /
-    max factor, with the maximum applied at the end.
-    Kept columns need no dlogits: a row's factor is its grad_scale times kept_scale.
+    What was kept, and float16's dlogits, lack the upstream gradient: dinput's rows are then multiplied by
+    factors, and dweight is computed with a copy of the hidden rows that is (kernels/scale.py).
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class KernelBackward:
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
-        self.kept, self.pitch = kept, chosen.pitch
+        self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
         self.stripes = tuple(map(freeze, chosen.stripes))
         self.chunks = [(chunk.first, chunk.tokens, freeze(chunk.stripe)) for chunk in chosen.chunks]
         launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
@@ -97,8 +94,10 @@ class KernelBackward:
             offset, total = total, total + round_up(size, ALIGNMENT)
             return offset
 
-        self.kept_factor = part(4 * n if kept else 0)
-        self.kept_hidden = part(n * d * dtype.itemsize if kept and problem.need_dweight else 0)
+        scales = kept > 0 or problem.half
+        self.factor = part(4 * n if scales else 0)
+        self.weight_factor = part(4 if problem.half else 0)
+        self.scaled = part(n * d * dtype.itemsize if scales and problem.need_dweight else 0)
         # The chunks are done with their part when the stripes take it.
         begin = total
         self.chunk_pitch = round_up(problem.vocab, 8)
@@ -141,27 +140,26 @@ class KernelBackward:
             groups = hidden, weight, target, arguments, upstream, statistics, gradients
             self.function(*groups, self._kept_source(saved, start), stripes[0], progress)
             progress, stripes = progress + 4 * COUNTERS, stripes[1:]
-        if stripes or chunks:
-            # float16: keep the copies alive until every stripe is launched.
-            source, _copies = self._recomputed_source(start, hidden, target, dloss, saved.num_valid, loss)
-            for first, tokens, stripe in chunks:
-                self.function(
-                    *(hidden[first : first + tokens], weight, target[first : first + tokens], arguments),
-                    *self._of_tokens(first, upstream, statistics, gradients, start),
-                    source._replace(
-                        dlogits=start + self.chunk_dlogits,
-                        pitch=self.chunk_pitch,
-                        factor=source.factor + 4 * first * source.factor_stride,
-                    ),
-                    *(stripe, progress),
-                )
-                progress += 4 * COUNTERS
-            if chunks:
-                gradients = gradients._replace(dhidden=0)
-            groups = hidden, weight, target, arguments, upstream, statistics, gradients
-            for stripe in stripes:
-                self.function(*groups, source, stripe, progress)
-                progress += 4 * COUNTERS
+        source = self._recomputed_source(hidden, start)
+        for first, tokens, stripe in chunks:
+            self.function(
+                *(hidden[first : first + tokens], weight, target[first : first + tokens], arguments),
+                *self._of_tokens(first, upstream, statistics, gradients, start),
+                source._replace(
+                    dlogits=start + self.chunk_dlogits,
+                    pitch=self.chunk_pitch,
+                    factor=source.factor + (4 * first if self.half else 0),
+                ),
+                *(stripe, progress),
+            )
+            progress += 4 * COUNTERS
+        if chunks:
+            gradients = gradients._replace(dhidden=0)
+        groups = hidden, weight, target, arguments, upstream, statistics, gradients
+        for stripe in stripes:
+            self.function(*groups, source, stripe, progress)
+            progress += 4 * COUNTERS
+            source = source._replace(scales=0)
         return self._without_padding(dinput), dweight
 
     def _of_tokens(
@@ -181,43 +179,28 @@ class KernelBackward:
         kept, kept_scale = saved.kept, saved.kept_scale
         assert kept is not None
         assert kept_scale is not None
-        return GradientOperands(
-            dlogits=kept.data_ptr(),
-            pitch=kept.stride(0),
-            factor=start + self.kept_factor,
-            factor_stride=1,
-            weight_factor=0,
-            hidden=start + self.kept_hidden,
-            hidden_pitch=round_up(self.features, 8),
-            kept_scale=kept_scale.data_ptr(),
+        return self._scaled_source(start)._replace(
+            dlogits=kept.data_ptr(), pitch=kept.stride(0), kept_scale=kept_scale.data_ptr()
         )
 
-    def _recomputed_source(
-        self,
-        start: int,
-        hidden: Tensor,
-        target: Tensor,
-        dloss: Tensor,
-        num_valid: Tensor,
-        loss: LossOptions,
-    ) -> tuple[GradientOperands, tuple[Tensor, ...]]:
-        """The operand of stripes that are recomputed, and what it points to beside the workspace."""
-        if hidden.dtype is not torch.float16:
-            factor, weight_factor, scaled, copies = 0, 0, hidden, ()
-        else:
-            copies = _split_factor(hidden, target, dloss, num_valid, loss)
-            factor, weight_factor, scaled = copies[0].data_ptr(), copies[1].data_ptr(), copies[2]
-        source = GradientOperands(
+    def _recomputed_source(self, hidden: Tensor, start: int) -> GradientOperands:
+        source = self._scaled_source(start)
+        if self.half:
+            return source
+        return source._replace(factor=0, hidden=hidden.data_ptr(), hidden_pitch=hidden.stride(0), scales=0)
+
+    def _scaled_source(self, start: int) -> GradientOperands:
+        """Of float16's first recomputed stripe; such operands differ from it in a few fields."""
+        return GradientOperands(
             dlogits=start + self.dlogits,
             pitch=self.pitch,
-            factor=factor,
-            factor_stride=1 if factor else 0,
-            weight_factor=weight_factor,
-            hidden=scaled.data_ptr(),
-            hidden_pitch=scaled.stride(0),
+            factor=start + self.factor,
+            weight_factor=start + self.weight_factor if self.half else 0,
+            hidden=start + self.scaled,
+            hidden_pitch=round_up(self.features, 8),
             kept_scale=0,
+            scales=1,
         )
-        return source, copies
 
     def dweight(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
@@ -229,15 +212,3 @@ class KernelBackward:
         if gradient is None or self.features % 8 == 0:
             return gradient
         return gradient[:, : self.features].contiguous()
-
-
-def _split_factor(
-    hidden: Tensor, target: Tensor, dloss: Tensor, num_valid: Tensor, loss: LossOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For float16: (factors of dinput's rows, their maximum, hidden's rows times factor / maximum)."""
-    ignored = is_ignored(target, loss.ignore_index)
-    factor = torch.where(ignored, 0, grad_scale(dloss, num_valid, loss))
-    greatest = factor.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-    scaled = hidden * (factor / greatest).unsqueeze(1)
-    scaled = scaled.masked_fill_(ignored.unsqueeze(1), 0).to(hidden.dtype).contiguous()
-    return factor, greatest, scaled

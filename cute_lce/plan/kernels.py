@@ -35,13 +35,11 @@ Key = ForwardKey | BackwardKey
 
 
 def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
-    """The keys of all kernels that calls with these types may need; float16 keeps nothing."""
+    """The keys of all kernels that calls with these types may need."""
     row = architecture(arch)
     keys: list[Key] = []
     for configs in row.configs:
         for config in configs.tokens:
-            keys.append(ForwardKey(config, dtype, target_dtype))
-            if dtype != "float16":
-                keys.append(ForwardKey(config, dtype, target_dtype, keeps=True))
+            keys += [ForwardKey(config, dtype, target_dtype, keeps) for keeps in (False, True)]
             keys += [BackwardKey(config, dweight, dtype, target_dtype) for dweight in configs.dweight]
     return keys

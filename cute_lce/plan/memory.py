@@ -51,7 +51,7 @@ def note_bytes(kept: int) -> int:
 
 
 def keeping_bytes(n: int, kept: int) -> int:
-    """Bytes that keeping adds to a forward: bf16 exponentials in rows of a multiple of 8, kept_scale, and
+    """Bytes that keeping adds to a forward: 16-bit exponentials in rows of a multiple of 8, kept_scale, and
     KeepOutputs.workspace."""
     return n * (2 * round_up(kept, 8) + 4) + keep_workspace_bytes(n, kept) if kept else 0
 
@@ -66,12 +66,12 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 
     total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8)
     if problem.need_dinput and (splits > 1 or columns + kept < vocab or 0 < kept < vocab):
         total += 4 * n * d * splits
-    if problem.half:
-        total += 6 * n * d
     if kept:
-        # The operand, the notes, and the scaled copy of the hidden rows.
+        # The operand and the notes.
         total += 2 * n * round_up(kept, 8) + n * note_bytes(kept)
-        total += 2 * n * d if problem.need_dweight else 0
+    if problem.need_dweight and (kept or problem.half):
+        # The scaled copy of the hidden rows.
+        total += 2 * n * d
     return total
 
 

@@ -12,7 +12,7 @@ class Problem(NamedTuple):
     """The sizes of a call and the gradients that it needs.
 
     n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range is too small
-    for grad_scale and for exponentials. need_dinput, need_dweight: which gradients are needed.
+    for grad_scale. need_dinput, need_dweight: which gradients are needed.
     """
 
     n: int

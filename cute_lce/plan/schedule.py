@@ -64,7 +64,7 @@ class _Call:
 
     def kept(self, schedule: str) -> Sequence[int]:
         """What a forward may keep."""
-        keeps = schedule != "recompute" and self.problem.wants_gradient and not self.problem.half
+        keeps = schedule != "recompute" and self.problem.wants_gradient
         return self.candidates.kept if keeps else (0,)
 
     def chosen(self, schedule: str, limits: Limits) -> int:
@@ -174,15 +174,9 @@ def choose(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> tuple[s
     """Decide among the kernels' schedules: ("recompute", 0) or ("keep", columns).
 
     schedule: "auto", "recompute" or "keep". "auto" takes what is predicted to be the fastest within the
-    workspace, and recomputes with float16, which cannot keep; "keep" takes what has the fastest backward.
-    Raises ValueError naming schedule for "keep" with float16, and ValueError naming the least workspace_mb
+    workspace; "keep" takes what has the fastest backward. Raises ValueError naming the least workspace_mb
     that is accepted for a smaller one.
     """
-    if schedule == "keep" and problem.half and problem.wants_gradient:
-        raise ValueError(
-            "schedule: got 'keep' with float16, whose range cannot hold the exponentials; want bfloat16, "
-            "'recompute' or 'auto'"
-        )
     if problem.n == 0:
         return "recompute", 0
     call = _call(gpu, problem, limits.window)

@@ -16,6 +16,7 @@ from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+KINDS = ("backward", "keep")
 # The narrowest, the widest, and for Hopper one that is no multiple of the 32 columns that lanes share.
 TILES = {"sm_90a": (32, 112, 192), "sm_100a": (64, 256)}
 
@@ -48,9 +49,7 @@ class Pass(NamedTuple):
 
 
 def passes(arch: str, tiles: Iterable[int]) -> list[Pass]:
-    """float16 keeps nothing."""
-    kinds = [*((dtype, "backward") for dtype in DTYPES), ("bfloat16", "keep")]
-    return [Pass(arch, tile, *kind) for tile in tiles for kind in kinds]
+    return [Pass(arch, tile, dtype, which) for tile in tiles for dtype in DTYPES for which in KINDS]
 
 
 def named(chosen: Iterable[Pass], spills: dict[Pass, str] | None = None) -> Any:
@@ -79,9 +78,9 @@ PASSES = [
 ALL = passes("sm_90a", architecture("sm_90a").token_tiles)
 SPILLS = {
     **{Pass("sm_90a", 192, dtype): "dlogits: 16 bytes, 7 accesses" for dtype in DTYPES},
-    Pass("sm_90a", 160, which="keep"): "8 bytes, 4 accesses",
-    Pass("sm_90a", 176, which="keep"): "72 bytes, 49 accesses",
-    Pass("sm_90a", 192, which="keep"): "136 bytes, 142 accesses",
+    **{Pass("sm_90a", 160, dtype, "keep"): "8 bytes, 4 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", 176, dtype, "keep"): "72 bytes, 49 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", 192, dtype, "keep"): "136 bytes, 142 accesses" for dtype in DTYPES},
 }
 every_pass = named(PASSES)
 every_backward = named(each for each in PASSES if each.which == "backward")
@@ -102,13 +101,17 @@ def test_no_tile_spills(each: Pass):
 
 @every_pass
 def test_kernels(each: Pass):
-    """Three GEMMs, the scaling of rows and the sum of splits; or the forward's, references and finish."""
+    """Three GEMMs, the scaling of rows, three kernels in float16, and the sum of splits; or the forward's,
+    references and finish."""
     kernels = cubin.kernels(each.key)
     names = list(kernels)
     assert {kernel.target for kernel in kernels.values()} == {each.arch}
-    wanted = ["ScaleRows", "Reduce"] if each.which == "backward" else ["References", "Combine", "Finish"]
-    for want in wanted:
-        assert sum(want in name for name in names) == 1, (want, names)
+    if each.which == "backward":
+        wanted = {"ScaleRows": 3 if each.dtype == "float16" else 1, "Reduce": 1}
+    else:
+        wanted = {"References": 1, "Combine": 1, "Finish": 1}
+    for want, count in wanted.items():
+        assert sum(want in name for name in names) == count, (want, names)
     assert len(each.gemms) == (3 if each.which == "backward" else 1)
 
 

@@ -67,13 +67,15 @@ def narrow_plans(
 
 @dataclass
 class Run:
-    """What a forward and a backward gave, the columns that were kept, and what the emulator counted."""
+    """What a forward and a backward gave, the columns that were kept, what the emulator counted, and the
+    factors of what was kept."""
 
     loss: Tensor
     dinput: Tensor | None
     dweight: Tensor | None
     kept_columns: int
     emulator: Emulator
+    kept_scale: Tensor | None = None
 
 
 def train(
@@ -111,7 +113,7 @@ def train(
             if before is not None and after is not None:
                 same = (before == after) | (before.isnan() & after.isnan())
                 assert bool(same.all()), "the backward wrote to what the forward saved"
-    return Run(results.loss, dinput, dweight, kept_columns, counts)
+    return Run(results.loss, dinput, dweight, kept_columns, counts, results.kept_scale)
 
 
 def _known(tensor: Tensor) -> Tensor:

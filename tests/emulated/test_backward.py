@@ -37,6 +37,7 @@ from tests.numerics import (
     random_case,
     with_bad_ignored_rows,
     with_bad_rows,
+    with_probability,
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -88,13 +89,14 @@ def test_recompute(arch: str, dtype: torch.dtype, window: int):
 
 
 @both
+@dtypes
 @pytest.mark.parametrize(
     ("kept", "window"),
     [(128, 0), (128, 70), (256, 0), (330, 0)],
     ids=["some", "some, stripes", "most", "all"],
 )
-def test_keep(arch: str, kept: int, window: int):
-    case = ignoring(random_case(40, 72, 330, BF16, seed=kept))
+def test_keep(arch: str, dtype: torch.dtype, kept: int, window: int):
+    case = ignoring(random_case(40, 72, 330, dtype, seed=kept))
     run = train(case, arch, kept_columns=kept, window=window, seed=kept % 7)
     check(case, run)
     stripes = -(-(330 - kept) // (window or 330))
@@ -103,10 +105,11 @@ def test_keep(arch: str, kept: int, window: int):
 
 
 @both
+@dtypes
 @pytest.mark.parametrize("kept", [0, 128, 330])
-def test_rows_that_jump(arch: str, kept: int):
+def test_rows_that_jump(arch: str, dtype: torch.dtype, kept: int):
     """Above the references by 50, 100 and 300, in what is kept and beyond it."""
-    case = jumping(random_case(40, 64, 330, BF16), {20: 50.0, 100: 100.0, 329: 300.0})
+    case = jumping(random_case(40, 64, 330, dtype), {20: 50.0, 100: 100.0, 329: 300.0})
     # Probabilities are 0 and 1: what dlogits are rounded from is the upstream, which bf16 holds here.
     dloss = case.upstream("none").bfloat16().double()
     run = train(case, arch, kept_columns=kept, dloss=dloss, seed=kept)
@@ -115,41 +118,127 @@ def test_rows_that_jump(arch: str, kept: int):
 
 # The first column stays just below the step that raises a tile, the second is just above a step: of what is
 # behind by one step nearly half of the probability, and by two as much were it not set to 0.
-NEIGHBOURS = ({20: 44.2, 150: 45.0}, {20: 44.2, 150: 133.5})
+# By one step behind are all eight columns that a thread rescales at once.
+NEIGHBOURS = ({**dict.fromkeys(range(16, 24), 42.2), 150: 45.0}, {20: 44.2, 150: 133.5})
+# In fp16 K is 1, 6 below what logits of 0 sum to, and the second has 0.3% of the probability of the first
+# in what is behind by two steps.
+FP16_NEIGHBOURS = ({**dict.fromkeys(range(16, 24), 9.4), 150: 11.6}, {20: 11.3, 150: 17.2})
+neighbours = pytest.mark.parametrize(
+    ("dtype", "heights"),
+    [*((BF16, each) for each in NEIGHBOURS), *((FP16, each) for each in FP16_NEIGHBOURS)],
+    ids=["bf16, one step", "bf16, two steps", "fp16, one step", "fp16, two steps"],
+)
 
 
 @both
-@pytest.mark.parametrize("heights", NEIGHBOURS, ids=["one step", "two steps"])
-def test_rows_on_either_side_of_a_step(arch: str, heights: dict[int, float]):
-    case = jumping(random_case(40, 64, 200, BF16, scale=0.1), heights, slice(0, None, 2))
+@neighbours
+def test_rows_on_either_side_of_a_step(arch: str, dtype: torch.dtype, heights: dict[int, float]):
+    case = jumping(random_case(40, 64, 200, dtype, scale=0.1), heights, slice(0, None, 2))
     dloss = torch.linspace(1, 2, 40).double()
     check(case, train(case, arch, kept_columns=200, dloss=dloss), dloss=dloss)
 
 
+def misleading() -> Case:
+    """Logits of nearly 0 but where float16's references look, at 125, 375 and so on: the sum of 1000 exceeds
+    what the target's logit lets expect by 2^10."""
+    case = random_case(40, 64, 1000, FP16, scale=0.1)
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    hidden[:, 0], weight[:, 0] = 1, 0
+    weight[125::250, 0] = -20
+    return ignoring(replace(case, input=hidden, linear_weight=weight))
+
+
 @both
-@pytest.mark.parametrize("height", [50.0, 300.0])
-@pytest.mark.parametrize(("V", "column", "kept"), [(200, 150, 128), (64, 20, 64)])
-def test_some_rows_jump(arch: str, height: float, V: int, column: int, kept: int):
-    """Every other row, in columns that are not kept; and where a tile has fewer than a block's threads."""
-    case = jumping(random_case(40, 64, V, BF16), {column: height}, slice(0, None, 2))
+@pytest.mark.parametrize("kept", [128, 1000])
+def test_flat_rows_whose_samples_mislead(arch: str, kept: int):
+    """Every row is rescaled, as far as it is kept."""
+    case = misleading()
     dloss = torch.linspace(1, 2, 40).double()
+    run = train(case, arch, kept_columns=kept, dloss=dloss)
+    check(case, run, dloss=dloss)
+    valid = case.target != case.ignore_index
+    # 2^9 at most is what the steps leave of the sum; 2^16 were too much for the targets' entries.
+    assert run.kept_scale is not None
+    assert bool((run.kept_scale[valid] < 2.0**-7).all())
+    assert bool((run.kept_scale[valid] > 2.0**-10).all())
+
+
+@hopper_first
+@pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=full), FP16], ids=["bf16", "fp16"])
+def test_rows_are_rescaled_in_all_columns(arch: str, dtype: torch.dtype):
+    """A block of Finish has 8192 columns of 8 rows; targets are in all of them."""
+    # By a step, beside which what is not rescaled has a large share of the sum.
+    height = 16.0 if dtype is FP16 else 45.0
+    case = jumping(random_case(11, 8, 8300, dtype), {8298: height}, slice(0, None, 2))
+    case.target[3], case.target[10] = 8299, 8191
+    dloss = torch.linspace(1, 2, 11).double()
+    check(case, train(case, arch, kept_columns=8300, dloss=dloss), dloss=dloss)
+
+
+@both
+@pytest.mark.parametrize("kept", [0, 128, 330])
+@pytest.mark.parametrize("probability", [0.9999, 0.3, 1e-6, 1e-12])
+def test_float16_rows_of_any_confidence(arch: str, probability: float, kept: int):
+    """Probabilities of the target from which the range of what is kept has to be guessed."""
+    case = with_probability(random_case(24, 64, 330, FP16), probability)
+    dloss = torch.linspace(1, 2, 24).double()
     check(case, train(case, arch, kept_columns=kept, dloss=dloss), dloss=dloss)
 
 
 @both
-@pytest.mark.parametrize("height", [-300.0, 50.0, 100.0, 300.0, 1000.0, 23040.0, 30000.0, 200000.0])
-def test_one_row_jumps(arch: str, height: float):
+@pytest.mark.parametrize("V", [200, 3000])
+def test_float16_keeps_sums_of_flat_rows_in_its_range(arch: str, V: int):
+    """The sum of equal logits, of any number, is guessed: it lies 2^6 above K, and nothing is rescaled."""
+    case = replace(random_case(24, 64, V, FP16), linear_weight=torch.zeros(V, 64, dtype=FP16))
+    dloss = torch.linspace(1, 2, 24).double()
+    run = train(case, arch, kept_columns=V, dloss=dloss)
+    check(case, run, dloss=dloss)
+    assert run.kept_scale is not None
+    assert bool((run.kept_scale <= 2.0**-6).all())
+    assert bool((run.kept_scale > 2.0**-7).all())
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("height", [50.0, 300.0])
+@pytest.mark.parametrize(("V", "column", "kept"), [(200, 150, 128), (64, 20, 64)])
+def test_some_rows_jump(arch: str, dtype: torch.dtype, height: float, V: int, column: int, kept: int):
+    """Every other row, in columns that are not kept; and where a tile has fewer than a block's threads."""
+    case = jumping(random_case(40, 64, V, dtype), {column: height}, slice(0, None, 2))
+    dloss = torch.linspace(1, 2, 40).double()
+    check(case, train(case, arch, kept_columns=kept, dloss=dloss), dloss=dloss)
+
+
+# Steps of 2^8 take 8 bits at 1,415 nats, and their sign bit is set from 182 thousand nats, whose logits
+# are 3 times what float16 can hold.
+FP16_HEIGHTS = [-300.0, 5.0, 12.0, 50.0, 300.0, 1500.0, 60000.0, 190000.0]
+
+
+@both
+@pytest.mark.parametrize(
+    ("dtype", "height"),
+    [
+        *((BF16, h) for h in (-300.0, 50.0, 100.0, 300.0, 1000.0, 23040.0, 30000.0, 200000.0)),
+        *((FP16, h) for h in FP16_HEIGHTS),
+    ],
+    ids=str,
+)
+def test_one_row_jumps(arch: str, dtype: torch.dtype, height: float):
     """One row lies so far above its reference (or its reference above it), in one tile; the others do not."""
-    case = random_case(20, 64, 330, BF16, seed=3)
+    case = random_case(20, 64, 330, dtype, seed=3)
     hidden, weight, target = case.input.clone(), case.linear_weight.clone(), case.target.clone()
     hidden[:, 0] = 0
-    hidden[7, 0] = 1
+    # A factor in either operand: with a large weight fp16's errors would be those of a few roundings of E,
+    # where the baseline's may be none.
+    high = 16384 if dtype is FP16 else 1
+    hidden[7, 0] = high
     weight[:, 0] = 0
-    weight[260, 0] = height
+    weight[260, 0] = height / high
     target[7] = 10 if height > 0 else 260
     case = replace(case, input=hidden, linear_weight=weight, target=target)
     # One gradient that outweighs the others would hide theirs.
     dloss = torch.ones(20, dtype=torch.float64)
+    dloss[7] = 1 / high
     run = train(case, arch, kept_columns=330, dloss=dloss)
     check(case, run, dloss=dloss)
     others = [row for row in range(20) if row != 7]
@@ -223,6 +312,8 @@ HOW = {
     "keep, stripes": (BF16, 128, 70),
     "fp16": (FP16, 0, 0),
     "fp16, stripes": (FP16, 0, 70),
+    "fp16 keep": (FP16, None, 0),
+    "fp16 keep, stripes": (FP16, 128, 70),
 }
 hows = pytest.mark.parametrize("how", HOW)
 
@@ -236,16 +327,17 @@ def run_how(how: str, make_case, arch: str, **options) -> tuple[Case, Run]:
 
 
 def _ways() -> Iterator:
-    """(corner, how); several stripes, where the corner has columns for them, in the long sweep."""
+    """(corner, how, architecture); in the long sweep several stripes, where the corner has columns for them,
+    and on Blackwell what float16 keeps, by code that the architectures and the types share."""
     for corner, make_case in CORNERS.items():
         V = make_case(BF16).linear_weight.shape[0]
-        for how, (_, kept, window) in HOW.items():
-            if window + (kept or 0) < V:
-                yield pytest.param(corner, how, marks=[pytest.mark.emulator_full] if window else [])
+        for how, (dtype, kept, window) in HOW.items():
+            for arch in ARCHITECTURES if window + (kept or 0) < V else ():
+                long = window or (dtype is FP16 and kept is None and arch != "sm_90a")
+                yield pytest.param(corner, how, arch, marks=[full] if long else [])
 
 
-@both
-@pytest.mark.parametrize(("corner", "how"), list(_ways()))
+@pytest.mark.parametrize(("corner", "how", "arch"), list(_ways()))
 def test_corner(corner: str, how: str, arch: str):
     # As in tests/gpu/test_backward.py: rows of like weight, no rounding of which is a happy one.
     n = CORNERS[corner](BF16).target.numel()
@@ -428,8 +520,6 @@ SPLITS = [
 @pytest.mark.parametrize(("splits", "kept", "window"), SPLITS)
 def test_splits(arch: str, dtype: torch.dtype, splits: int, kept: int, window: int, monkeypatch):
     """Splits of dhidden's k, in several stripes too; ignored rows of nan."""
-    if dtype is FP16 and kept:
-        kept, window = 0, 64
     narrow_plans(monkeypatch, splits=splits)
     case, clean = with_bad_ignored_rows(random_case(69, 136, 330, dtype))
     dloss = torch.linspace(1, 2, 69).double()
@@ -604,29 +694,60 @@ def _upstreams(n: int) -> dict[str, torch.Tensor]:
 
 
 @both
-@pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
+@pytest.mark.parametrize("how", ["recompute", "keep", "fp16", "fp16 keep"])
 def test_upstream(arch: str, how: str):
-    case = ignoring(random_case(37, 64, 130, FP16 if how == "fp16" else BF16))
-    name = {"recompute": "strided", "keep": "zeros and 1e4", "fp16": "expanded"}[how]
+    name = {"recompute": "strided", "fp16": "expanded"}.get(how, "zeros and 1e4")
     dloss = _upstreams(37)[name]
-    check(case, train(case, arch, dloss=dloss, kept_columns=130 if how == "keep" else 0), dloss=dloss)
+    case, run = run_how(how, lambda dtype: ignoring(random_case(37, 64, 130, dtype)), arch, dloss=dloss)
+    check(case, run, dloss=dloss)
+
+
+@both
+@pytest.mark.parametrize("how", ["fp16", "fp16 keep, stripes"])
+@pytest.mark.parametrize("size", [0.0, 2.0**-40, 2.0**16])
+def test_float16_scales_rows_of_any_upstream_into_its_range(arch: str, how: str, size: float):
+    """The copy of the hidden rows holds the upstream gradient; results that float16 can hold are there."""
+    dloss = torch.linspace(1, 2, 37).double() * size
+    # Small operands: results for the largest upstream are less than 65504.
+    case = ignoring(random_case(37, 64, 200, FP16))
+    case = replace(case, input=case.input / 64, linear_weight=case.linear_weight / 8)
+    _, run = run_how(how, lambda _: case, arch, dloss=dloss)
+    if 0 < size < 1:
+        # Too small for float16.
+        assert run.dinput is not None
+        assert run.dweight is not None
+        assert not run.dinput.any()
+        assert not run.dweight.any()
+    else:
+        check(case, run, dloss=dloss)
+
+
+@hopper_first
+def test_an_ignore_index_beyond_int32_scales_every_float16_row(arch: str):
+    """No int32 target is it, nor has its low half."""
+    case = random_case(37, 64, 200, FP16)
+    case = replace(case, target=case.target.int(), ignore_index=2**32 + int(case.target[0]))
+    dloss = torch.linspace(1, 2, 37).double()
+    check(case, train(case, arch, dloss=dloss), dloss=dloss)
 
 
 @both
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("how", ["recompute", "keep", "fp16"])
+@pytest.mark.parametrize("how", ["recompute", "keep", "fp16", "fp16 keep"])
 def test_reductions(arch: str, how: str, reduction: str):
-    case = ignoring(random_case(37, 64, 130, FP16 if how == "fp16" else BF16))
-    run = train(case, arch, reduction=reduction, kept_columns=130 if how == "keep" else 0)
+    case, run = run_how(
+        how, lambda dtype: ignoring(random_case(37, 64, 130, dtype)), arch, reduction=reduction
+    )
     check(case, run, reduction=reduction)
 
 
 @both
 @pytest.mark.parametrize("frozen", ["input", "weight"])
+@dtypes
 @pytest.mark.parametrize("kept", [0, 128])
-def test_frozen(arch: str, frozen: str, kept: int):
+def test_frozen(arch: str, frozen: str, dtype: torch.dtype, kept: int):
     """No GEMM and no result for what needs no gradient."""
-    case = random_case(37, 64, 200, BF16)
+    case = random_case(37, 64, 200, dtype)
     run = train(case, arch, kept_columns=kept, need_dinput=frozen != "input", need_dweight=frozen != "weight")
     check(case, run)
     assert (run.dinput is None) == (frozen == "input")
@@ -636,7 +757,7 @@ def test_frozen(arch: str, frozen: str, kept: int):
 
 
 @both
-@pytest.mark.parametrize("how", ["recompute", "keep, stripes", "keep", "fp16"])
+@pytest.mark.parametrize("how", ["recompute", "keep, stripes", "keep", "fp16", "fp16 keep, stripes"])
 def test_retained_backwards(arch: str, how: str):
     """Two gradients of one forward, then the first again with the same bits: nothing saved is written to."""
     dtype, kept, window = HOW[how]
@@ -705,7 +826,6 @@ def test_without_gradients_there_is_one_gemm_and_nothing_kept(arch: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": FP16, "schedule": "keep"}, "schedule: got 'keep' with float16"),
         ({"schedule": "grad_in_forward", "reduction": "none"}, "schedule: got 'grad_in_forward' with"),
         ({"schedule": "keep", "workspace": 1000}, "workspace_mb: "),
         ({"schedule": "recompute", "workspace": 1000}, "workspace_mb: "),
@@ -869,8 +989,6 @@ def test_epilogues_hide_behind_the_mmas(as_planned):
 @dtypes
 @pytest.mark.parametrize("keeps", [False, True])
 def test_configs_as_planned(arch: str, dtype: torch.dtype, keeps: bool, as_planned):
-    if keeps and dtype is FP16:
-        pytest.skip("float16 cannot keep")
     case = ignoring(random_case(140, 136, 1000, dtype))
     check(case, train(case, arch, kept_columns=768 if keeps else 0, window=0 if keeps else 400))
 
@@ -883,7 +1001,7 @@ def test_many_schedules(arch: str, seed: int):
     dtype = FP16 if seed % 4 == 3 else BF16
     V = 200 + 21 * seed
     case = ignoring(random_case(37 + 8 * seed, 64 + 8 * (seed % 10), V, dtype, seed))
-    kept = 0 if dtype is FP16 else (0, 128, V)[seed % 3]
+    kept = (0, 128, V)[seed % 3]
     window = (0, 100, 128)[seed % 3]
     check(case, train(case, arch, kept_columns=kept, window=window, sms=2 + 2 * (seed % 3), seed=seed))
 
@@ -894,7 +1012,7 @@ def test_many_schedules(arch: str, seed: int):
 @pytest.mark.parametrize("seed", range(20))
 def test_schedules_as_planned(arch: str, how: str, seed: int, as_planned):
     """The configurations of a GPU: several tiles of columns of each GEMM, and rings that wrap."""
-    V = 900 if how == "keep, stripes" else 600
+    V = 900 if how.endswith("keep, stripes") else 600
     dtype, kept, window = HOW[how]
     kept = V if kept is None else 768 if kept else 0
     case = ignoring(random_case(60 + 10 * seed, 328, V, dtype, seed))

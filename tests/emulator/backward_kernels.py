@@ -45,15 +45,20 @@ NO_NEGATIVE_COLUMN = (
     "Of the division of a column by the unit, which rounds towards zero: no column is negative.",
 )
 
+ONE_LARGE_TERM = (
+    r"sub\.f32 \S+ %r\d+, %r\d+$",
+    "adds",
+    "bf16 holds the sum of a row whose largest term does not exceed the headroom; float16's Finish needs it.",
+)
 SEVERAL_SPLITS = (r"setp\.lt\.s32 \S+ %r\d+, 1$", "or equal", "There are two splits or more.")
 
 
-def case(arch: str, keeps: bool):
+def case(arch: str, keeps: bool, dtype: torch.dtype = torch.bfloat16):
     """Ignored rows; for what keeps also rows that rise above their reference in some columns."""
     from tests.emulated.forward import ignoring
     from tests.numerics import jumping, random_case
 
-    plain = random_case(*SIZES[arch][:3], torch.bfloat16)
+    plain = random_case(*SIZES[arch][:3], dtype)
     return ignoring(jumping(plain, {20: 100.0, 200: 300.0}, slice(0, None, 8)) if keeps else plain)
 
 
@@ -78,9 +83,9 @@ def _emulating(arch: str, seed: int) -> Iterator:
     forget_plans()
 
 
-def _keep(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
+def _keep(arch: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Key, list[Tensor]]:
     """(key, results) of a forward that keeps: the statistics, what is kept, and the rows' factors."""
-    this = case(arch, True)
+    this = case(arch, True, dtype)
     with _emulating(arch, seed) as counts:
         results = passes.forward(KERNELS, this, kept_columns=KEPT)
     *statistics, kept, kept_scale = (tensor for tensor in results if tensor is not None)
@@ -164,23 +169,28 @@ def _subject(arch: str, which: str, **options) -> Subject:
     return Subject(f"{name}, {place}", build, check, range(6), entries=mine, **options)
 
 
-def _right_by_the_tests(seed: int) -> bool:
+def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     """What tests/emulated/test_backward.py asks of what is kept, the rare branches first."""
     from tests.emulated.backward import check, train
     from tests.emulated.forward import ignoring
-    from tests.emulated.test_backward import NEIGHBOURS, all_features
+    from tests.emulated.test_backward import FP16_NEIGHBOURS, NEIGHBOURS, all_features, misleading
     from tests.numerics import jumping, random_case, with_bad_ignored_rows
 
-    quiet = random_case(40, 64, 200, torch.bfloat16, scale=0.1)
-    plain = random_case(37, 64, 200, torch.bfloat16)
+    quiet = random_case(40, 64, 200, dtype, scale=0.1)
+    plain = random_case(37, 64, 200, dtype)
     plain.target[2], plain.target[31] = 0, 127
-    narrow = random_case(40, 64, 64, torch.bfloat16)
+    narrow = random_case(40, 64, 64, dtype)
+    half = dtype is torch.float16
     cases = [
-        *((jumping(quiet, heights, slice(0, None, 2)), 200) for heights in NEIGHBOURS),
+        *(
+            (jumping(quiet, heights, slice(0, None, 2)), 200)
+            for heights in (FP16_NEIGHBOURS if half else NEIGHBOURS)
+        ),
+        *([(misleading(), 1000)] if half else []),
         (jumping(plain, {150: 50.0}, slice(0, None, 8)), 128),
         (jumping(plain, {150: 300.0}, slice(0, None, 8)), 128),
         (jumping(narrow, {20: 50.0}, slice(0, None, 2)), 64),
-        (all_features(torch.bfloat16), 200),
+        (all_features(dtype), 200),
         (ignoring(plain), 128),
         (plain, 200),
     ]
@@ -207,6 +217,10 @@ def _right_by_the_tests(seed: int) -> bool:
         except AssertionError:
             return False
     return True
+
+
+def _right_in_float16(seed: int) -> bool:
+    return _right_by_the_tests(seed, torch.float16)
 
 
 def _sum_of_splits_is_right(seed: int) -> bool:
@@ -242,16 +256,19 @@ def _arithmetic(
     missed: int,
     reasons: list,
     is_right: Callable[[int], bool] = _right_by_the_tests,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Subject:
     """One of the small kernels, which both architectures share, by the rules of arithmetic."""
 
     def build(folder: str) -> Emulated:
         from tests.emulated.forward import emulated
 
-        return emulated((_keep if kernel in ("References", "Finish") else _backward)("sm_90a", 0)[0])
+        if kernel in ("References", "Finish"):
+            return emulated(_keep("sm_90a", 0, dtype)[0])
+        return emulated(_backward("sm_90a", 0)[0])
 
     return Subject(
-        f"arithmetic of {kernel}",
+        f"arithmetic of {kernel}" + (" in float16" if dtype is torch.float16 else ""),
         build,
         lambda program, seed: is_right(seed),
         range(1),
@@ -278,7 +295,8 @@ def subjects() -> list[Subject]:
         )
     found += [
         _arithmetic("References", 30, 3, [SAME_LANES, CLASS_0, EITHER_INTEGER]),
-        _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN]),
+        _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN, ONE_LARGE_TERM]),
+        _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN], _right_in_float16, torch.float16),
         _arithmetic("ScaleRows", 15, 1, [SAME_LANES]),
         _arithmetic("Reduce", 40, 1, [SEVERAL_SPLITS], _sum_of_splits_is_right),
     ]

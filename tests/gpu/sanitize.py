@@ -27,7 +27,7 @@ from cute_lce.plan import forward as plans
 from cute_lce.plan.problem import Limits, round_up
 from tests import passes
 from tests.device import planned_for
-from tests.gpu.test_backward import Trained, some_ignored
+from tests.gpu.test_backward import Kept, Trained, some_ignored
 from tests.numerics import Case, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -53,7 +53,7 @@ def forward(case: Case, config: KernelConfig, window: int, sms: int) -> None:
 class Step:
     """One forward and backward.
 
-    kept: the share of the vocabulary that the forward keeps, None for float16; of it whole tiles are kept.
+    kept: the type, and the share of the vocabulary that the forward keeps, of which whole tiles are kept.
     window: columns of a stripe that is not kept, 0: one stripe. jumps: column -> how far every eighth row's
     logit there lies above the others, so that references are raised.
     """
@@ -61,13 +61,13 @@ class Step:
     n: int
     d: int
     V: int
-    kept: float | None
+    kept: Kept
     window: int
     reduction: str
     jumps: tuple[tuple[int, float], ...] = ()
 
     def case(self) -> Case:
-        case = random_case(self.n, self.d, self.V, FP16 if self.kept is None else BF16)
+        case = random_case(self.n, self.d, self.V, self.kept.dtype)
         if self.jumps:
             case = jumping(case, dict(self.jumps), slice(0, None, 8))
         return some_ignored(case) if self.n > 1 else case
@@ -80,15 +80,17 @@ class Step:
 # Every kernel of the backward and of the forward that keeps, and every branch that writes to memory: one
 # stripe and several with a ragged last, which go through the sum of dinput; nothing, some and all kept.
 STEPS = [
-    Step(300, 72, 1000, 0, 384, "none"),
-    Step(300, 72, 1000, None, 384, "mean"),
-    Step(300, 72, 1001, 1, 0, "mean"),
-    Step(140, 200, 2000, 0.5, 500, "none"),
-    Step(140, 200, 2000, None, 0, "none"),
-    Step(140, 72, 1000, 1, 0, "none", jumps=((20, 100.0), (900, 300.0))),
-    Step(256, 128, 768, 1, 0, "sum"),
-    Step(1, 8, 7, 1, 0, "none"),
-    Step(1, 8, 7, None, 0, "mean"),
+    Step(300, 72, 1000, Kept(0), 384, "none"),
+    Step(300, 72, 1000, Kept(0, FP16), 384, "mean"),
+    Step(300, 72, 1001, Kept(1), 0, "mean"),
+    Step(140, 200, 2000, Kept(0.5), 500, "none"),
+    Step(140, 200, 2000, Kept(0, FP16), 0, "none"),
+    Step(140, 72, 1000, Kept(1), 0, "none", jumps=((20, 100.0), (900, 300.0))),
+    Step(140, 72, 1000, Kept(1, FP16), 0, "none", jumps=((20, 20.0), (900, 50.0))),
+    Step(140, 200, 2000, Kept(0.5, FP16), 500, "mean"),
+    Step(256, 128, 768, Kept(1), 0, "sum"),
+    Step(1, 8, 7, Kept(1), 0, "none"),
+    Step(1, 8, 7, Kept(0, FP16), 0, "mean"),
 ]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,10 +39,10 @@ from tests.numerics import (
     random_case,
     with_bad_ignored_rows,
     with_bad_rows,
+    with_probability,
 )
 
-NARROW = (torch.bfloat16, torch.float16)
-BF16 = torch.bfloat16
+NARROW = BF16, FP16 = torch.bfloat16, torch.float16
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,8 +52,26 @@ pytestmark = [
         reason="no kernels for this device",
     ),
 ]
-# How much is kept: a share of the vocabulary, in whole tiles; None: float16, which keeps nothing.
-KEPT = pytest.mark.parametrize("kept", [0, 0.5, 1, None], ids=["nothing", "half", "all", "fp16"])
+
+
+class Kept(NamedTuple):
+    """Which share of the vocabulary is kept, in whole tiles, of operands of a type."""
+
+    share: float
+    dtype: torch.dtype = BF16
+
+
+NAMES = {0: "nothing", 0.5: "half", 1: "all"}
+
+
+def kept_of(*shares: float, dtypes: tuple[torch.dtype, ...] = NARROW):
+    """Parametrize a test by what is kept."""
+    found = [Kept(share, dtype) for dtype in dtypes for share in shares]
+    ids = [NAMES[kept.share] + (", fp16" if kept.dtype is FP16 else "") for kept in found]
+    return pytest.mark.parametrize("kept", found, ids=ids)
+
+
+KEPT = kept_of(0, 0.5, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -61,20 +80,14 @@ def _memory():
     torch.cuda.empty_cache()
 
 
-def dtype_of(kept: float | None) -> torch.dtype:
-    return torch.float16 if kept is None else BF16
-
-
-def columns_of(kept: float | None, V: int) -> int:
-    if kept in (None, 0):
-        return 0
-    return V if kept == 1 else int(V * kept) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
+def columns_of(kept: Kept, V: int) -> int:
+    return V if kept.share == 1 else int(V * kept.share) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
 
 
 class Trained:
     """A forward that keeps a share of the vocabulary, and any number of backwards of it."""
 
-    def __init__(self, case: Case, kept: float | None, reduction: str = "none", window: int = 0):
+    def __init__(self, case: Case, kept: Kept, reduction: str = "none", window: int = 0):
         self.case, self.reduction, self.window = case, reduction, window
         columns = columns_of(kept, case.linear_weight.shape[0])
         self.results = passes.forward(KERNELS, case, reduction=reduction, kept_columns=columns, window=window)
@@ -120,7 +133,7 @@ def held_by_bf16(case: Case) -> Tensor:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("window", [0, 1000])
 def test_kept(kept, reduction, window):
-    case = some_ignored(random_case(700, 256, 5003, dtype_of(kept), scale=2.0).to("cuda"))
+    case = some_ignored(random_case(700, 256, 5003, kept.dtype, scale=2.0).to("cuda"))
     Trained(case, kept, reduction, window).check()
 
 
@@ -129,7 +142,7 @@ def test_kept(kept, reduction, window):
 @pytest.mark.parametrize("column", [5, 4000])
 def test_rows_that_jump(kept, height, column):
     """Every eighth row jumps far above its reference, in what is kept at half and beyond it."""
-    case = random_case(400, 128, 5003, dtype_of(kept)).to("cuda")
+    case = random_case(400, 128, 5003, kept.dtype).to("cuda")
     case = jumping(case, {column: height}, slice(0, None, 8))
     trained = Trained(case, kept)
     dloss = held_by_bf16(case)
@@ -141,7 +154,7 @@ def test_rows_that_jump(kept, height, column):
     assert_close("dinput of the others", dinput[others], want, plain)
 
 
-@pytest.mark.parametrize("kept", [0.5, 1], ids=["half", "all"])
+@kept_of(0.5, 1, dtypes=(BF16,))
 @pytest.mark.parametrize("column", [5, 4000])
 @pytest.mark.parametrize("height", [16000.0, 23040.0, 38400.0, 200000.0])
 def test_rows_that_jump_by_many_steps(kept, column, height):
@@ -151,11 +164,44 @@ def test_rows_that_jump_by_many_steps(kept, column, height):
     Trained(case, kept).check(torch.linspace(1, 2, 400, device="cuda").double())
 
 
+@kept_of(0.5, 1, dtypes=(FP16,))
+@pytest.mark.parametrize("column", [5, 4000])
+@pytest.mark.parametrize("height", [5.0, 12.0, 1500.0, 20000.0, 60000.0])
+def test_float16_rows_that_jump_by_many_steps(kept, column, height):
+    """In float16 of 2^8, of which 8 bits hold 1,415 nats. Its gradients must hold the heights."""
+    case = jumping(random_case(400, 128, 5003, FP16).to("cuda"), {column: height}, slice(0, None, 8))
+    Trained(case, kept).check(torch.linspace(0.5, 1, 400, device="cuda").double())
+
+
+@KEPT
+@pytest.mark.parametrize("probability", [0.9999, 0.99, 0.3, 1e-3, 1e-6, 1e-12])
+def test_rows_of_any_confidence(kept, probability):
+    """Probabilities of the target, by which the range of what is kept is chosen before they are known."""
+    case = with_probability(random_case(100, 256, 50257, kept.dtype).to("cuda"), probability)
+    Trained(case, kept).check(torch.linspace(1, 2, 100, device="cuda").double())
+
+
+@KEPT
+@pytest.mark.parametrize("low", [False, True], ids=["flat", "samples mislead"])
+def test_flat_rows(kept, low):
+    """Like logits, as before any training: in float16 the target's entry, of V times the others, must fit.
+
+    Where float16's references look, at odd eighths of the vocabulary, low logits make it rescale every row.
+    """
+    V = 131072
+    case = random_case(600, 128, V, kept.dtype, scale=0.1).to("cuda")
+    if low:
+        case.input[:, 0] = 1
+        case.linear_weight[:, 0] = 0
+        case.linear_weight[V // 8 :: V // 4, 0] = -20
+    Trained(some_ignored(case), kept).check(torch.linspace(1, 2, 600, device="cuda").double())
+
+
 @KEPT
 @pytest.mark.parametrize("sick", [(), (0, 5, 299)], ids=["finite gradients", "rows of nan"])
 def test_bad_rows_change_no_other(kept, sick):
     impossible = (3, 170, 298)
-    case = with_bad_rows(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"), sick, impossible)
+    case = with_bad_rows(random_case(300, 128, 5003, kept.dtype).to("cuda"), sick, impossible)
     dloss = case.upstream("none")
     trained = Trained(case, kept)
     check_bad_rows(case, sick, impossible, (trained.loss, *trained.backward(dloss)), dloss)
@@ -163,7 +209,7 @@ def test_bad_rows_change_no_other(kept, sick):
 
 @KEPT
 def test_what_ignored_rows_hold_does_not_matter(kept):
-    case, plain = with_bad_ignored_rows(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"))
+    case, plain = with_bad_ignored_rows(random_case(300, 128, 5003, kept.dtype).to("cuda"))
     dloss = case.upstream("none")
     trained = Trained(case, kept)
     dinput, dweight = trained.backward(dloss)
@@ -172,7 +218,7 @@ def test_what_ignored_rows_hold_does_not_matter(kept):
     assert_close("dinput", dinput, expected[1], baseline[1])
     assert not dinput[case.target == case.ignore_index].any()
     # bfloat16's recomputed columns multiply zeros by the rows as they are.
-    columns = 5003 if kept is None else columns_of(kept, 5003)
+    columns = 5003 if kept.dtype is FP16 else columns_of(kept, 5003)
     if columns:
         assert_close("dweight", dweight[:columns], expected[2][:columns], baseline[2][:columns])
 
@@ -181,7 +227,7 @@ def test_what_ignored_rows_hold_does_not_matter(kept):
 @pytest.mark.parametrize("gradient", [1.0, 0.0])
 def test_bad_targets_stay_in_their_rows(kept, gradient):
     """Whatever the upstream gradient of a target that is no class."""
-    case = random_case(300, 128, 5003, dtype_of(kept)).to("cuda")
+    case = random_case(300, 128, 5003, kept.dtype).to("cuda")
     bad = [0, 3, 299]
     case.target[bad] = torch.tensor([5003, 2**40, -1], device="cuda")
     dloss = torch.ones(300, device="cuda")
@@ -199,7 +245,7 @@ def test_bad_targets_stay_in_their_rows(kept, gradient):
 @KEPT
 def test_rows_that_jump_again_and_again(kept):
     case = jumping(
-        random_case(300, 128, 5003, dtype_of(kept)).to("cuda"),
+        random_case(300, 128, 5003, kept.dtype).to("cuda"),
         {200: 50.0, 1000: 100.0, 2500: 300.0, 4900: 500.0},
     )
     Trained(case, kept).check(held_by_bf16(case))
@@ -215,9 +261,9 @@ def test_inputs(kept, name):
     the error. An upstream that bfloat16 holds would have that entry, 1/V - 1 times it, next to a number of
     bfloat16, and flatter whoever rounds just that; here the rows' upstream lies anywhere between 1 and 2.
     """
-    case = make(name, dtype_of(kept), "cuda")
+    case = make(name, kept.dtype, "cuda")
     V = case.linear_weight.shape[0]
-    if kept == 0.5 and V < 2 * STRIPE_MULTIPLE:
+    if kept.share == 0.5 and V < 2 * STRIPE_MULTIPLE:
         columns = -(-2 * STRIPE_MULTIPLE // V) * V
         # More of the same columns: half of them fit whole tiles.
         case = replace(case, linear_weight=case.linear_weight.repeat(columns // V, 1))
@@ -228,7 +274,7 @@ def test_inputs(kept, name):
 @KEPT
 def test_retained_backwards(kept):
     """Any number of backwards with different gradients, and the first again: nothing saved is written to."""
-    case = some_ignored(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"))
+    case = some_ignored(random_case(300, 128, 5003, kept.dtype).to("cuda"))
     trained = Trained(case, kept)
     saved = [None if t is None else t.clone() for t in trained.results]
     first = trained.backward(case.upstream("none"))
@@ -263,7 +309,7 @@ def upstream(name: str, n: int) -> Tensor:
 @KEPT
 @pytest.mark.parametrize("name", ["zeros, negatives and 1e4", "strided", "expanded", "zeros"])
 def test_upstream(kept, name):
-    case = some_ignored(random_case(300, 128, 5003, dtype_of(kept)).to("cuda"))
+    case = some_ignored(random_case(300, 128, 5003, kept.dtype).to("cuda"))
     # float16 must hold 1e4 times either operand.
     case = replace(case, input=case.input / 4, linear_weight=case.linear_weight * 4)
     Trained(case, kept).check(upstream(name, 300))
@@ -272,7 +318,7 @@ def test_upstream(kept, name):
 @KEPT
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_all_ignored(kept, reduction):
-    case = random_case(300, 128, 5003, dtype_of(kept)).to("cuda")
+    case = random_case(300, 128, 5003, kept.dtype).to("cuda")
     case.target[:] = case.ignore_index
     trained = Trained(case, kept, reduction)
     assert not trained.loss.any()
@@ -283,7 +329,7 @@ def test_all_ignored(kept, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("row", [0, 299])
 def test_one_valid_row(kept, reduction, row):
-    case = random_case(300, 128, 5003, dtype_of(kept)).to("cuda")
+    case = random_case(300, 128, 5003, kept.dtype).to("cuda")
     case.target[:] = case.ignore_index
     case.target[row] = 5002
     Trained(case, kept, reduction).check(torch.full_like(case.upstream(reduction), -1.5))
@@ -293,7 +339,7 @@ def test_one_valid_row(kept, reduction, row):
 @pytest.mark.parametrize("V", [50257, 151936, 201088, 262144])
 def test_vocabularies(kept, V):
     """At d = 2880; targets in the last column, the first, and on both sides of the end of what is kept."""
-    case = device_case(70, 2880, V, dtype_of(kept), seed=V)
+    case = device_case(70, 2880, V, kept.dtype, seed=V)
     edge = columns_of(kept, V)
     special = {V - 1, 0, V - 2, min(edge, V - 1), max(edge - 1, 0)}
     case.target[: len(special)] = torch.tensor(sorted(special), device="cuda")
@@ -303,14 +349,15 @@ def test_vocabularies(kept, V):
 def test_sum_of_many_losses():
     """The summed loss of 64k tokens whose exponentials are kept, within 1e-6 of float64's."""
     case = random_case(65536, 64, 1000, BF16).to("cuda")
-    loss = Trained(case, 1, "sum").loss
+    loss = Trained(case, Kept(1), "sum").loss
     assert abs(float(loss) / float(case.expected(1.0, "sum")[0]) - 1) < 1e-6
 
 
-def test_float16_mean_of_65536_tokens_flushes_nothing():
+@kept_of(0, 1, dtypes=(FP16,))
+def test_float16_mean_of_65536_tokens_flushes_nothing(kept):
     """upstream / n is under float16's least number but one; what a result can hold is there."""
-    case = random_case(65536, 64, 512, torch.float16).to("cuda")
-    trained = Trained(case, None, "mean")
+    case = random_case(65536, 64, 512, FP16).to("cuda")
+    trained = Trained(case, kept, "mean")
     dloss = torch.ones((), device="cuda").double()
     trained.check(dloss)
     _, *expected = case.expected(dloss, "mean")
@@ -321,7 +368,6 @@ def test_float16_mean_of_65536_tokens_flushes_nothing():
 @pytest.mark.parametrize(
     ("dtype", "options", "message"),
     [
-        (torch.float16, {"schedule": "keep"}, "schedule: got 'keep' with float16"),
         (BF16, {"schedule": "grad_in_forward", "reduction": "none"}, "schedule: got 'grad_in_forward'"),
         (BF16, {"schedule": "keep", "workspace_mb": 0.01}, "workspace_mb: "),
         (BF16, {"schedule": "recompute", "workspace_mb": 0.01}, "workspace_mb: "),
@@ -339,7 +385,7 @@ def test_what_cannot_be_served_is_refused_by_name(dtype, options, message):
 # Sizes beyond 2^31
 
 
-def check_some(case: Case, kept: float | None, rows: list[int], columns: list[int], window: int = 0) -> None:
+def check_some(case: Case, kept: Kept, rows: list[int], columns: list[int], window: int = 0) -> None:
     """dinput of some rows and dweight of some columns against float64, made slab by slab."""
     n, V = len(case.target), len(case.linear_weight)
     trained = Trained(case, kept, "none", window)
@@ -383,29 +429,29 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("kept", [0, 1, None], ids=["nothing", "all", "fp16"])
+@kept_of(0, 1)
 def test_more_than_two_to_the_31_dlogits(kept):
     """All in one matrix: kept, or a stripe of all columns."""
     n, V = 65536, 50257
     assert n * V > 2**31
-    case = device_case(n, 64, V, dtype_of(kept))
+    case = device_case(n, 64, V, kept.dtype)
     edge = 2**31 // V
     case.target[edge - 1 : edge + 2] = V - 1
     check_some(case, kept, [0, 127, edge - 1, edge, edge + 1, n - 1], [0, 1, 255, 25000, V - 2, V - 1], V)
 
 
-@pytest.mark.parametrize("kept", [0, 0.5, None], ids=["nothing", "half", "fp16"])
+@kept_of(0, 0.5)
 def test_more_than_two_to_the_31_weights(kept):
     V, d = 600_000, 4096
     assert V * d > 2**31
-    case = device_case(256, d, V, dtype_of(kept))
+    case = device_case(256, d, V, kept.dtype)
     edge = 2**31 // d
     case.target[:6] = torch.tensor([0, edge - 1, edge, edge + 1, V - 2, V - 1])
     rows, columns = [*range(8), 128, 255], [0, 1, edge - 1, edge, edge + 1, 599_000, V - 2, V - 1]
     check_some(case, kept, rows, columns)
 
 
-@pytest.mark.parametrize("kept", [0, 1], ids=["nothing", "all"])
+@kept_of(0, 1, dtypes=(BF16,))
 def test_more_than_two_to_the_31_inputs(kept):
     n, d = 540_000, 4096
     assert n * d > 2**31
@@ -420,8 +466,9 @@ def test_more_than_two_to_the_31_inputs(kept):
 
 @pytest.mark.parametrize("how", [misaligned, odd_pitch, transposed])
 @pytest.mark.parametrize("schedule", ["recompute", "keep"])
-def test_operands_that_tma_cannot_read(how, schedule):
-    moved(random_case(70, 60, 1500, BF16).to("cuda"), how).check(linear_cross_entropy, schedule=schedule)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_operands_that_tma_cannot_read(how, schedule, dtype):
+    moved(random_case(70, 60, 1500, dtype).to("cuda"), how).check(linear_cross_entropy, schedule=schedule)
 
 
 STEP = """
@@ -457,7 +504,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
 @KEPT
 @pytest.mark.parametrize(("n", "d", "V", "window"), [(700, 256, 5003, 1000), (2048, 2048, 32768, 0)])
 def test_the_same_bits_in_every_run(kept, n, d, V, window):
-    case = some_ignored(device_case(n, d, V, dtype_of(kept)))
+    case = some_ignored(device_case(n, d, V, kept.dtype))
     runs = []
     for _ in range(6):
         trained = Trained(case, kept, window=window)
@@ -485,7 +532,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch(d, V, window, dtype):
     n = 4500
     case = device_case(n, d, V, dtype)
     dloss = torch.randn(n, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    if dtype is torch.float16:
+    if dtype is FP16:
         # A batch's largest factor scales dweight's operand, which dinput does not see.
         dloss[0] = 100
     loss, dinput = loss_and_dinput(case, dloss, window)

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cute_lce import LinearCrossEntropy, LossOptions, launch, linear_cross_entropy
+from cute_lce import LinearCrossEntropy, LossOptions, linear_cross_entropy
 from cute_lce.arguments import Operands
 from cute_lce.ops import prepared
 from cute_lce.options import ComputeOptions
@@ -422,17 +422,6 @@ def test_an_ignore_index_beyond_int32_is_no_target_on_request(monkeypatch):
         loss = LossOptions(ignore_index=ignore_index)
         prepared.check_targets(Operands(torch.empty(2, 4), torch.empty(10, 4), target), loss)
     assert [bool(found) for found in checked] == [False, True]
-
-
-def test_an_ignore_index_beyond_int32_scales_every_float16_row():
-    """The copy of the hidden rows that launch makes of float16."""
-    hidden = torch.ones(2, 8, dtype=torch.float16)
-    loss, target = LossOptions("sum", ignore_index=2**32 + 3), torch.tensor([3, 4], dtype=torch.int32)
-    factor, _, scaled = launch.backward._split_factor(
-        hidden, target, torch.tensor(2.0), torch.tensor(2), loss
-    )
-    assert factor.tolist() == [2, 2]
-    assert torch.equal(scaled, hidden)
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])

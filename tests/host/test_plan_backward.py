@@ -87,8 +87,6 @@ def ask(call: Call, wanted: str, workspace: int, arch: str = "sm_90a") -> tuple[
 
 def decide(call: Call, wanted: str = "keep", arch: str = "sm_90a") -> int | None:
     """Columns kept, or None where a plan refuses the workspace."""
-    if call.half and wanted == "keep":
-        wanted = "auto"
     try:
         return ask(call, wanted, call.workspace, arch)[1]
     except ValueError as refusal:
@@ -242,7 +240,7 @@ def test_configs_fit_the_device(arch: str):
 
 def test_what_is_kept_are_whole_tiles_or_everything():
     for call in draws(200, seed=5):
-        kept = decide(call._replace(half=False))
+        kept = decide(call)
         assert kept is None or type(kept) is int
         for arch in ARCHITECTURES:
             for config in architecture(arch).token_configs:
@@ -448,8 +446,7 @@ def test_nothing_that_outlives_a_call_owns_memory(no_kernels):
     for call in (Call(100, 64, 1000), Call(100, 64, 1000, half=True), Call(8192, 4096, 131072)):
         for reduction in ("mean", "none"):
             train(call, 0, reduction)
-            if not call.half:
-                train(call, 768, reduction)
+            train(call, 768, reduction)
     gc.collect()
     known = set(map(id, before))
     after = [found for found in gc.get_objects() if type(found) is torch.Tensor and id(found) not in known]

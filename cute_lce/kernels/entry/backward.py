@@ -5,7 +5,8 @@
     dweight = dlogits.T @ hidden                                 the stripe's rows, written once
 
 All three use the architecture's mainloop, with different major dimensions of the operands and different
-epilogues. A stripe that the forward kept needs factors and scaled rows (kernels.scale) instead of the first.
+epilogues. A stripe that the forward kept does not need the first. It and float16's, whose dlogits are without
+grad_scale, need factors and scaled rows (kernels.scale) instead.
 """
 
 import cuda.bindings.driver as cuda
@@ -41,17 +42,16 @@ class Backward:
     Args:
         tokens: the configuration of the GEMMs of the logits and of dhidden.
         dweight: the configuration of dweight's GEMM.
-        has_grad_scale: whether dlogits hold grad_scale (bfloat16), or the gradients' epilogues apply it
-            (float16).
+        half: whether the operands are float16, whose dlogits do not hold grad_scale.
     """
 
-    def __init__(self, tokens: KernelConfig, dweight: KernelConfig, has_grad_scale: bool):
+    def __init__(self, tokens: KernelConfig, dweight: KernelConfig, half: bool):
         gemm = mainloop(tokens)
-        self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), has_grad_scale))
+        self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
         self.dhidden = gemm(tokens, DhiddenEpilogue(gemm.fragment(tokens)))
         self.dweight = gemm(dweight, DweightEpilogue(gemm.fragment(dweight)))
         self.reduce = Reduce()
-        self.scale = ScaleRows()
+        self.scale = ScaleRows(half)
 
     @cute.jit
     def __call__(
@@ -79,7 +79,8 @@ class Backward:
         hidden_rows = matrix(dtype, source.hidden, n, d, source.hidden_pitch)
         counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
         dloss = strided(upstream.dloss, n, upstream.stride)
-        factors = strided(source.factor, n, source.factor_stride)
+        factors = vector(Float32, source.factor, n)
+        weight_factor = vector(Float32, source.weight_factor, 1)
         num_valid = vector(Int64, statistics.num_valid, 1)
         if source.kept_scale == 0:
             self.dlogits(
@@ -100,7 +101,7 @@ class Backward:
                 stripe.logits,
                 stream,
             )
-        else:
+        if source.scales != 0:
             self.scale(
                 ScaleTensors(
                     hidden=hidden,
@@ -109,6 +110,7 @@ class Backward:
                     num_valid=num_valid,
                     kept_scale=vector(Float32, source.kept_scale, n),
                     factor=factors,
+                    weight_factor=weight_factor,
                     scaled=hidden_rows,
                     loss=loss,
                     wanted=Int32(gradients.dweight != 0),
@@ -149,7 +151,7 @@ class Backward:
                             dtype, gradients.dweight + Int64(first) * d * (dtype.width // 8), columns, d, d
                         )
                     ),
-                    factor=strided(source.weight_factor, 1, 0),
+                    factor=weight_factor,
                 ),
                 counters[2],
                 stripe.dweight,
@@ -167,7 +169,7 @@ def compile_backward(
 ):
     """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
-        Backward(tokens, dweight, has_grad_scale=dtype == "bfloat16"),
+        Backward(tokens, dweight, half=dtype == "float16"),
         *example_operands(dtype, target_dtype),
         example(LossArguments),
         example(Upstream),

@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16
 
+from cute_lce import maths
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
     COMBINE_ROWS,
@@ -36,17 +37,20 @@ class Forward:
 
     Args:
         config: tiles, cluster, stages.
-        keeps: whether it also keeps the exponentials of the first columns; see kernels.keep.
+        kept: where it also keeps the exponentials of the first columns, their type's range; see kernels.keep.
     """
 
-    def __init__(self, config: KernelConfig, keeps: bool):
+    def __init__(self, config: KernelConfig, kept: maths.KeptRange | None):
         gemm = mainloop(config)
-        self.keeps = keeps
-        self.fragment = gemm.fragment(config)
-        epilogue = KeepEpilogue if keeps else ForwardEpilogue
-        self.gemm = gemm(config, epilogue(self.fragment, config.tile_warps))
-        self.references = References()
-        self.finish = Finish(self.fragment)
+        fragment = gemm.fragment(config)
+        self.keeps = kept is not None
+        if kept is None:
+            epilogue = ForwardEpilogue(fragment, config.tile_warps)
+        else:
+            epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
+            self.references = References(kept)
+            self.finish = Finish(fragment, kept)
+        self.gemm = gemm(config, epilogue)
         self.combine = Combine()
         self.partials_per_window = config.partials_per_window
 
@@ -127,7 +131,7 @@ def compile_forward(
 ):
     """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
-        Forward(config, keeps),
+        Forward(config, maths.KEPT_RANGES[dtype] if keeps else None),
         *example_operands(dtype, target_dtype),
         example(LossArguments),
         example(ForwardOutputs),

@@ -52,13 +52,13 @@ class DlogitsEpilogue:
     """dlogits = grad_scale (softmax - onehot), rounded once; 0 in ignored rows, whatever their logits.
 
     Args:
-        has_grad_scale: whether dlogits include grad_scale. The range of float16 is too small for it: there
-            the gradients' epilogues apply it.
+        half: whether dlogits are float16, whose range is too small for grad_scale: there they are HALF_SCALE
+            (softmax - onehot), and the gradients' GEMMs apply the rest (kernels.scale).
     """
 
-    def __init__(self, fragment: Fragment, has_grad_scale: bool):
+    def __init__(self, fragment: Fragment, half: bool):
         self.fragment = fragment
-        self.has_grad_scale = has_grad_scale
+        self.half = half
 
     @cute.jit
     def begin(self, tensors: DlogitsTensors, column: Int32) -> DlogitsState:
@@ -77,8 +77,8 @@ class DlogitsEpilogue:
 
     def _scale(self, tensors: DlogitsTensors, token: Int32) -> Float32:
         """The factor of a token's softmax and onehot."""
-        if not self.has_grad_scale:
-            return Float32(1.0)
+        if self.half:
+            return Float32(maths.HALF_SCALE)
         return row_stats.grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
 
     @cute.jit

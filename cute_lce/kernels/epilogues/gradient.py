@@ -21,8 +21,8 @@ class DhiddenTensors(NamedTuple):
     """Global memory that the epilogue of dhidden accesses.
 
     out (n, d) in the operands' dtype, written if `to_out`; n: its rows. sums (splits, n, d) fp32: read unless
-    `is_first`, written unless `to_out`. factor (n,) fp32 with any stride (0: one number): multiplies the
-    product's columns; at address 0: ones.
+    `is_first`, written unless `to_out`. factor (n,) fp32: multiplies the product's columns; at
+    address 0: ones.
     """
 
     out: Output

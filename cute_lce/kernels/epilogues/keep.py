@@ -47,10 +47,11 @@ class KeepEpilogue:
     statistics. A token has one j for a warp's rows of a tile, a unit.
     """
 
-    def __init__(self, fragment: Fragment, warps: int):
+    def __init__(self, fragment: Fragment, warps: int, kept: maths.KeptRange):
         if len(fragment.rows) != 4:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
+        self.kept = kept
         self.forward = ForwardEpilogue(fragment, warps)
 
     @cute.jit
@@ -119,12 +120,12 @@ class KeepEpilogue:
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             (row_max[i],) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
             token, exists = fragment.owned_column(column, slab, i, n)
-            steps = maths.raise_steps(row_max[i], base[i], fma, cute.math.ceil)
+            steps = maths.raise_steps(row_max[i], base[i], self.kept, fma, cute.math.ceil)
             steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(maths.MOST_STEPS))
             if exists:
                 keep.notes[unit, token] = Uint16(Int32(steps))
             raises = raises or steps > 0
-            base[i] = maths.raised(base[i], steps)
+            base[i] = maths.raised(base[i], steps, self.kept)
         if cute.arch.vote_any_sync(raises):
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
@@ -151,7 +152,7 @@ class KeepEpilogue:
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             token, exists = self.fragment.owned_column(column, slab, i, n)
             if exists:
-                steps = (base[i] - keep.reference[token]) * Float32(1 / maths.STEP)
+                steps = (base[i] - keep.reference[token]) * Float32(1 / self.kept.step)
                 if steps > 0:
                     cute.arch.red(
                         (keep.most_raised.iterator + token),
