@@ -89,7 +89,7 @@ def budget(shape: shapes.Shape, device: torch.device, share: float) -> tuple[flo
     for step in range(900):
         workspace = int(65536 * 1.02**step)
         try:
-            kept = choose(sizes, DTYPE, device.type, "keep", "mean", Limits(workspace=workspace))[1]
+            kept = choose(sizes, DTYPE, device, "keep", "mean", Limits(workspace=workspace))[1]
         except ValueError:
             continue  # Too little for anything.
         if best is None or abs(kept - wanted) < abs(best[1] - wanted):
