@@ -26,8 +26,8 @@ from .problem import Limits, Problem
 
 SLOWEST = 1.8
 """A workspace is accepted if a call is predicted to take at most this many times its GEMMs, """
-NEAR_BEST = 1.05
-"""or this many times what it takes with any workspace, where launches or DRAM take longer than GEMMs."""
+NEAR_BEST = 1.5
+"""or, where no workspace makes that possible, this many times what it takes with any."""
 SLOW = 1.25
 """A call that is predicted to take more than this many times what it could take is logged, """
 HELPFUL = 1.1
@@ -124,7 +124,8 @@ class _Call:
     def most_clocks(self, kept: Sequence[int]) -> float:
         """Of a call whose workspace is accepted."""
         best, _ = self.fastest(kept, Limits(self.window, UNLIMITED))
-        return max(SLOWEST * floor_clocks(self.gpu, self.problem), NEAR_BEST * best)
+        most = SLOWEST * floor_clocks(self.gpu, self.problem)
+        return most if best <= most else NEAR_BEST * best
 
     def least_accepted(self, schedule: str) -> int:
         """The least bytes of workspace that are accepted."""

@@ -619,7 +619,7 @@ def test_two_sweeps(chunk, columns, splits, reduction, dtype, plans, monkeypatch
     """dinput by chunks of tokens, dweight by stripes of columns; the same bits again."""
     two_sweeps(monkeypatch, chunk, columns, splits)
     case = some_ignored(device_case(1000, 520, 5003, dtype))
-    trained = Trained(case, None if dtype is torch.float16 else 0, reduction)
+    trained = Trained(case, Kept(0, dtype), reduction)
     trained.check()
     dloss = case.upstream(reduction)
     first, *others = (trained.backward(dloss) for _ in range(4))
@@ -631,7 +631,7 @@ def test_two_sweeps_of_a_strided_upstream(dtype, plans, monkeypatch):
     two_sweeps(monkeypatch, 96, 700)
     case = some_ignored(device_case(300, 264, 2000, dtype))
     wide = torch.randn(300, 3, device="cuda")
-    Trained(case, None if dtype is torch.float16 else 0).check(wide[:, 1])
+    Trained(case, Kept(0, dtype)).check(wide[:, 1])
 
 
 def test_more_workspace_is_not_slower_where_the_sum_of_dinput_crowds():
@@ -660,8 +660,8 @@ def test_more_workspace_is_not_slower_where_the_sum_of_dinput_crowds():
 def test_a_frozen_weight_has_no_buffer_of_its_size(dtype):
     n, d, V = 512, 1024, 262144
     case = device_case(n, d, V, dtype)
-    extra = peak_extra(case, need_dweight=False, workspace_mb=100)
-    assert extra <= 100 * MIB < 2 * V * d
+    extra = peak_extra(case, need_dweight=False, workspace_mb=128)
+    assert extra <= 128 * MIB < 2 * V * d
 
 
 @pytest.mark.parametrize(("schedule", "window"), [("recompute", None), ("keep", None), ("recompute", 128)])

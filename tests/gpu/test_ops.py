@@ -551,7 +551,7 @@ def peak_extra(case: Case, **options) -> int:
     return torch.cuda.max_memory_allocated() - before - results
 
 
-@pytest.mark.parametrize("workspace_mb", [64, 200])
+@pytest.mark.parametrize("workspace_mb", [96, 200])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32])
 def test_workspace_is_a_promise(dtype, schedule, workspace_mb):

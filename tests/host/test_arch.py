@@ -19,7 +19,7 @@ from cute_lce.plan.problem import NO_LIMITS, Problem
 from cute_lce.streaming import STREAMING
 from tests.device import forget_device
 
-CONFIG = architecture("sm_90a").token_configs[-1]
+CONFIG = architecture("sm_90a").configs[0].tokens[-1]
 
 
 @pytest.mark.parametrize("name", ["sm_120a", "sm_90", "sm_100", "sm_10", "SM_90A", ""])
@@ -46,16 +46,26 @@ def test_an_unknown_name_is_refused(call: Callable[[str], object], name: str):
 def test_every_configuration_is_of_its_row(arch: str):
     row = architecture(arch)
     assert row.name == arch
-    for config in (*row.token_configs, *row.gradient_configs):
+    for config in (*row.token_configs, *row.dweight_configs):
         assert config.arch == arch
         assert config.row is row
-    assert [config.tile_n for config in row.token_configs] == sorted(set(row.token_tiles))
+    for tilings, configs in zip(row.tilings, row.configs, strict=True):
+        for made, given in ((configs.tokens, tilings.tokens), (configs.dweight, tilings.dweight)):
+            # As given, but for the stages.
+            for config, tiling in zip(made, given, strict=True):
+                assert all(
+                    getattr(config, name) == value for name, value in vars(tiling).items() if name != "stages"
+                )
+    assert set(row.token_configs) == {config for configs in row.configs for config in configs.tokens}
+    assert set(row.dweight_configs) == {config for configs in row.configs for config in configs.dweight}
+    for every in (row.token_configs, row.dweight_configs):
+        assert len(set(every)) == len(every)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_configuration_that_does_not_fit_is_refused(arch: str):
     row = architecture(arch)
-    for config in (*row.token_configs, *row.gradient_configs):
+    for config in (*row.token_configs, *row.dweight_configs):
         # The ring is as deep as can be.
         assert config.stages == config.stages_that_fit <= MOST_STAGES
         dataclasses.replace(config, stages=config.stages - 1)

@@ -63,7 +63,12 @@ def within(gpu: Gpu, problem: Problem, wanted: str, workspace: int) -> schedule.
 def test_predicted_time_never_rises_with_the_workspace(gpu: Gpu, wanted: str):
     draw = random.Random(3)
     fell = 0
-    for problem in (CROWDED, *problems(50, seed=1)):
+    table = [
+        Problem(*sizes, half, *needs)
+        for sizes in SHAPES
+        for half, needs in ((False, NEEDS[0]), (True, NEEDS[1]))
+    ]
+    for problem in (CROWDED, *table, *problems(50, seed=1)):
         least = schedule.least_workspace(gpu, problem, wanted, NO_LIMITS)
         found = [within(gpu, problem, wanted, budget).seconds for budget in budgets(draw, least)]
         assert found == sorted(found, reverse=True), problem

@@ -16,7 +16,7 @@ import pytest
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from cute_lce.kernels import schedule
-from cute_lce.plan import backward, cost, forward, gemm
+from cute_lce.plan import backward, cost, forward, gemm, kernels
 from cute_lce.plan.forward import ForwardPlan
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem, ceil_div
 
@@ -28,6 +28,13 @@ SIZES = ((64, 7), (256, 1000), (1024, 50257), (2048, 151936), (4096, 32768), (40
 def whole(arch: str) -> Gpu:
     """A GPU none of whose SMs is taken."""
     return Gpu(arch, architecture(arch).sms)
+
+
+def gemm_clocks(gpu: Gpu, plan: ForwardPlan, rounds: float) -> float:
+    """Clocks of the GEMM of a forward that keeps nothing, in as many rounds: of its tiles, or of DRAM."""
+    n, d, vocab = plan.n, plan.d, plan.vocab
+    found = cost.Gemm(gpu, plan.config, n * d * vocab)
+    return max(rounds * found.tile(d, cost.STATISTICS), 2 * (n + vocab) * d / found.rates.read)
 
 
 def sweep(arch: str, count: int = 150) -> Iterator[ForwardPlan]:
@@ -97,21 +104,45 @@ def test_the_busiest_cluster(arch: str):
 @pytest.mark.parametrize("n", TOKENS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_chip_is_full(arch: str, n: int):
-    """At 128 tokens as at 65536: no cluster has more than the even share rounded up to tiles, and 3%; of
-    many rounds, no more than 5% of the even share with the time in which partials are merged.
+    """At 128 tokens as at 65536: the busiest cluster takes 3% longer than the even share rounded up to tiles,
+    or than DRAM does, if that is the longer; of many rounds, no more than 5% longer than the even share with
+    the time in which partials are merged.
 
     Except for products so small that windows of more than one tile save more time of merging.
     """
+    gpu = whole(arch)
+
+    def merging(plan: ForwardPlan, windows: int) -> int:
+        return windows * plan.config.partials_per_window * ceil_div(plan.n, 8192) * cost.PARTIAL_CLOCKS
+
+    def fullest(plan: ForwardPlan, most: float) -> float:
+        """The least clocks, merging included, of windows with which the GEMM takes at most `most`."""
+        tiles = ceil_div(plan.vocab, plan.config.cluster_rows)
+        columns = ceil_div(plan.n, plan.config.cluster_columns)
+        clusters = gpu.sms // plan.config.cluster_size
+        found = []
+        for length in range(1, tiles + 1):
+            windows = ceil_div(tiles, length)
+            clocks = gemm_clocks(gpu, plan, ceil_div(columns * windows, clusters) * length)
+            if clocks <= most:
+                found.append(clocks + merging(plan, windows))
+        return min(found)
+
     for d, vocab in ((1024, 50257), (2048, 151936), (4096, 128256), (4096, 262144), (7168, 129280)):
-        plan = forward.plan(whole(arch), n, d, vocab)
-        if plan.ideal_rounds * cost.tile_clocks(plan.config, d) < 30_000:
+        plan = forward.plan(gpu, n, d, vocab)
+        taken, even, rounded_up = (
+            gemm_clocks(gpu, plan, rounds)
+            for rounds in (plan.rounds, plan.ideal_rounds, math.ceil(plan.ideal_rounds))
+        )
+        if even < 30_000:
             assert plan.rounds <= 2 * math.ceil(plan.ideal_rounds), plan
             continue
-        assert plan.rounds <= math.ceil(plan.ideal_rounds) * 1.03, plan
+        merged = merging(plan, plan.gemm.windows)
+        if taken > 1.03 * rounded_up:
+            assert taken <= 1.13 * rounded_up, plan
+            assert taken + merged <= fullest(plan, 1.03 * rounded_up), plan
         if plan.ideal_rounds >= 50:
-            partials = plan.gemm.windows * plan.config.partials_per_window * ceil_div(n, 8192)
-            clocks = plan.rounds * cost.tile_clocks(plan.config, d) + partials * cost.PARTIAL_CLOCKS
-            assert clocks <= 1.05 * plan.ideal_rounds * cost.tile_clocks(plan.config, d), plan
+            assert taken + merged <= 1.05 * even, plan
 
 
 def test_fewer_sms_than_a_cluster_are_refused():
@@ -119,7 +150,7 @@ def test_fewer_sms_than_a_cluster_are_refused():
     for call in (
         lambda: forward.plan(one, 1, 64, 1000),
         lambda: forward.plan(one, 1000, 64, 1000),
-        lambda: gemm.plan(one, H100.row.gradient_configs[0], 1000, 64, 1000),
+        lambda: gemm.plan(one, H100.row.dweight_configs[0], 1000, 64, 1000),
         lambda: backward.plan(one, Problem(100, 64, 1000), 0, NO_LIMITS),
     ):
         with pytest.raises(ValueError, match=r"^sms: got 1, want at least the 2 of a cluster"):
@@ -133,63 +164,104 @@ def test_a_small_vocabulary_leaves_no_cluster_two_windows_while_others_have_none
 
 
 def test_the_callers_window():
-    chosen = forward.plan(H100, 4096, 4096, 128256)
-    rows = chosen.config.cluster_rows
+    """Whole tiles of it, and the tiles of few tokens, of which one width is chosen."""
+    chosen = forward.choose_config(H100, 4096, 4096, 128256, keeps=False, window=1)
+    assert chosen in H100.row.configs[0].tokens
+    rows = chosen.cluster_rows
     for window in (1, rows - 1, rows, rows + 1, 3000, 128256, 10**9):
         plan = forward.plan(H100, 4096, 4096, 128256, Limits(window))
         tiles = min(ceil_div(window, rows), ceil_div(128256, rows))
         assert plan.gemm.tiles_per_window == tiles
         assert plan.gemm.windows == ceil_div(ceil_div(128256, rows), tiles)
-        assert plan.config == chosen.config
+        assert plan.config == chosen
 
 
 def test_the_callers_config():
-    widest = H100.row.token_configs[-1]
+    widest = H100.row.configs[0].tokens[-1]
     for config in (*H100.row.token_configs, dataclasses.replace(widest, cluster_n=2)):
         plan = forward.plan(H100, 4096, 4096, 128256, config=config)
-        assert plan.config is config
+        assert plan.config == config
         assert plan.gemm.clusters == 132 // (config.cluster_m * config.cluster_n)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_tiles_fit_the_number_of_tokens(arch: str):
-    """Every number of tokens: all are covered, and no other width of tiles takes fewer clocks."""
+def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
+    """Every number of tokens: all are covered, and no other tiles for so many take fewer clocks."""
     gpu = whole(arch)
-    configs = gpu.row.token_configs
-    # A column of tiles, for each of whose k the busiest CTA computes or, if that takes longer, loads.
-    clocks = {config: cost.tile_clocks(config, 1) for config in configs}
+    epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
     for n in range(1, 5001):
-        chosen = forward.choose_config(gpu, n, 4096, 1000)
+        configs = gpu.row.configs_for(n, 0).tokens
+        chosen = forward.choose_config(gpu, n, 4096, 1000, keeps, 0)
         assert chosen in configs
         columns = ceil_div(n, chosen.cluster_columns)
         assert 0 <= columns * chosen.cluster_columns - n < chosen.cluster_columns
-        least = min(ceil_div(n, config.cluster_columns) * clocks[config] for config in configs)
-        assert columns * clocks[chosen] == least
-        if n <= configs[-1].cluster_columns:
+        # Of all columns of tiles, for each of the vocabulary's rows.
+        clocks = {
+            config: ceil_div(n, config.cluster_columns)
+            * cost.Gemm(gpu, config, n * 4096 * 1000).tile(4096, epilogue)
+            / config.cluster_rows
+            for config in configs
+        }
+        assert clocks[chosen] == min(clocks.values())
+        if n <= gpu.row.configs[0].tokens[-1].cluster_columns:
             # The weight is then read once, by the narrowest tile that holds all tokens.
             assert chosen == next(config for config in configs if config.cluster_columns >= n)
 
 
-def test_ragged_numbers_of_tokens_waste_little():
-    """On Hopper: at most a tenth over what the tokens would take in whole tiles of the best width, and one
-    granule of tiles where there are few."""
-    configs = H100.row.token_configs
-    least = min(cost.tile_clocks(config, 1) / config.cluster_columns for config in configs)
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("d", [8, 64, 512, 16384])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_of_equally_fast_tiles_the_widest_or_the_narrowest_that_holds_all_tokens(
+    arch: str, d: int, keeps: bool
+):
+    """At depths where epilogues decide, columns of several widths may take the same clocks."""
+    gpu = whole(arch)
+    epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
+    for n in range(1, 2001, 7):
+        configs = gpu.row.configs_for(n, 0).tokens
+        columns = {config: ceil_div(n, config.cluster_columns) for config in configs}
+        clocks = {
+            config: columns[config]
+            * cost.Gemm(gpu, config, n * d * 1000).tile(d, epilogue)
+            / config.cluster_rows
+            for config in configs
+        }
+        tied = [config for config in configs if clocks[config] == min(clocks.values())]
+        several = [config for config in tied if columns[config] > 1]
+        wanted = max(several, key=lambda config: config.tile_n) if several else tied[0]
+        assert forward.choose_config(gpu, n, d, 1000, keeps, 0) == wanted, n
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_ragged_numbers_of_tokens_waste_little(keeps: bool):
+    """On Hopper: at most a tenth over what the tokens would take in whole tiles of the best width, and a
+    third of a column of the narrowest; of many tokens a twentieth, and of few one granule of tiles."""
+    epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
     for n in range(1, 5001):
-        chosen = forward.choose_config(H100, n, 4096, 1000)
-        padded = ceil_div(n, chosen.cluster_columns) * chosen.cluster_columns
+        chosen = forward.choose_config(H100, n, 4096, 1000, keeps, 0)
+        columns = ceil_div(n, chosen.cluster_columns)
         if n <= 192:
-            assert padded - n < 32
-        else:
-            clocks = ceil_div(n, chosen.cluster_columns) * cost.tile_clocks(chosen, 1)
-            assert clocks <= 1.1 * n * least + cost.tile_clocks(configs[1], 1), n
+            assert columns * chosen.cluster_columns - n < 32
+            continue
+        gemms = [
+            cost.Gemm(H100, config, n * 4096 * 1000) for config in H100.row.configs_for(n, window=0).tokens
+        ]
+        # For each of the vocabulary's rows.
+        clocks = {gemm.config: gemm.tile(4096, epilogue) / gemm.rows for gemm in gemms}
+        least = min(clocks[gemm.config] / gemm.columns for gemm in gemms)
+        narrowest = clocks[gemms[0].config]
+        assert columns * clocks[chosen] <= 1.1 * n * least + narrowest / 3, n
+        if n > 2000:
+            assert columns * clocks[chosen] <= 1.05 * n * least, n
 
 
 @pytest.mark.parametrize("n", [64, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 3000, 4096])
 def test_few_tokens_fill_an_h100(n: int):
-    """66 clusters: of the forward's rounds at most a tenth is idle, and of the gradients' no more."""
+    """66 clusters: of the time that the forward's GEMM takes, at most a tenth is idle, unless DRAM takes as
+    long; and of the gradients' rounds no more."""
     plan = forward.plan(H100, n, 4096, 128256)
-    assert plan.rounds <= 1.1 * plan.ideal_rounds
+    assert gemm_clocks(H100, plan, plan.rounds) <= 1.1 * gemm_clocks(H100, plan, plan.ideal_rounds)
     backward_plan = backward.plan(H100, Problem(n, 4096, 128256), 0, NO_LIMITS)
     for stripe in backward_plan.stripes[:1]:
         for grid, config, tokens in (
@@ -199,6 +271,70 @@ def test_few_tokens_fill_an_h100(n: int):
         ):
             runs = grid.windows * ceil_div(tokens, config.cluster_columns) * grid.splits
             assert ceil_div(runs, 66) <= 1.1 * runs / 66, grid
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Tiles for few tokens, and for many
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_number_of_tokens_decides_between_tiles_for_few_and_for_many(arch: str):
+    row = architecture(arch)
+    few, many = row.configs[0], row.configs[-1]
+    holds = few.tokens[-1].tile_n
+    for n in (1, holds - 1, holds):
+        assert row.configs_for(n, 0) is few
+    for n in (holds + 1, 1000, 1 << 20):
+        assert row.configs_for(n, 0) is many
+    for n in (1, holds, holds + 1, 1 << 20):
+        assert row.configs_for(n, 1) is row.configs_for(n, 1 << 30) is few
+    # One tile of few tokens, which the CTAs of a cluster share; of many, two side by side or again one.
+    sides = [{config.cluster_n for config in configs.tokens} for configs in row.configs]
+    assert sides == ([{1}, {1, 2}] if arch == "sm_90a" else [{1}])
+    for configs in row.configs:
+        for side in (1, 2):
+            widths = [config.tile_n for config in configs.tokens if config.cluster_n == side]
+            assert widths == sorted(set(widths))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_calls_choose_among_the_configurations_for_their_number_of_tokens(arch: str):
+    gpu, draw = whole(arch), random.Random(31)
+    for _ in range(300):
+        n, d, vocab = (int(2 ** draw.uniform(0, top)) for top in (16, 12, 18))
+        window = draw.choice((0, 0, draw.randint(1, vocab)))
+        problem, limits = Problem(n, 8 * ceil_div(d, 8), vocab), Limits(window)
+        configs = gpu.row.configs_for(n, window)
+        for kept in (0, vocab):
+            assert forward.plan(gpu, *problem[:3], limits, kept=kept).config in configs.tokens
+            plan = backward.plan(gpu, problem, kept, limits)
+            assert plan.tokens in configs.tokens
+            assert plan.dweight in configs.dweight
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_with_the_callers_window_the_order_of_additions_does_not_depend_on_the_number_of_tokens(arch: str):
+    """Windows, stripes, splits, and whatever of a tile says where a row's partials come from."""
+    gpu = whole(arch)
+    for d, vocab, window in ((64, 1000, 1), (4096, 128256, 3000), (2048, 151936, 10**9), (512, 50257, 700)):
+        limits, seen = Limits(window), set()
+        for n in (1, 31, 128, 192, 193, 257, 1000, 4096, 20480):
+            problem = Problem(n, d, vocab)
+            plans = [forward.plan(gpu, n, d, vocab, limits, kept=kept) for kept in (0, vocab)]
+            stripes = backward.plan(gpu, problem, 0, limits)
+            assert stripes.splits == 1
+            assert not stripes.chunks
+            seen.add(
+                (
+                    *((plan.gemm.windows, plan.gemm.tiles_per_window) for plan in plans),
+                    tuple((stripe.first, stripe.columns) for stripe in stripes.stripes),
+                    *(
+                        dataclasses.replace(config, tile_n=32, stages=2)
+                        for config in (*(plan.config for plan in plans), stripes.tokens)
+                    ),
+                )
+            )
+        assert len(seen) == 1, (d, vocab, window)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -253,8 +389,17 @@ def test_hopper_configs_are_what_the_kernel_takes():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_few_variants_are_compiled(arch: str):
     """One compile serves all n, d and V: what `forward` chooses is always among `token_configs`."""
-    assert len(architecture(arch).token_configs) <= 9
+    assert all(len(configs.tokens) <= 9 for configs in architecture(arch).configs)
+    assert len(set(architecture(arch).token_configs)) <= 15
     assert {plan.config for plan in sweep(arch)} <= set(architecture(arch).token_configs)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_kernel_is_listed_twice(arch: str):
+    """Configurations that serve few tokens and many are those of one kernel."""
+    for dtype in ("bfloat16", "float16"):
+        keys = kernels.kernels(arch, dtype, "int64")
+        assert len(set(keys)) == len(keys)
 
 
 def test_small_operands_are_not_paced():

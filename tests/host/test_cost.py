@@ -1,0 +1,172 @@
+"""The cost model against what an H200 took, and what must hold of any such model."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig
+from cute_lce.plan import backward, cost, forward
+from cute_lce.plan.candidates import Candidate
+from cute_lce.plan.problem import Limits, Problem, ceil_div
+
+MEASURED = Path(__file__).parents[2].joinpath("bench", "results", "tuning", "h200_kernels.json")
+PASSES = ("forward", "keep", "dinput", "dweight", "logits")
+GPU = Gpu("sm_90a", 132)
+EPILOGUES = (cost.STATISTICS, cost.EXPONENTIALS, cost.DINPUT, cost.SUMS, cost.DWEIGHT)
+
+
+class Timed(NamedTuple):
+    """A pass with one configuration, in milliseconds."""
+
+    measured: float
+    predicted: float
+
+
+@cache
+def timed() -> dict[tuple, list[Timed]]:
+    """The configurations that were measured, by pass and shape: (pass, n, d, vocab)."""
+    found: dict[tuple, list[Timed]] = defaultdict(list)
+    for row in json.loads(MEASURED.read_text(encoding="utf-8")):
+        each = row["pass"], row["n"], row["d"], row["vocab"]
+        seconds = predict(*each, config_of(row), row["parts"])
+        found[each].append(Timed(row["ms"], 1e3 * seconds))
+    return found
+
+
+def config_of(row: dict) -> KernelConfig:
+    """The configuration that was measured."""
+    configs = GPU.row.dweight_configs if row["pass"] == "dweight" else GPU.row.token_configs
+    wanted = row["tile_n"], *row["cluster"], row["pingpong"]
+    (config,) = {
+        each for each in configs if (each.tile_n, each.cluster_m, each.cluster_n, each.pingpong) == wanted
+    }
+    return config
+
+
+def predict(kind: str, n: int, d: int, vocab: int, config: KernelConfig, parts: int) -> float:
+    """Seconds of a pass as bench/kernels.py runs it. parts: windows of a forward, splits of dinput's k."""
+    if kind in ("forward", "keep"):
+        window = ceil_div(ceil_div(vocab, config.cluster_rows), parts) * config.cluster_rows
+        kept = vocab if kind == "keep" else 0
+        plan = forward.plan(GPU, n, d, vocab, Limits(window), config, kept)
+        assert plan.gemm.windows == parts
+        return cost.forward_seconds(GPU, Problem(n, d, vocab), plan)
+    others, of_dweight = GPU.row.configs_for(n, 0), kind == "dweight"
+    tokens, dweight = (others.tokens[0], config) if of_dweight else (config, others.dweight[0])
+    kept = 0 if kind == "logits" else vocab
+    problem = Problem(n, d, vocab, need_dinput=not of_dweight, need_dweight=of_dweight)
+    chosen = Candidate(0, 0, vocab - kept, 1 if of_dweight else parts)
+    return cost.backward_seconds(GPU, problem, backward.build(GPU, problem, kept, tokens, dweight, chosen))
+
+
+def test_every_pass_was_measured():
+    assert sum(map(len, timed().values())) == 788
+    shapes = [each[1:] for each in timed() if each[0] == "forward"]
+    assert len(shapes) == 34
+    assert all((kind, *shape) in timed() for kind in PASSES for shape in shapes)
+    assert all(len(some) > 1 for some in timed().values())
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_times_are_predicted(kind: str):
+    """Of the configurations that are as good as the best, or nearly: these are what plans choose among."""
+    ratios = [
+        each.predicted / each.measured
+        for (name, *_), some in timed().items()
+        if name == kind
+        for each in some
+        if each.measured <= 1.12 * min(some).measured
+    ]
+    assert len(ratios) > 80
+    within = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
+    assert within >= 0.9 * len(ratios), sorted(ratios)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
+    """2% slower than the best on average, 11% at worst."""
+    slower = [
+        min(some, key=lambda each: each.predicted).measured / min(some).measured
+        for (name, *_), some in timed().items()
+        if name == kind
+    ]
+    assert sum(slower) / len(slower) <= 1.02
+    assert max(slower) <= 1.11
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whatever the constants are
+
+
+def gemms() -> list[cost.Gemm]:
+    gpus = [Gpu(name, row.sms) for name, row in ARCHITECTURES.items()]
+    return [
+        cost.Gemm(gpu, config, 10**11)
+        for gpu in gpus
+        for config in {*gpu.row.token_configs, *gpu.row.dweight_configs}
+    ]
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_larger_gemms_take_no_less(epilogue: cost.Epilogue):
+    lengths = (1, 8, 64, 100, 1000, 4096, 10000, 151936)
+    for gemm in gemms():
+        for other in (64, 3000):
+            for grown in (
+                [gemm.clocks(length, other, 512, epilogue) for length in lengths],
+                [gemm.clocks(other, length, 512, epilogue) for length in lengths],
+                [gemm.clocks(512, other, length, epilogue) for length in lengths],
+            ):
+                assert grown == sorted(grown)
+                assert grown[-1] > 2 * grown[0]
+
+
+def test_no_gemm_is_below_the_least():
+    """Which is the bound of candidates that are not looked at."""
+    for gemm in gemms():
+        for m, n, k in ((128, 1, 8), (1000, 50, 64), (50257, 8192, 512), (151936, 4096, 4096)):
+            for epilogue in EPILOGUES:
+                for splits in (1, 2, 5):
+                    assert gemm.clocks(m, n, k, epilogue, splits) >= gemm.least(m * n * k)
+
+
+def test_more_stripes_and_splits_cost_more_in_sums():
+    for stripes in (1, 2, 10):
+        clocks = [cost.sum_clocks(4096, 4096, stripes, splits) for splits in (1, 2, 4, 9)]
+        assert all(more > fewer for fewer, more in pairwise(clocks))
+    clocks = [cost.sum_clocks(4096, 4096, stripes, 1) for stripes in (1, 2, 4, 9)]
+    assert clocks[0] == 0
+    assert all(more > fewer for fewer, more in pairwise(clocks))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_clocks_fall_in_long_calls_and_dram_does_not(arch: str):
+    gpu = Gpu(arch, ARCHITECTURES[arch].sms)
+    sheet = gpu.row.data_sheet
+    rates = [cost.Rates(gpu, macs) for macs in (0, 1, *(10**power for power in range(8, 16)))]
+    assert all(longer.clock <= shorter.clock for shorter, longer in pairwise(rates))
+    assert rates[-1].clock < 0.9 * rates[0].clock
+    for each in rates:
+        assert each.clock <= sheet.flops / (sheet.sms * gpu.row.dense_flops_per_clock)
+        assert each.read * each.clock == pytest.approx(rates[0].read * rates[0].clock)
+        assert each.write < each.read <= sheet.memory / each.clock
+        assert each.l2 * each.clock == pytest.approx(rates[0].l2 * rates[0].clock)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_gemm_is_not_faster_than_the_data_sheet(arch: str):
+    gpu = Gpu(arch, ARCHITECTURES[arch].sms)
+    sheet = gpu.row.data_sheet
+    for config in gpu.row.token_configs:
+        for m, n, k in ((50257, 1000, 512), (128256, 8192, 4096), (262144, 64, 4096)):
+            gemm = cost.Gemm(gpu, config, m * n * k)
+            seconds = gemm.clocks(m, n, k, cost.STATISTICS) / gemm.rates.clock
+            assert seconds >= 2 * m * n * k / sheet.flops
+            assert seconds >= 2 * (m + n) * k / sheet.memory
