@@ -220,7 +220,7 @@ class Architecture:
     @functools.cached_property
     def token_configs(self) -> tuple[KernelConfig, ...]:
         """All configurations of GEMMs whose B are tokens."""
-        return tuple(config for configs in self.configs for config in configs.tokens)
+        return tuple(dict.fromkeys(config for configs in self.configs for config in configs.tokens))
 
     @functools.cached_property
     def dweight_configs(self) -> tuple[KernelConfig, ...]:

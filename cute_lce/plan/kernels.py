@@ -37,9 +37,11 @@ Key = ForwardKey | BackwardKey
 def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
     """The keys of all kernels that calls with these types may need."""
     row = architecture(arch)
-    keys: list[Key] = []
+    keys: dict[Key, None] = {}
     for configs in row.configs:
         for config in configs.tokens:
-            keys += [ForwardKey(config, dtype, target_dtype, keeps) for keeps in (False, True)]
-            keys += [BackwardKey(config, dweight, dtype, target_dtype) for dweight in configs.dweight]
-    return keys
+            for keeps in (False, True):
+                keys[ForwardKey(config, dtype, target_dtype, keeps)] = None
+            for dweight in configs.dweight:
+                keys[BackwardKey(config, dweight, dtype, target_dtype)] = None
+    return list(keys)

@@ -61,6 +61,7 @@ def narrow_plans(
             patch.setattr(module, "is_paced", lambda *_: paced)
     if splits:
         patch.setattr(candidates, "LEAST_DEPTH", 1)
+        patch.setattr(candidates.Candidates, "_two_sweeps", lambda self: ())
         tokens = candidates._tokens
         patch.setattr(candidates, "_tokens", lambda *call: (tokens(*call)[0], [splits]))
 

@@ -84,8 +84,6 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu):
     draw = random.Random(4)
     for problem in (CROWDED, *problems(40, seed=2)):
         for wanted in SCHEDULES:
-            if problem.half and wanted == "keep":
-                continue
             least = schedule.least_workspace(gpu, problem, wanted, NO_LIMITS)
             for budget in (0, *budgets(draw, least)):
                 limits = Limits(workspace=budget)
@@ -159,20 +157,20 @@ def test_planning_is_cheap():
 
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.arch)
 def test_the_least_is_accepted_and_less_is_refused(gpu: Gpu):
-    """It is the least that is predicted within 1.8 times the GEMMs, or near the best where none is."""
+    """It is the least that is predicted within 1.8 times the GEMMs, or 1.5 times the best where none is."""
     near = 0
     for problem in (CROWDED, *problems(60, seed=6)):
         for wanted in SCHEDULES:
-            if problem.half and wanted == "keep":
-                continue
             least = schedule.least_workspace(gpu, problem, wanted, NO_LIMITS)
             schedule.choose(gpu, problem, wanted, Limits(workspace=least))
             # "keep" may be slower than "auto", and takes the same workspace.
             fastest = "auto" if wanted == "keep" else wanted
             predicted = within(gpu, problem, fastest, least)
-            most = max(1.8 * predicted.floor, 1.05 * predicted.best)
+            most = 1.8 * predicted.floor
+            if predicted.best > most:
+                most = 1.5 * predicted.best
+                near += 1
             assert predicted.seconds <= most
-            near += most > 1.8 * predicted.floor
             assert within(gpu, problem, fastest, least - 1).seconds > most or least == smallest(problem)
             for less in (least - 1, int(0.9 * least), 1):
                 with pytest.raises(ValueError, match="workspace_mb: got") as refused:

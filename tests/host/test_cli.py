@@ -160,7 +160,7 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
         ("--schedule recompute", "bfloat16", "recompute", 4),
         ("--schedule keep --workspace-mb 4000 --frozen weight", "bfloat16", "keep", 2),
         ("--dtype float16 --frozen hidden --window 1000", "float16", "auto", 3),
-        ("--dtype float16 --schedule keep --workspace-mb 70", "float16", "keep", 4),
+        ("--dtype float16 --schedule keep --workspace-mb 110", "float16", "keep", 4),
     ],
 )
 def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule, gemms, capsys):
