@@ -14,7 +14,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from cute_lce.arch import ARCHITECTURES
+from cute_lce.arch import ARCHITECTURES, KernelConfig
 from cute_lce.compile.trace import trace
 from cute_lce.plan.kernels import BackwardKey, Key, kernels
 
@@ -26,8 +26,8 @@ def write(folder: Path, arch: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for dtype in DTYPES:
         for target_dtype in TARGET_DTYPES:
-            for key in kernels(arch, dtype, target_dtype):
-                path = folder / f"{arch}-{dtype}-{target_dtype}-{_pass_of(key)}.ptx"
+            for key in dict.fromkeys(kernels(arch, dtype, target_dtype)):
+                path = folder / f"{arch}-{dtype}-{target_dtype}-{pass_of(key)}.ptx"
                 path.write_text(ptx(key))
                 print(path, flush=True)
 
@@ -37,11 +37,15 @@ def ptx(key: Key) -> str:
         return trace(key, f"--keep-ptx --dump-dir {dump}").__ptx__
 
 
-def _pass_of(key: Key) -> str:
-    """Also the width of its tiles of tokens."""
+def pass_of(key: Key) -> str:
+    """Also its tiles: how many side by side, and how wide."""
     if isinstance(key, BackwardKey):
-        return f"backward{key.tokens.tile_n}"
-    return f"{'keep' if key.keeps else 'forward'}{key.config.tile_n}"
+        return f"backward{_tiles(key.tokens)}-{_tiles(key.dweight)}"
+    return f"{'keep' if key.keeps else 'forward'}{_tiles(key.config)}"
+
+
+def _tiles(config: KernelConfig) -> str:
+    return f"{config.cluster_n}x{config.tile_n}"
 
 
 def compare(before: str, after: str) -> str:

@@ -17,29 +17,43 @@ from tests.compiled import cubin
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 KINDS = ("backward", "keep")
-# The narrowest, the widest, and for Hopper one that is no multiple of the 32 columns that lanes share.
-TILES = {"sm_90a": (32, 112, 192), "sm_100a": (64, 256)}
+# tile_n and cluster_n: the narrowest, the widest, and for Hopper some that are no multiple of the 32 columns
+# that lanes share, and two side by side; with them every configuration of dweight's GEMM.
+TILES = {"sm_90a": ((32, 1), (112, 1), (144, 2), (176, 2), (192, 1)), "sm_100a": ((64, 1), (256, 1))}
 
 
 class Pass(NamedTuple):
     """A backward or a forward that keeps."""
 
     arch: str
-    tile: int
+    tile: tuple[int, int]
     dtype: str = "bfloat16"
     which: str = "backward"
 
     @property
     def config(self) -> KernelConfig:
-        (config,) = (each for each in architecture(self.arch).token_configs if each.tile_n == self.tile)
+        configs = architecture(self.arch).token_configs
+        (config,) = {each for each in configs if (each.tile_n, each.cluster_n) == self.tile}
         return config
+
+    @property
+    def dweight(self) -> KernelConfig:
+        """One of those that go with `config`, another for each."""
+        of_row = architecture(self.arch).configs
+        configs = next(each for each in of_row if self.config in each.tokens)
+        return configs.dweight[configs.tokens.index(self.config) % len(configs.dweight)]
 
     @property
     def key(self) -> Key:
         """The key of what launch/ asks for."""
         if self.which == "keep":
             return ForwardKey(self.config, self.dtype, keeps=True)
-        return BackwardKey(self.config, architecture(self.arch).gradient_configs[0], self.dtype)
+        return BackwardKey(self.config, self.dweight, self.dtype)
+
+    @property
+    def name(self) -> str:
+        columns, side_by_side = self.tile
+        return f"{self.arch}-{side_by_side}x{columns}-{self.dtype}-{self.which}"
 
     @property
     def gemms(self) -> list[cubin.Kernel]:
@@ -48,7 +62,7 @@ class Pass(NamedTuple):
         return sorted(found, key=lambda kernel: int(kernel.name.rsplit("_", 1)[1]))
 
 
-def passes(arch: str, tiles: Iterable[int]) -> list[Pass]:
+def passes(arch: str, tiles: Iterable[tuple[int, int]]) -> list[Pass]:
     return [Pass(arch, tile, dtype, which) for tile in tiles for dtype in DTYPES for which in KINDS]
 
 
@@ -60,7 +74,7 @@ def named(chosen: Iterable[Pass], spills: dict[Pass, str] | None = None) -> Any:
         [
             pytest.param(
                 each,
-                id="-".join(map(str, each)),
+                id=each.name,
                 marks=[pytest.mark.xfail(reason=spills[each])] if each in spills else [],
             )
             for each in chosen
@@ -75,12 +89,24 @@ PASSES = [
     for each in passes(arch, tiles)
     if each.dtype == "bfloat16" or each.tile == tiles[-1]
 ]
-ALL = passes("sm_90a", architecture("sm_90a").token_tiles)
+ALL = passes(
+    "sm_90a",
+    dict.fromkeys((config.tile_n, config.cluster_n) for config in architecture("sm_90a").token_configs),
+)
 SPILLS = {
-    **{Pass("sm_90a", 192, dtype): "dlogits: 16 bytes, 7 accesses" for dtype in DTYPES},
-    **{Pass("sm_90a", 160, dtype, "keep"): "8 bytes, 4 accesses" for dtype in DTYPES},
-    **{Pass("sm_90a", 176, dtype, "keep"): "72 bytes, 49 accesses" for dtype in DTYPES},
-    **{Pass("sm_90a", 192, dtype, "keep"): "136 bytes, 142 accesses" for dtype in DTYPES},
+    Pass("sm_90a", (192, 1)): "dlogits: 16 bytes, 7 accesses",
+    Pass("sm_90a", (192, 1), "float16"): "dlogits: 8 bytes, 4 accesses",
+    **{
+        Pass("sm_90a", (columns, side_by_side), dtype): "dhidden: 8 bytes, 2 accesses"
+        for columns in (128, 144)
+        for side_by_side in (1, 2)
+        for dtype in DTYPES
+    },
+    **{Pass("sm_90a", (160, 1), dtype, "keep"): "16 bytes, 8 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", (160, 2), dtype, "keep"): "16 bytes, 14 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", (176, 1), dtype, "keep"): "64 bytes, 75 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", (176, 2), dtype, "keep"): "64 bytes, 75 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", (192, 1), dtype, "keep"): "136 bytes, 135 accesses" for dtype in DTYPES},
 }
 every_pass = named(PASSES)
 every_backward = named(each for each in PASSES if each.which == "backward")
@@ -136,7 +162,7 @@ def check_registers(each: Pass) -> None:
 
 @hoppers_backwards
 def test_wgmma(each: Pass):
-    configs = each.config, each.config, architecture("sm_90a").gradient_configs[0]
+    configs = each.config, each.config, each.dweight
     for kernel, config in zip(each.gemms, configs, strict=True):
         shape = f"m64n{config.tile_n}k16.f32.{DTYPES[each.dtype]}.{DTYPES[each.dtype]}"
         rows_of_64 = config.tile_m * config.turns // (64 * config.warpgroups)
@@ -165,7 +191,7 @@ def test_wgmma_reads_operands_where_they_lie(each: Pass):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tcgen05(dtype: str):
-    for kernel in Pass("sm_100a", 256, dtype).gemms:
+    for kernel in Pass("sm_100a", (256, 1), dtype).gemms:
         mma = re.findall(r"tcgen05\.mma\.cta_group::(\d)\.kind::(\w+)", kernel.ptx)
         assert mma == [("2", "f16")] * 4  # a k tile of 64 is four MMAs of 16
         lines = [line.strip() for line in kernel.ptx.split("\n")]
@@ -192,19 +218,37 @@ def test_what_is_kept_costs_one_exponential_an_element(each: Pass):
     assert least <= exponentials <= least + 5 * fragment.owned * fragment.slabs
 
 
-@every_backward
-def test_16_bit_numbers_are_stored_16_bytes_at_once(each: Pass):
-    """Gradients and dlogits, transposed by movmatrix where tokens are an MMA's columns; sums are in fp32."""
-    for kernel in each.gemms:
-        stores = kernel.ptx_of(r"st\.global\S*")
-        assert stores
-        assert not any(store.endswith((".b16", ".u16", ".b8")) for store in stores)
-        assert any(store.endswith((".v4.b32", ".v2.b64", ".v4.u32", ".v2.u64")) for store in stores), stores
-    assert [bool(kernel.ptx_of(r"movmatrix\S*")) for kernel in each.gemms] == [True, True, False]
+def elements_of_a_lane(config: KernelConfig) -> int:
+    """Of a tile that its epilogue's warps share."""
+    rows = config.tile_m // config.pair
+    return rows * config.tile_n * config.turns // (128 * config.warpgroups)
+
+
+@every_pass
+def test_16_bit_numbers_are_stored_by_tma(each: Pass):
+    """Gradients, dlogits and what is kept, each number once: through shared memory, transposed on the way
+    there where tokens are an MMA's columns; sums are in fp32."""
+    configs = (each.config, each.config, each.dweight)[: len(each.gemms)]
+    for kernel, config, transposed in zip(each.gemms, configs, (True, True, False), strict=False):
+        # Four 8 x 8 matrices of two numbers a lane.
+        form = f"stmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"
+        assert kernel.ptx_of(r"stmatrix\S*") == [form] * (elements_of_a_lane(config) // 8)
+        copies = kernel.ptx_of(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta\S*")
+        assert copies
+        # What was stored is made visible to TMA, and copied; shared memory is written again, and left, when
+        # it has been read.
+        assert len(kernel.ptx_of(r"fence\.proxy\.async\.shared::cta")) == len(copies)
+        assert len(kernel.ptx_of(r"cp\.async\.bulk\.commit_group")) == len(copies)
+        waits = kernel.ptx_of(r"cp\.async\.bulk\.wait_group(\S*)\s+\d")
+        assert waits == [".read"] * (len(copies) + 1)
+        stores = kernel.ptx_of(r"\bst\.global\S*")
+        narrow = [store for store in stores if store.endswith((".b16", ".u16", ".b8", ".u8"))]
+        # Each warp's note of a column.
+        assert len(narrow) == (-(-config.tile_n // 32) if each.which == "keep" else 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_103a"])
 def test_other_targets_compile(arch: str):
-    for kernel in Pass(arch, 256).gemms:
+    for kernel in Pass(arch, (256, 1)).gemms:
         assert kernel.target == arch
         assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0

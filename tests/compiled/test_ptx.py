@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cute_lce.arch import ARCHITECTURES
+from cute_lce.plan.kernels import kernels
 from tests.compiled import ptx
 
 KERNEL = """//
@@ -42,6 +44,12 @@ def test_compare(changes: dict[str, str], verdict: str):
         assert old in changed
         changed = changed.replace(old, new)
     assert ptx.compare(KERNEL, changed) == verdict
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_has_a_file_of_its_own(arch: str):
+    keys = set(kernels(arch, "bfloat16", "int64"))
+    assert len({ptx.pass_of(key) for key in keys}) == len(keys)
 
 
 def test_compare_folders(tmp_path):

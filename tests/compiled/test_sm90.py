@@ -14,50 +14,58 @@ from cute_lce.compile.trace import trace
 from cute_lce.plan.kernels import ForwardKey
 from tests.compiled import cubin
 
-TILES = {config.tile_n: config for config in architecture("sm_90a").token_configs}
-WIDEST = TILES[192]
-# The narrowest, one whose columns are no multiple of the 32 among which lanes share them, the widest.
-CONFIGS = {"narrowest": TILES[32], "ragged": TILES[112], "widest": WIDEST}
+# By tile_n and cluster_n.
+TILES = {(config.tile_n, config.cluster_n): config for config in architecture("sm_90a").token_configs}
+WIDEST = TILES[192, 1]
+# The narrowest, one whose columns are no multiple of the 32 among which lanes share them, two side by side,
+# the widest.
+CONFIGS = {"narrowest": TILES[32, 1], "ragged": TILES[112, 1], "two": TILES[176, 2], "widest": WIDEST}
 # Not chosen by any plan, but a caller's: A multicast as well, and other tiles.
 MORE = {
-    "shared": replace(WIDEST, tile_m=256, pingpong=False, stages=4),
+    "shared": replace(WIDEST, tile_m=256, pingpong=False, stages=3),
     "cluster of 2 x 2": replace(WIDEST, cluster_n=2),
-    "one warpgroup": replace(TILES[128], tile_m=64, warpgroups=1, pingpong=False, cluster_m=1),
+    "one warpgroup": replace(TILES[128, 1], tile_m=64, warpgroups=1, pingpong=False, cluster_m=1),
 }
 EVERY = {**CONFIGS, **MORE}
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 EVICT_FIRST = 0x12F0000000000000  # CUTLASS's CacheHintSm90::EVICT_FIRST
 
 
+Tile = tuple[int, int]
+
+
 def gemm(name: str, dtype: str = "bfloat16", target_dtype: str = "int64") -> cubin.Kernel:
     return cubin.kernel(ForwardKey(EVERY[name], dtype, target_dtype), "GemmSm90")
 
 
-def spilling(tiles: dict[tuple[int, str], str], chosen: Iterable[int]) -> list[Any]:
-    """Parameters (tile_n, dtype), those in `tiles` expected to fail for the given reason."""
+def spilling(tiles: dict[tuple[Tile, str], str], chosen: Iterable[Tile]) -> list[Any]:
+    """Parameters (tile, dtype), those in `tiles` expected to fail for the given reason."""
     return [
-        pytest.param(tile, dtype, marks=[pytest.mark.xfail(reason=tiles[tile, dtype])])
-        if (tile, dtype) in tiles
-        else (tile, dtype)
+        pytest.param(
+            tile,
+            dtype,
+            id=f"{tile[1]}x{tile[0]}-{dtype}",
+            marks=[pytest.mark.xfail(reason=tiles[tile, dtype])] if (tile, dtype) in tiles else [],
+        )
         for tile in chosen
         for dtype in DTYPES
     ]
 
 
-SPILLS = {(192, dtype): "16 bytes, 8 accesses" for dtype in DTYPES}
+SPILLS = {((192, 1), dtype): "8 bytes, 4 accesses" for dtype in DTYPES}
 every_tile = pytest.mark.parametrize(
-    ("tile", "dtype"), spilling(SPILLS, [config.tile_n for config in CONFIGS.values()])
+    ("tile", "dtype"), spilling(SPILLS, [(config.tile_n, config.cluster_n) for config in CONFIGS.values()])
 )
 
 
 @every_tile
-def test_no_spill_and_no_local_memory(tile: int, dtype: str):
+def test_no_spill_and_no_local_memory(tile: Tile, dtype: str):
     cubin.check_no_local_memory(ForwardKey(TILES[tile], dtype))
 
 
 @pytest.mark.emulator_full
 @pytest.mark.parametrize(("tile", "dtype"), spilling(SPILLS, TILES))
-def test_no_tile_spills(tile: int, dtype: str):
+def test_no_tile_spills(tile: Tile, dtype: str):
     cubin.check_no_local_memory(ForwardKey(TILES[tile], dtype))
     check_registers(TILES[tile], cubin.kernel(ForwardKey(TILES[tile], dtype), "GemmSm90"))
 

@@ -5,16 +5,20 @@ import itertools
 import json
 import math
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import errors, host_time, plot, providers, run, shapes, summary, timing, yardstick
+from bench import errors, host_time, kernels, plot, providers, run, shapes, summary, timing, yardstick
 from bench.floor import Floor
 from bench.inputs import Reference, make_inputs
+from cute_lce.arch import Gpu
+from cute_lce.plan import kernels as plan_kernels
 from examples import corpus, train_lm
 
 CPU = torch.device("cpu")
@@ -75,6 +79,75 @@ def test_relative_rms_fails_for_zeros_and_for_nan():
     assert timing.relative_rms(want.float(), want) < 1e-7
     assert timing.relative_rms(torch.zeros(3), want) == pytest.approx(1.0)
     assert math.isnan(timing.relative_rms(torch.tensor([1.0, math.nan, 3.0]), want))
+
+
+# single passes
+
+
+@pytest.mark.parametrize(
+    "shape", ["98,2880,201088", "600,4096,50257", "8192,4096,131072", "32768,4096,262144"]
+)
+def test_passes_have_the_chosen_configuration_and_others_for_as_many_tokens(shape, monkeypatch):
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: Gpu("sm_90a", 132))
+    (shape,) = shapes.parse(shape)
+    calibration = kernels.Calibration(shape, CPU)
+    compiled = set(plan_kernels.kernels("sm_90a", "bfloat16", "int64"))
+    found = list(calibration.passes())
+    names = ["forward", "keep", "dinput", "logits", "dweight"]
+    # Logits of more than 12 GB are not kept.
+    kept = shape.n * shape.vocab <= 6e9
+    assert list(dict.fromkeys(name for name, _, _ in found)) == names[: None if kept else 1]
+    assert len({(name, config) for name, config, _ in found}) == len(found)
+    for name in {name for name, _, _ in found}:
+        configs = [(config, chosen) for each, config, chosen in found if each == name]
+        assert sum(chosen for _, chosen in configs) == 1
+        assert len(configs) >= (2 if name == "dweight" else 3)
+        for config, _ in configs:
+            assert calibration.key(name, config) in compiled
+            assert calibration.splits(config) >= 1
+
+
+def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: Gpu("sm_90a", 132))
+    monkeypatch.setattr(kernels, "Floor", lambda *arguments: lambda: time.sleep(2e-4))
+
+    class Sleeping:
+        """The passes, each another number of windows or splits."""
+
+        def __init__(self, calibration, device):
+            self.inputs, self.saved, self.parts = None, object(), itertools.count(1)
+
+        def forward(self, kind, config):
+            return (lambda: time.sleep(1e-4)), next(self.parts)
+
+        backward = forward
+
+    monkeypatch.setattr(kernels, "Timed", Sleeping)
+    (shape,) = shapes.parse("98,2880,201088")
+    calibration = kernels.Calibration(shape, CPU)
+    found: list[dict[str, Any]] = list(kernels.rows(calibration, CPU, 1e-4))
+    passes = list(calibration.passes())
+    assert [(row["pass"], row["tile_n"], row["chosen"]) for row in found] == [
+        (name, config.tile_n, chosen) for name, config, chosen in passes
+    ]
+    assert [row["parts"] for row in found] == list(range(1, len(passes) + 1))
+    path = Path(kernels.__file__).parent / "results" / "tuning" / "h200_kernels.json"
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    origin = {"gpu", "versions", "date", "command"}
+    for row in found:
+        assert set(row) | origin == set(measured[0])
+        assert (row["n"], row["d"], row["vocab"]) == (98, 2880, 201088)
+        assert row["ms"] > 0.1
+        assert row["logits_floor_ms"] > 0.2
+    assert all(set(row) == set(measured[0]) for row in measured)
+
+
+def test_passes_are_written_where_the_caller_says(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench.kernels"])
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main()
+    assert stopped.value.code == 2
+    assert "--out" in capsys.readouterr().err.splitlines()[-1]
 
 
 # shapes
