@@ -198,7 +198,8 @@ class GemmSm90(gemm.Gemm):
                 self.epilogue.visit(tensors, staging, state, frag, row, opaque(column), 0, split)
             self.epilogue.end(tensors, state, opaque(column), walk.partial(window) * turns + share)
             before += end - first
-        drain()
+        if cutlass.const_expr(self.epilogue.stores):
+            drain()
 
     @cute.jit
     def _tile(self, tiled_mma, tCrA, tCrB, acc, ring, slot, turn, k_tiles: Int32):

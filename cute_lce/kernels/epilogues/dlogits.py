@@ -56,6 +56,8 @@ class DlogitsEpilogue:
             (softmax - onehot), and the gradients' GEMMs apply the rest (kernels.scale).
     """
 
+    stores = True
+
     def __init__(self, fragment: Fragment, half: bool):
         self.fragment = fragment
         self.half = half

@@ -39,6 +39,8 @@ class DhiddenEpilogue:
     With several splits of k each has a sum of its own, which kernels.reduce adds up in their order.
     """
 
+    stores = True
+
     def __init__(self, fragment: Fragment):
         self.fragment = fragment
 
@@ -96,6 +98,8 @@ class DweightTensors(NamedTuple):
 
 class DweightEpilogue:
     """(dlogits.T hidden): scale and round."""
+
+    stores = True
 
     def __init__(self, fragment: Fragment):
         self.fragment = fragment

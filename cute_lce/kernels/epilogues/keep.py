@@ -47,6 +47,8 @@ class KeepEpilogue:
     statistics. A token has one j for a warp's rows of a tile, a unit.
     """
 
+    stores = True
+
     def __init__(self, fragment: Fragment, warps: int, kept: maths.KeptRange):
         if len(fragment.rows) != 4:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")

@@ -50,6 +50,8 @@ class ForwardEpilogue:
     Each warp has partials of its own: of its rows of its warpgroup's tiles of a window.
     """
 
+    stores = False
+
     def __init__(self, fragment: Fragment, warps: int):
         """warps: that share a tile; their numbers in the CTA differ modulo `warps`."""
         self.fragment = fragment
