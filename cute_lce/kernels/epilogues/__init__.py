@@ -2,15 +2,16 @@
 
 A mainloop calls, for every run (a column of tiles, a window of its rows and a split of k; schedule.py):
 
-    state = epilogue.begin(tensors, column)         # registers that live through the run
-    epilogue.visit(tensors, staging, state, frag, row, column, slab, split)  # each slab of each tile, in place
-    epilogue.end(tensors, state, column, partial)   # results of the run
+    state = epilogue.begin(tensors, column)     # registers that live through the run
+    epilogue.visit(tensors, staging, state, frag, row, column, slab, split)     # each slab of each tile
+    epilogue.end(tensors, state, column, partial)       # results of the run
 
-`frag` is the thread's part of a slab of columns of a tile (fragment.Fragment); `row` is the row in the
-product of its first element, and `column` the column of its first element in the tile's first slab. `staging`
-has the boxes of shared memory through which an epilogue that `stores` does so (store.py), which are drained at
-the end. `split` is the number of the run's split of k. `partial` is the number of the window's share that the warps which
-share these tiles have seen; an epilogue whose warps have results of their own numbers these itself.
+`frag` is the thread's part of a slab of columns of a tile (fragment.Fragment), changed in place; `row` is the
+row in the product of its first element, and `column` the column of its first element in the tile's first
+slab. `split` is the number of the run's split of k. `staging` has the boxes of shared memory through which an
+epilogue that `stores` does so (store.py); the mainloop drains them at its end. `partial` is the number of the
+window's share that the warps which share these tiles have seen; an epilogue whose warps have results of their
+own numbers these itself.
 
 In the GEMMs of logits columns are tokens and rows classes, in dhidden's columns are tokens and rows features,
 and in dweight's columns are features and rows classes. A token's numbers are kept by the lanes that own its
