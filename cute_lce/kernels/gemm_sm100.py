@@ -57,8 +57,9 @@ class GemmSm100(gemm.Gemm):
     Budgets: registers up to 206 a thread in the forward, 240 if it keeps, 212 for dlogits, 255 for dhidden
     and 154 for dweight, without spills; 192 threads could have 255, so setmaxnreg is not needed. The loop
     over slabs is unrolled, since an epilogue's numbers of a column are in registers. Shared memory:
-    (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (7 stages in 227
-    KiB), 20 KiB for 256 x 64 x 64 (11 stages) and 48 KiB for 128 x 256 x 64 (4 stages). TMEM: two
+    (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (6 stages in 227
+    KiB), 20 KiB for 256 x 64 x 64 (10 stages) and 48 KiB for 128 x 256 x 64 (4 stages), and 16 KiB of boxes
+    (epilogues.store). TMEM: two
     accumulators of tile_n columns, all 512 columns at 256; a power of two is allocated.
 
     Four epilogue warps, one for each of the SM's schedulers: the exponentials are the limit, 16 a clock and

@@ -34,7 +34,8 @@ class GemmSm90(gemm.Gemm):
                 in each of the cluster_m + cluster_n - 1 CTAs that send or receive the slot's slices.
     Named barriers TURN_BARRIER and TURN_BARRIER + 1 (pingpong only), 256 threads: warpgroup 0 (1) may issue
     its MMAs. The other warpgroup arrives when it has issued the last MMA of a tile; at the start warpgroup 1
-    arrives for warpgroup 0.
+    arrives for warpgroup 0. BOX_BARRIER and BOX_BARRIER + 1, 128 threads: a warpgroup's boxes are empty, or
+    full (epilogues.store).
 
     Timeline. Load runs up to `stages` k tiles ahead of the MMAs, across tiles and runs. A tile of a consumer
     is, for each k tile: wait full; WGMMAs; commit; wait until the k tile before is done; release its slot.
@@ -50,10 +51,11 @@ class GemmSm90(gemm.Gemm):
 
     Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
     rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). With tokens along n a consumer thread holds up to 192
-    accumulators, 128 x 192 per warpgroup, and 128 in dweight's GEMM, 64 x 256 or 128 x 128. Nothing should
-    spill (tests/compiled/test_sm90.py and test_backward.py). Shared memory: (tile_m + tile_n) tile_k 2 bytes
-    a stage, from 20 KiB for 128 x 32 x 64 and 11 stages to 48 KiB for 128 x 256 x 64 and 4; one more stage
-    would not fit into 227 KiB. All of it is the ring; logits are never in shared memory.
+    accumulators, 128 x 192 per warpgroup, and in dweight's GEMM 64 x 256, 128 x 128 or 128 x 192. What spills
+    is named in tests/compiled/test_sm90.py and test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2
+    bytes a stage, from 20 KiB for 128 x 32 x 64 and 9 stages to 48 KiB for 128 x 256 x 64 and 4, and 16 KiB
+    of boxes for each warpgroup (epilogues.store); one more stage would not fit into 227 KiB. Logits in fp32
+    are never in shared memory.
 
     Hazards, besides gemm.Gemm's. A slot may be overwritten only when every WGMMA that reads it has completed:
     it is released after the wait for its group, one k tile later, so a ring needs at least 2 stages.
