@@ -53,8 +53,9 @@ def linear_cross_entropy(
             nothing.
         workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
             and the gradients), in MiB (2**20 bytes). None means the environment's CUTE_LCE_WORKSPACE_MB, or
-            2304, raised automatically if a call needs more; a number is never raised. More is never slower;
-            the least that the kernels accept takes up to 1.8 times as long as the matrix products alone.
+            2304, raised automatically if a call needs more; a number is never raised. By prediction,
+            "auto" and "recompute" are never slower with more, and with the least that the kernels accept take
+            1.8 times as long as the matrix products alone, or 1.5 times the best where that is longer.
         window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
             rounding only.
 

@@ -73,7 +73,8 @@ class ScaleRows:
 
     @cute.kernel
     def largest(self, tensors: ScaleTensors):
-        """weight_factor: the largest magnitude in factor times hidden over HALF_LARGEST, nan if one is nan.
+        """weight_factor: the largest magnitude in factor times hidden over HALF_LARGEST, nan if a
+        factor is nan; a nan of hidden stays in its scaled row.
 
         A maximum does not depend on its order, and the bits of non-negative numbers have theirs.
         """

@@ -56,7 +56,7 @@ def _log_if_slow(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> N
     # Whoever gives a number may not know what it costs; the default is documented.
     _logger.log(
         logging.WARNING if limits.workspace else logging.INFO,
-        "n %d, d %d, V %d: with %s a forward and backward is predicted to take %.2f times its GEMMs; with "
+        "n %d, d %d, V %d: with %s a call is predicted to take %.2f times its GEMMs; with "
         "workspace_mb=%d it would be at most %.2f times",
         problem.n,
         problem.d,

@@ -32,7 +32,7 @@ def usable(workspace: int) -> int:
 def workspace_for(nbytes: int) -> int:
     """The least workspace of which `nbytes` are usable."""
     least = min(ceil_div(8 * nbytes, 7), nbytes + ROUNDING)
-    return least - (usable(least - 1) >= nbytes)
+    return max(least - (usable(least - 1) >= nbytes), 0)
 
 
 def forward_bytes(n: int) -> int:

@@ -231,17 +231,16 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
         least = max(forward_bytes(n), backward_bytes(problem._replace(need_dinput=False), columns))
         if limits.workspace < least:
             raise refuse_workspace("recompute", limits.workspace, least)
-    room = usable(call.workspace(limits))
-    if not kept or (kept == known.vocab and _everything(problem) <= room):
-        return vocab if kept else 0
-    columns = call.candidates.best(kept, room).columns
+    if not kept:
+        return 0
+    workspace = call.workspace(limits)
+    room = usable(workspace)
+    forward = keeping_bytes(n, vocab) + forward_bytes(n)
+    if kept == known.vocab and backward_bytes(problem, 0, vocab) <= room and forward <= workspace:
+        return vocab
+    columns = call.candidates.best(kept, room).columns or STRIPE_MULTIPLE
     beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + forward_bytes(n)
     beside += n * note_bytes(KEPT_TILE) + (2 * n * d if problem.need_dweight else 0)
     # Two bytes per row each, and their share of the notes.
     fit = (room - beside) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n)
     return min(max(fit, 0), vocab) // STRIPE_MULTIPLE * STRIPE_MULTIPLE
-
-
-def _everything(problem: Problem) -> int:
-    """Bytes of a call that keeps everything."""
-    return backward_bytes(problem, 0, problem.vocab) + forward_bytes(problem.n)

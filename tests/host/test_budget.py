@@ -251,7 +251,7 @@ def test_a_slow_workspace_is_logged_once_with_one_that_helps(caplog: pytest.LogC
     (said,) = ask(20480, 300)
     assert said.levelno == logging.WARNING
     message = said.getMessage()
-    assert "n 20480, d 3584, V 128256: with workspace_mb=300 a forward and backward" in message
+    assert "n 20480, d 3584, V 128256: with workspace_mb=300 a call" in message
     helpful = int(message.split("workspace_mb=")[2].split()[0])
     assert not within(H100, CROWDED, "auto", helpful * MIB).is_slow
     assert within(H100, CROWDED, "auto", 300 * MIB).is_slow

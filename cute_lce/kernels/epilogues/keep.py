@@ -150,7 +150,7 @@ class KeepEpilogue:
         owned: cutlass.Constexpr[range],
         n: Int32,
     ):
-        """Add the raises of the tokens that this lane owns in a slab to most_raised."""
+        """Add the raises of the tokens `owned` by this lane in a slab to most_raised."""
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             token, exists = self.fragment.owned_column(column, slab, i, n)
             if exists:

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, BOXES, WARPGROUP, WARPS
+from cute_lce.arguments import KEPT_TILE
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp
 
@@ -116,6 +117,8 @@ def store_columns(
     owned: which of the fragment's 32 columns, after one another. All four warps of the group call it, with
     rows of one tile, which begins at a multiple of 128.
     """
+    assert len(fragment.rows) == 4, "four blocks of a warp's rows"
+    assert fragment.rows[-1] < KEPT_TILE, "rows of one tile of 128"
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS
     first_row, first_column = first_row_of_warp(row), column - 2 * (lane & 3)
     # Lane l has the address of line l % 8 of matrix l / 8, which is a block of the warp's rows.
