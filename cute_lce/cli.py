@@ -225,7 +225,9 @@ def _show_prediction(
         if each.first >= chosen.kept:
             bounds.setdefault("logits", tokens.bound(each.columns, tall, d, cost.EXPONENTIALS))
         if problem.need_dinput:
-            bounds.setdefault("dinput", tokens.bound(d, tall, each.columns, cost.DINPUT, each.dhidden.splits))
+            splits = each.dhidden.splits
+            epilogue = cost.dinput_epilogue(splits)
+            bounds.setdefault("dinput", tokens.bound(d, tall, each.columns, epilogue, splits))
         if problem.need_dweight and tall == n:
             bounds.setdefault("dweight", dweight.bound(each.columns, d, n, cost.DWEIGHT))
     rows += [(f"{name} bound by", bound) for name, bound in bounds.items()]

@@ -137,8 +137,8 @@ class Candidates:
     def _chunks(self) -> Iterator[Candidate]:
         problem, tokens = self.problem, self.tokens
         n, d, vocab = problem.n, problem.d, problem.vocab
-        for count in steps(ceil_div(max(n, 1), tokens.columns), CHUNK_STEPS):
-            chunk = max(min(count * tokens.columns, n), 1)
+        for count in steps(ceil_div(n, tokens.columns), CHUNK_STEPS):
+            chunk = min(count * tokens.columns, n)
             full, rest = divmod(n, chunk)
             faster = faster_splits(tokens, d, chunk, vocab)
             for splits in {1, faster[-1]}:

@@ -64,6 +64,11 @@ EXPOSED_CLOCKS = 3.2
 """Of an epilogue that does not hide, for each column of its tile."""
 
 
+def dinput_epilogue(splits: int) -> Epilogue:
+    """Of dinput's GEMM in `splits` of k, each of which has an fp32 sum."""
+    return SUMS if splits > 1 else DINPUT
+
+
 class Rates:
     """What a GPU keeps up in calls of one size. clock: of SMs, in Hz. read, write: bytes of DRAM a clock; l2:
     bytes that an SM loads from L2 and stores in a clock.
@@ -167,7 +172,7 @@ def sum_clocks(n: int, d: int, stripes: int, splits: int) -> int:
 
 def split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:
     """Clocks of an (m, n) GEMM of dinput in `splits` of k, which are then added up."""
-    return gemm.clocks(m, n, k, SUMS if splits > 1 else DINPUT, splits) + sum_clocks(n, m, 1, splits)
+    return gemm.clocks(m, n, k, dinput_epilogue(splits), splits) + sum_clocks(n, m, 1, splits)
 
 
 def forward_seconds(gpu: Gpu, problem: Problem, plan: ForwardPlan) -> float:
@@ -206,8 +211,7 @@ def stripe_clocks(
     elif problem.need_dweight:
         total += int(4 * n * d / tokens.rates.read)
     if problem.need_dinput:
-        epilogue = SUMS if splits > 1 else DINPUT
-        total += LAUNCH_CLOCKS + tokens.clocks(d, n, columns, epilogue, splits)
+        total += LAUNCH_CLOCKS + tokens.clocks(d, n, columns, dinput_epilogue(splits), splits)
     if problem.need_dweight:
         total += LAUNCH_CLOCKS + dweight.clocks(columns, d, n, DWEIGHT)
     return total

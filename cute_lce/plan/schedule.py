@@ -25,13 +25,13 @@ from .memory import (
 from .problem import Limits, Problem
 
 SLOWEST = 1.8
-"""A workspace is accepted if a call is predicted to take at most this many times its GEMMs, """
+"""A workspace is accepted if a call is predicted to take at most this many times its GEMMs."""
 NEAR_BEST = 1.5
-"""or, where no workspace makes that possible, this many times what it takes with any."""
+"""Where no workspace makes SLOWEST possible, a call may take this many times what the best one would."""
 SLOW = 1.25
-"""A call that is predicted to take more than this many times what it could take is logged, """
+"""A call that is predicted to take more than this many times what it could take is logged."""
 HELPFUL = 1.1
-"""with the workspace from which it takes at most this many times that."""
+"""The workspace that the log names is the least with which it takes at most this many times that."""
 UNLIMITED = 1 << 60
 """Bytes of workspace that hold whatever a plan wants."""
 

@@ -24,7 +24,8 @@ from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.row_stats import fma
 
 AT_ONCE = 2
-"""Columns that a lane owns whose exponentials are computed before any is stored."""
+"""Columns that a lane owns whose exponentials are computed before any is stored: many of a thread's
+instructions are then independent, and few values alive."""
 
 
 class KeepForwardTensors(NamedTuple):
@@ -55,6 +56,8 @@ class KeepEpilogue:
         self.fragment = fragment
         self.kept = kept
         self.forward = ForwardEpilogue(fragment, warps)
+        owned = range(fragment.owned)
+        self.at_once = [owned[first : first + AT_ONCE] for first in owned[::AT_ONCE]]
 
     @cute.jit
     def begin(self, tensors: KeepForwardTensors, column: Int32) -> KeepState:
@@ -77,7 +80,8 @@ class KeepEpilogue:
         self.forward.mask_and_catch(tensors.forward, frag, row, column, slab)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
-            self._keep(tensors, staging, state, frag, row, column, slab)
+            for owned in self.at_once:
+                self._keep(tensors, staging, state, frag, row, column, slab, owned)
         else:
             self.forward.accumulate(state.forward, frag, slab)
 
@@ -91,25 +95,10 @@ class KeepEpilogue:
         row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
-    ):
-        """Exponentials instead of the fragment's logits, stored, and their statistics, AT_ONCE columns at a
-        time: many of a thread's instructions are then independent, and few values alive."""
-        for first in cutlass.range_constexpr(0, self.fragment.owned, AT_ONCE):
-            owned = range(first, min(first + AT_ONCE, self.fragment.owned))
-            self._keep_owned(tensors, staging, state, frag, row, column, slab, owned)
-
-    @cute.jit
-    def _keep_owned(
-        self,
-        tensors: KeepForwardTensors,
-        staging: Staging,
-        state: KeepState,
-        frag: cute.Tensor,
-        row: Int32,
-        column: Int32,
-        slab: cutlass.Constexpr[int],
         owned: cutlass.Constexpr[range],
     ):
+        """Exponentials instead of the logits of the columns that lanes own with these numbers, stored, and
+        their statistics."""
         fragment, keep = self.fragment, tensors.keep
         unit = fragment.unit(first_row_of_warp(row))
         n = cute.size(tensors.forward.target)
