@@ -120,15 +120,8 @@ class DlogitsEpilogue:
         if state.ignored.any:
             for i in cutlass.range_constexpr(fragment.owned):
                 zero_ignored(fragment, state.ignored, frag, slab, i)
-        store_columns(
-            tensors.dlogits,
-            staging,
-            frag,
-            row,
-            column + slab * fragment.columns,
-            fragment,
-            range(fragment.owned),
-        )
+        owned = range(fragment.owned)
+        store_columns(tensors.dlogits, staging, frag, row, column, fragment, slab, owned)
 
     @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):

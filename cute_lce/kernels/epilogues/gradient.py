@@ -79,7 +79,8 @@ class DhiddenEpilogue:
         if tensors.to_out == 0:
             store_transposed(sums, frag, row, first, fragment)
         else:
-            store_columns(tensors.out, staging, frag, row, first, fragment, range(fragment.owned))
+            owned = range(fragment.owned)
+            store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned)
 
     @cute.jit
     def end(self, tensors: DhiddenTensors, factor: cute.Tensor, column: Int32, partial: Int32):

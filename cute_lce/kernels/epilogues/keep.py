@@ -127,7 +127,7 @@ class KeepEpilogue:
         if state.ignored.any:
             for i in cutlass.range_constexpr(owned.start, owned.stop):
                 zero_ignored(fragment, state.ignored, frag, slab, i)
-        store_columns(tensors.out, staging, frag, row, column + slab * fragment.columns, fragment, owned)
+        store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned)
 
     @cute.jit
     def _note_raises(

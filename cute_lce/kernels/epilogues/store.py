@@ -110,33 +110,37 @@ def store_columns(
     row: Int32,
     column: Int32,
     fragment: cutlass.Constexpr[Fragment],
+    slab: cutlass.Constexpr[int],
     owned: cutlass.Constexpr[range],
 ):
-    """Round elements of a fragment and store them transposed: the tile's columns are the matrix's rows.
+    """Round elements of a slab and store them transposed: the tile's columns are the matrix's rows.
 
-    owned: which of the fragment's 32 columns, after one another. All four warps of the group call it, with
-    rows of one tile, which begins at a multiple of 128.
+    column: of element 0 in slab 0. owned: which of the slab's 32 columns. All four warps of the group call
+    it, with rows of one tile, which begins at a multiple of 128, for all of its columns in their order.
     """
     assert len(fragment.rows) == 4, "four blocks of a warp's rows"
     assert fragment.rows[-1] < KEPT_TILE, "rows of one tile of 128"
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS
-    first_row, first_column = first_row_of_warp(row), column - 2 * (lane & 3)
+    first_row = first_row_of_warp(row)
+    first_column = column + slab * fragment.columns - 2 * (lane & 3)
     # Lane l has the address of line l % 8 of matrix l / 8, which is a block of the warp's rows.
-    block, line = lane // BLOCK, lane % BLOCK
-    within = warp * fragment.warp_rows + fragment.rows[1] * (block % 2) + fragment.rows[2] * (block // 2)
+    own, line = lane // BLOCK, lane % BLOCK
+    within = warp * fragment.warp_rows + fragment.rows[1] * (own % 2) + fragment.rows[2] * (own // 2)
     at = within // BOX_COLUMNS * BOX_BYTES + line * LINE + ((within % BOX_COLUMNS // BLOCK) ^ line) * 16
     for i in cutlass.range_constexpr(owned.start, owned.stop):
         elements = fragment.shared(i)
-        # The first of a call waits for all copies, since it may follow one from its own boxes.
-        boxes = staging.boxes + i % BOXES * (WARPS * BOX_BYTES)
-        pending = 0 if i == owned.start else BOXES - 1
+        number = slab * fragment.owned + i
+        boxes = staging.boxes + number % BOXES * (WARPS * BOX_BYTES)
+        # A tile's first may follow its last, of the tile before, in the same boxes.
+        same = number == 0 and fragment.slabs * fragment.owned % BOXES != 0
+        pending = 0 if same else BOXES - 1
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
         for c in cutlass.range_constexpr(elements.start, elements.stop, 2):
             words = [_pack(frag[r, c], frag[r, c + 1], out) for r in range(len(fragment.rows))]
-            number = (c - elements.start) // 2
-            offset = number // 2 * (2 * BOX_BYTES) + number % 2 * (BLOCK * LINE)
+            block = (c - elements.start) // 2
+            offset = block // 2 * (2 * BOX_BYTES) + block % 2 * (BLOCK * LINE)
             _stmatrix(boxes + at + offset, words, transposed=True)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
