@@ -7,15 +7,32 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cute_lce.arch import ARCHITECTURES
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect, and so count in the closing line, what needs a GPU where there is none."""
+    """Deselect, and so count in the closing line, what needs a GPU where there is none; and give tests that
+    compile the same kernels to one worker, which keeps them."""
+    for item in items:
+        if group := _kernels_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
     if torch.cuda.is_available():
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def _kernels_of(item: pytest.Item) -> str:
+    """The kernels that a test of compiled code compiles, by its parameters; of emulated code, whose tests
+    share few kernels, their architecture. "" for any other."""
+    if "tests/compiled/" in item.nodeid:
+        return item.name.partition("[")[2]
+    if "tests/emulated/" in item.nodeid:
+        names = {arch: (arch, f"test_{arch.replace('_', '')[:-1]}.py") for arch in ARCHITECTURES}
+        return next((arch for arch, of in names.items() if any(name in item.nodeid for name in of)), "")
+    return ""
 
 
 def pytest_report_header() -> str:

@@ -590,7 +590,7 @@ def _record_sums(emulator: Emulator, shape: tuple[int, ...]) -> list[torch.Tenso
 
 
 @hopper_first
-@pytest.mark.parametrize("resident", [16, 2])
+@pytest.mark.parametrize("resident", [16, pytest.param(2, marks=full)])
 @pytest.mark.parametrize("splits", [0, 3])
 @pytest.mark.parametrize("how", ["recompute", "keep, stripes", "fp16, stripes"])
 def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):

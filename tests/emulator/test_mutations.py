@@ -34,13 +34,13 @@ def test_every_mutation_is_found_or_explained(subject, tmp_path):
 
 @pytest.mark.parametrize("subject", BACKWARD, ids=lambda s: s.name)
 def test_some_mutations_of_the_backward(subject, tmp_path):
-    """Every eighth of those without a reason to go unfound, each found by one of the first schedules."""
+    """A sixteenth of those without a reason to go unfound, each found by one of the first schedules."""
     emulated = subject.build(str(tmp_path))
     assert subject.check(emulated, 1), "the kernel itself fails"
     mine = subject.mutates(emulated.ptx)
     some = [
         m for m in mutate.mutations(emulated.ptx, subject.rules) if mine(m) and subject.reason(m) is None
-    ][3::8]
+    ][3::16]
     assert len(some) >= 2
     verdicts = mutate.survey(emulated, subject.check, range(4), lambda m: m in some, subject.rules)
     assert len(verdicts) == len(some)
