@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,11 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def emulated(key: Key) -> emulator.Emulated:
     """The kernels of a key, bound to the emulator."""
     with tempfile.TemporaryDirectory() as folder:
-        return emulator.build(trace(key, f"--keep-ptx --dump-dir {folder}"))
+        found = emulator.build(trace(key, f"--keep-ptx --dump-dir {folder}"))
+    # It stays, and its hundred thousand objects would slow down every later collection.
+    gc.collect()
+    gc.freeze()
+    return found
 
 
 @dataclass
