@@ -115,12 +115,17 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dhidden (n, d) and dweight (V, d) in the operands' dtype, 0 if not needed; sums (splits, n, d) fp32:
-    dhidden of several stripes or splits of k, one sum for each split."""
+    """dhidden (n, d), dweight (V, d); 0 if not needed. sums (splits, n, d) fp32: dhidden of several stripes
+    or splits of k, one sum for each split.
+
+    dhidden has the operands' dtype. dweight has it too and is written, or has the key's `added` dtype and is
+    added to; fp32 is written instead where `adds` is 0.
+    """
 
     dhidden: Address
     dweight: Address
     sums: Address
+    adds: Int32
 
 
 class GradientOperands(NamedTuple):

@@ -273,8 +273,8 @@ def _show_floor(
 def fill_cache(args: argparse.Namespace) -> int:
     """Compile every kernel that calls may need, on a machine with or without a GPU."""
     print(f"into {cache.cache_dir()}", flush=True)
-    types = itertools.product(args.dtype, args.target_dtype)
-    keys = [key for names in types for key in kernels(args.arch, *names)]
+    types = itertools.product(args.dtype, args.target_dtype, args.grad_weight_out)
+    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names))]
     started = time.perf_counter()
     try:
         for seconds, key in _compiled(keys, min(args.jobs or _cores(), len(keys))):
@@ -351,6 +351,16 @@ def _parser() -> argparse.ArgumentParser:
     ):
         text = f"one or more of {', '.join(choices)} ({' '.join(default)})"
         command.add_argument(option, nargs="+", choices=choices, default=default, metavar="NAME", help=text)
+    command.add_argument(
+        "--grad-weight-out",
+        nargs="+",
+        type=lambda text: "" if text == "none" else text,
+        choices=("", "float32", "bfloat16", "float16"),
+        default=[""],
+        metavar="NAME",
+        help="backwards that add to a grad_weight_out: one or more of none, float32 (grad_in_forward's too), "
+        "bfloat16, float16 (none)",
+    )
     command.add_argument("--jobs", type=_positive, help="processes that compile (one for each core)")
     command.set_defaults(run=fill_cache)
     return parser

@@ -24,6 +24,8 @@ def linear_cross_entropy(
     schedule: str = "auto",
     workspace_mb: float | None = None,
     window: int | None = None,
+    grad_weight_out: Tensor | None = None,
+    grad_weight_dummy: bool = False,
 ) -> Tensor:
     """Cross entropy of ``input @ linear_weight.T`` with class indices, without the logits in memory.
 
@@ -39,8 +41,8 @@ def linear_cross_entropy(
         reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored;
             "sum"; or "none", which accepts any upstream gradient (expanded, strided).
         ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch. A nan
-            or inf in such a row of input does not matter, except that on a GPU "recompute" in bfloat16 and
-            "grad_in_forward" in bfloat16 and float16 make linear_weight's gradient nan, as torch does.
+            or inf in such a row of input does not matter, except that on a GPU "recompute" in bfloat16, and
+            without kernels "grad_in_forward" in 16 bits, make linear_weight's gradient nan, as torch does.
         schedule: how the backward obtains the logits.
             "recompute" computes them again, window by window: the least memory, any upstream gradient.
             "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
@@ -58,15 +60,25 @@ def linear_cross_entropy(
             1.8 times as long as the matrix products alone, or 1.5 times the best where that is longer.
         window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
             rounding only.
+        grad_weight_out: (V, d), float32, bfloat16 or linear_weight's dtype, contiguous, on input's device at
+            a multiple of 16 bytes, memory of its own: linear_weight's gradient is added to it in the
+            backward, on the forward's stream, and autograd gets None for linear_weight. The sum is formed in
+            float32 (float64 for float64) and rounded once, without a temporary of (V, d) except where the
+            kernels pad a d that is no multiple of 8. Its numbers may change between forward and backward; a
+            second backward adds again, and a backward that does not ask for linear_weight's gradient adds
+            nothing. Plain eager calls only: no torch.compile, torch.func, dispatch mode, tensor subclass.
+        grad_weight_dummy: with grad_weight_out, autograd gets zeros of linear_weight's shape for it instead
+            of None: an expanded number, which takes memory where torch makes a new .grad of it, casts it
+            (autocast) or adds it to another gradient.
 
     Returns:
         The loss in nats, float32 (float64 for float64): target's shape for "none", else a scalar.
 
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
-    gradient again raises RuntimeError ("grad_in_forward" raises at once under create_graph=True), and so does
-    forward-mode differentiation. torch.func's vmap supports every schedule, its grad, vjp and jacrev all but
-    "grad_in_forward"; batched calls are computed one after another.
+    gradient again raises RuntimeError ("grad_in_forward" and grad_weight_out raise at once under
+    create_graph=True), and so does forward-mode differentiation. torch.func's vmap supports every schedule,
+    its grad, vjp and jacrev all but "grad_in_forward"; batched calls are computed one after another.
 
     Raises:
         TypeError: a dtype, or a Python type, other than the above.
@@ -82,7 +94,76 @@ def linear_cross_entropy(
     values = reduction, ignore_index, schedule, workspace_mb, window
     plain = ops.is_plain_eager(input, linear_weight, target)
     loss, compute = _remembered_options(values) if plain else _options(*values)
+    if grad_weight_out is not None or grad_weight_dummy is not False:
+        _check_types(input, linear_weight, target)
+        destination = _destination(input, linear_weight, grad_weight_out, grad_weight_dummy, plain)
+        return ops.linear_cross_entropy(
+            input, linear_weight, target, loss, compute, watched=False, destination=destination
+        )
     return call(input, linear_weight, target, loss, compute, plain)
+
+
+def _destination(
+    input: Tensor, weight: Tensor, out: Tensor | None, dummy: bool, plain: bool
+) -> ops.Destination:
+    """grad_weight_out and grad_weight_dummy, checked; plain: ops.is_plain_eager of the call's operands."""
+    if not isinstance(dummy, bool):
+        raise TypeError(f"grad_weight_dummy: got {type(dummy).__name__}, want a bool")
+    if out is None:
+        raise ValueError("grad_weight_dummy: got True without grad_weight_out, want False")
+    if not isinstance(out, Tensor):
+        raise TypeError(f"grad_weight_out: got {type(out).__name__}, want a torch.Tensor or None")
+    if not plain or not ops.is_plain_eager(out, out, out):
+        raise ValueError(
+            "grad_weight_out: got a call that something intercepts (torch.compile, a transform, a dispatch "
+            "mode, a tensor subclass), want None there"
+        )
+    if not weight.requires_grad:
+        raise ValueError(
+            "grad_weight_out: got a tensor for a linear_weight that needs no gradient, want None there"
+        )
+    if out.layout is not torch.strided:
+        raise ValueError(f"grad_weight_out: got layout {out.layout}, want a dense tensor")
+    if out.dtype not in (torch.float32, torch.bfloat16, weight.dtype):
+        dtypes = dict.fromkeys(map(str, (torch.float32, torch.bfloat16, weight.dtype)))
+        raise TypeError(f"grad_weight_out: got {out.dtype}, want one of {', '.join(dtypes)}")
+    if out.shape != weight.shape:
+        raise ValueError(
+            f"grad_weight_out: got shape {tuple(out.shape)}, want linear_weight's, {tuple(weight.shape)}"
+        )
+    if out.device != weight.device:
+        raise ValueError(
+            f"grad_weight_out: got device {out.device}, want linear_weight's device, {weight.device}"
+        )
+    if not ops.is_writable(out):
+        raise ValueError(
+            f"grad_weight_out: got strides {out.stride()} at address {out.data_ptr():#x}, want a contiguous "
+            "tensor at a multiple of 16 bytes"
+        )
+    if out.requires_grad or out.is_inference():
+        what = "requires a gradient" if out.requires_grad else "was made in inference mode"
+        raise ValueError(f"grad_weight_out: got a tensor that {what}, want one that does not and was not")
+    for name, operand in (("input", input), ("linear_weight", weight)):
+        if _overlap(out, operand):
+            raise ValueError(f"grad_weight_out: got memory of {name}, want a tensor that shares none with it")
+    return ops.Destination(out, dummy)
+
+
+def _check_types(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
+    for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the addresses from the first to the last of two tensors overlap; strides are not negative."""
+
+    def ends(tensor: Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+    (first, end), (other_first, other_end) = ends(one), ends(other)
+    return one.numel() > 0 < other.numel() and first < other_end and other_first < end
 
 
 def _options(*values: Any) -> tuple[LossOptions, ComputeOptions]:
@@ -114,7 +195,5 @@ def call(
     """linear_cross_entropy with options that are made already. plain: ops.is_plain_eager of the tensors."""
     if plain:
         return ops.linear_cross_entropy(input, linear_weight, target, loss, compute, watched=False)
-    for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
+    _check_types(input, linear_weight, target)
     return _fused_linear_cross_entropy(input, linear_weight, target, **loss._asdict(), **compute._asdict())

@@ -17,7 +17,7 @@ Shapes, with "acc" for float32 (float64 for float64):
     The accumulators: acc (n, d) and (V, d), the gradients of the sum of the rows' losses.
     dinput (n, d), dweight (V, d): hidden's dtype, contiguous.
 
-No method synchronises with a device; on a CPU the targets are checked. Arguments are never modified.
+No method synchronises with a device; on a CPU the targets are checked. No argument but `out` is modified.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Request(NamedTuple):
     limits: window, columns of the vocabulary at once, and workspace, bytes that may be allocated beyond the
     results; 0: the implementation's choice. kept_columns: how many columns the forward keeps, from the first.
     need_dinput, need_dweight: which gradients will be needed. statistics: whether results other than the loss
-    are needed.
+    are needed. added: the dtype of a tensor of the caller's to which dweight will be added; None: there is
+    none.
     """
 
     limits: Limits = NO_LIMITS
@@ -46,6 +47,7 @@ class Request(NamedTuple):
     need_dinput: bool = True
     need_dweight: bool = True
     statistics: bool = True
+    added: torch.dtype | None = None
 
 
 class Results(NamedTuple):
@@ -91,19 +93,30 @@ class Forward(Protocol):
 
 
 BothGradients = tuple[Tensor | None, Tensor | None]
-"""(dinput, dweight); None for one that is not requested."""
+"""(dinput, dweight); None for one that is not requested, or was added to the caller's tensor."""
 
 
 class Backward(Protocol):
     """A backward prepared as a Forward is, for the gradients that are requested and the columns that the
-    forward kept; it can be reused for every such call."""
+    forward kept; it can be reused for every such call.
 
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+    out: (V, d) of request.added, contiguous: dweight is added to it in acc and rounded once, instead of being
+    returned. Both phases get the same.
+    """
+
+    def dinput(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
+    ) -> BothGradients:
         """dinput, and whatever of dweight can be computed before dinput is reduced."""
         ...
 
     def dweight(
-        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        gradients: BothGradients,
+        out: Tensor | None = None,
     ) -> BothGradients:
         """Both gradients, complete. gradients: what dinput returned."""
         ...
@@ -145,10 +158,21 @@ class Implementation(Protocol):
 
     def backward(self, operands: Operands, loss: LossOptions, request: Request) -> Backward: ...
 
-    def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated: ...
+    def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
+        """The loss and the accumulators that the request needs, contiguous, within limits.workspace, apart
+        from copies of operands and gradients whose rows are padded. limits.window is the streaming path's."""
+        ...
 
     def scale_gradients(
-        self, dloss: Tensor, accumulated: Accumulated, loss: LossOptions, dtype: torch.dtype
+        self,
+        dloss: Tensor,
+        accumulated: Accumulated,
+        loss: LossOptions,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> BothGradients:
-        """The accumulators times the upstream gradient, rounded once. accumulated.loss is not read."""
+        """The accumulators times the upstream gradient, rounded once. accumulated.loss is not read.
+
+        out: as in Backward, for dweight's.
+        """
         ...

@@ -61,12 +61,14 @@ def backward(
     workspace: int = 0,
     need_dinput: bool = True,
     need_dweight: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dinput, dweight). results: of a forward of the same case, its loss unused."""
+    """(dinput, dweight). results: of a forward of the same case, its loss unused. out: what dweight is added
+    to instead."""
     kept_columns = 0 if results.kept is None else min(results.kept.shape[1], case.linear_weight.shape[0])
     prepared = Prepared(implementation, Request(Limits(window, workspace), kept_columns))
     needed = need_dinput, need_dweight
-    return prepared.backward(dloss, saved_of(case, results), loss_of(case, reduction), needed)
+    return prepared.backward(dloss, saved_of(case, results), loss_of(case, reduction), needed, out)
 
 
 def grad_in_forward(

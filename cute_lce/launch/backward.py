@@ -39,13 +39,21 @@ class EmptyBackward:
 
     request: Request
 
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+    def dinput(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
+    ) -> BothGradients:
         return _zeros(saved.hidden) if self.request.need_dinput else None, None
 
     def dweight(
-        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        gradients: BothGradients,
+        out: Tensor | None = None,
     ) -> BothGradients:
-        return gradients[0], _zeros(saved.weight) if self.request.need_dweight else None
+        writes = self.request.need_dweight and out is None
+        return gradients[0], _zeros(saved.weight) if writes else None
 
 
 def _zeros(tensor: Tensor) -> Tensor:
@@ -71,10 +79,13 @@ class KernelBackward:
         device, dtype, kept = hidden.device, hidden.dtype, request.kept_columns
         (n, self.features), self.itemsize = hidden.shape, dtype.itemsize
         d, needs = round_up(self.features, 8), (request.need_dinput, request.need_dweight)
+        # Without padding the rows of what dweight is added to begin at multiples of 16 bytes.
+        self.added, self.directly = request.added, self.features == d
+        added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
         problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
         chosen = plan or backward_plan.plan(gpu_of(device), problem, kept, request.limits)
         configs = chosen.tokens, chosen.dweight
-        self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target.dtype)))
+        self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target.dtype), added))
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
@@ -85,7 +96,9 @@ class KernelBackward:
         self.paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
         self.counters = COUNTERS * len(launched)
         self.hidden = template(device, dtype, n, d) if problem.need_dinput else None
-        self.weight = template(device, dtype, problem.vocab, d) if problem.need_dweight else None
+        self.weight = None
+        if problem.need_dweight and not (added and self.directly):
+            self.weight = template(device, torch.float32 if added else dtype, problem.vocab, d)
         total = 0
 
         def part(size: int) -> int:
@@ -110,7 +123,9 @@ class KernelBackward:
         self.sums = part(4 * n * d * chosen.splits if summed else 0)
         self.workspace = template(device, torch.uint8, max(total, end))
 
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
+    def dinput(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
+    ) -> BothGradients:
         hidden, weight, target = saved.hidden, saved.weight, saved.target
         strides = hidden.stride(), weight.stride(), target.stride()
         if strides != self.strides or (hidden.data_ptr() | weight.data_ptr()) % 16:
@@ -118,7 +133,7 @@ class KernelBackward:
         scratch = torch.empty_like(self.workspace)
         start = scratch.data_ptr()
         dinput = None if self.hidden is None else torch.empty_like(self.hidden)
-        dweight = None if self.weight is None else torch.empty_like(self.weight)
+        dweight = out if self.weight is None else torch.empty_like(self.weight)
         arguments = loss_arguments(loss)
         upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
         statistics = Statistics(
@@ -130,6 +145,7 @@ class KernelBackward:
             dhidden=0 if dinput is None else dinput.data_ptr(),
             dweight=0 if dweight is None else dweight.data_ptr(),
             sums=start + self.sums,
+            adds=int(dweight is out),
         )
         progress = 0
         if self.paced:
@@ -172,7 +188,9 @@ class KernelBackward:
             statistics._replace(
                 row_max=statistics.row_max + 4 * first, row_sum=statistics.row_sum + 4 * first
             ),
-            Gradients(dhidden=gradients.dhidden + first * row, dweight=0, sums=start + self.chunk_sums),
+            gradients._replace(
+                dhidden=gradients.dhidden + first * row, dweight=0, sums=start + self.chunk_sums
+            ),
         )
 
     def _kept_source(self, saved: Saved, start: int) -> GradientOperands:
@@ -203,10 +221,19 @@ class KernelBackward:
         )
 
     def dweight(
-        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        gradients: BothGradients,
+        out: Tensor | None = None,
     ) -> BothGradients:
         dinput, dweight = gradients
-        return dinput, self._without_padding(dweight)
+        if out is None or dweight is None:
+            return dinput, self._without_padding(dweight)
+        if not self.directly:
+            out += dweight[:, : self.features]
+        return dinput, None
 
     def _without_padding(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None or self.features % 8 == 0:

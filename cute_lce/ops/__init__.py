@@ -14,7 +14,8 @@ and have their own fake functions and autograd (autograd.py):
 Their bodies call the implementation that `select.implementation` picks by device and dtype.
 """
 
+from .autograd import Destination, is_writable
 from .call import is_plain_eager, linear_cross_entropy
 from .select import implementation
 
-__all__ = ["implementation", "is_plain_eager", "linear_cross_entropy"]
+__all__ = ["Destination", "implementation", "is_plain_eager", "is_writable", "linear_cross_entropy"]

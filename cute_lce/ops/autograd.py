@@ -8,7 +8,7 @@ us instead of 27 (a forward with four results that needs a gradient, one core, t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from ..arguments import Operands
-from ..implementation import Accumulated, Request, Results, Saved
+from ..implementation import Accumulated, BothGradients, Request, Results, Saved
 from ..options import LossOptions
 from ..plan.problem import Limits
 from . import inner
@@ -36,6 +36,16 @@ _NO_FORWARD_MODE = (
 _NO_TRANSFORM = (
     "cute_lce.linear_cross_entropy: schedule: got 'grad_in_forward' with an operand that torch.func's grad, "
     "vjp or jacrev differentiates, want 'recompute', 'keep' or 'auto'"
+)
+
+_NO_DESTINATION = (
+    "cute_lce.linear_cross_entropy: grad_weight_out: got a backward that something intercepts (torch.compile,"
+    " a transform, a dispatch mode, a tensor subclass), want an eager one"
+)
+
+_OTHER_DESTINATION = (
+    "cute_lce.linear_cross_entropy: grad_weight_out: got in the backward a tensor that was resized, freed or "
+    "moved to an address that is no multiple of 16 bytes, want (V, d), contiguous, as in the forward"
 )
 
 # Arguments of a Function's forward before its operands: run, prepared, request, loss.
@@ -105,6 +115,103 @@ class GradInForwardFunction(torch.autograd.Function):
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
         given = inner.scale_gradients(dresults[0], *ctx.saved_tensors, *ctx.loss, ctx.dtype, *ctx.needed)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, ctx.needed, strict=True)))
+
+
+class Destination(NamedTuple):
+    """Where an eager call's backward adds dweight to instead of returning it, (V, d) and `is_writable`; and
+    whether autograd gets zeros in its place."""
+
+    out: Tensor
+    dummy: bool
+
+
+def is_writable(out: Tensor) -> bool:
+    """Whether kernels may write to a tensor's address: contiguous, at a multiple of 16 bytes, in memory that
+    is there."""
+    end = out.storage_offset() * out.element_size() + out.nbytes
+    return out.is_contiguous() and out.data_ptr() % 16 == 0 and end <= out.untyped_storage().nbytes()
+
+
+class AddingFunction(torch.autograd.Function):
+    """ForwardFunction of an eager call with a destination, which is kept on ctx: others add to it between
+    forward and backward, which a saved tensor would refuse."""
+
+    @staticmethod
+    def forward(ctx, run, prepared, request, destination, loss, *operands):
+        ctx.destination, ctx.dtype, ctx.shape = destination, operands[1].dtype, operands[1].shape
+        return ForwardFunction.forward(ctx, run, prepared, request, loss, *operands)
+
+    @staticmethod
+    def backward(ctx, dloss):  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = Saved(*ctx.saved_tensors)
+
+        def run(needed: tuple[bool, bool], out: Tensor | None) -> BothGradients:
+            return ctx.prepared.backward(dloss, saved, ctx.loss, needed, out)
+
+        return _add(ctx, dloss, (saved.hidden, saved.weight), run)
+
+
+class AddingGradInForwardFunction(torch.autograd.Function):
+    """GradInForwardFunction likewise."""
+
+    @staticmethod
+    def forward(ctx, run, prepared, request, destination, loss, *operands):
+        ctx.destination, ctx.prepared, ctx.shape = destination, prepared, operands[1].shape
+        return GradInForwardFunction.forward(ctx, run, prepared, request, loss, *operands)
+
+    @staticmethod
+    def backward(ctx, dloss):  # pyright: ignore[reportIncompatibleMethodOverride]
+        num_valid, *gradients = ctx.saved_tensors
+
+        def run(needed: tuple[bool, bool], out: Tensor | None) -> BothGradients:
+            present = (tensor if need else None for tensor, need in zip(gradients, needed, strict=True))
+            accumulated = Accumulated(dloss, num_valid, *present)
+            return ctx.prepared.scale_gradients(dloss, accumulated, ctx.loss, ctx.dtype, out)
+
+        return _add(ctx, dloss, (num_valid, num_valid), run)
+
+
+def _add(
+    ctx,
+    dloss: Tensor | None,
+    saved: tuple[Tensor, Tensor],
+    run: Callable[[tuple[bool, bool], Tensor | None], BothGradients],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a call with a destination, to which `run` adds one. saved: tensors that may be
+    subclasses after hooks. run: takes which gradients are needed and the tensor to add to."""
+    if dloss is None:
+        return None, *_gradients(None, None)
+    if torch.is_grad_enabled():
+        raise RuntimeError(_NO_DOUBLE_BACKWARD)
+    if not is_plain_eager(dloss, *saved):
+        raise RuntimeError(_NO_DESTINATION)
+    (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, _needed_now(ctx)
+    if needs_dweight:
+        if out.shape != ctx.shape or not is_writable(out):
+            raise RuntimeError(_OTHER_DESTINATION)
+        # Kernels write to its address.
+        torch.autograd.graph.increment_version(out)
+    dinput, _ = run((needs_dinput, needs_dweight), out if needs_dweight else None)
+    # Takes memory only where AccumulateGrad makes a .grad of it; what it adds to a .grad needs none.
+    dummy = dloss.new_zeros((), dtype=ctx.dtype).expand(out.shape) if with_dummy and needs_dweight else None
+    return None, *_gradients(dinput, dummy)
+
+
+def _needed_now(ctx) -> tuple[bool, bool]:
+    """Whether this backward asks for input's and for linear_weight's gradient. ctx.needs_input_grad says what
+    the forward knew: torch.autograd.grad may ask for one alone."""
+    return _is_asked_for(ctx.next_functions[0][0]), _is_asked_for(ctx.next_functions[1][0])
+
+
+def _is_asked_for(node: Any) -> bool:
+    """Whether the running backward computes what flows into a node; None: of a tensor without gradient."""
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # A leaf that torch.autograd.grad was asked for; or no backward of torch's runs, and all is needed.
+        return True
 
 
 class GradientFunction(torch.autograd.Function):

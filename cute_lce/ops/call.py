@@ -18,6 +18,7 @@ from ..implementation import Request
 from ..options import ComputeOptions, LossOptions, split_options
 from ..plan.problem import Problem
 from . import autograd, inner, prepared, schemas
+from .autograd import Destination
 from .plain import is_plain_eager
 from .prepared import Prepared, key_of
 from .select import DTYPES, implementation
@@ -31,10 +32,11 @@ class _Call(NamedTuple):
     """A call of one kind, checked and decided.
 
     run: computes the loss of operands of shapes (n, d), (V, d) and (n,); the options' numbers may differ from
-    call to call. flat: whether the operands already have these shapes.
+    call to call. Where the call has a Destination, that comes first. flat: whether the operands already have
+    these shapes.
     """
 
-    run: Callable[[LossOptions, Tensor, Tensor, Tensor], Tensor]
+    run: Callable[..., Tensor]
     flat: bool
 
 
@@ -46,23 +48,30 @@ def linear_cross_entropy(
     compute: ComputeOptions,
     *,
     watched: bool,
+    destination: Destination | None = None,
 ) -> Tensor:
-    """The loss, in target's shape for "none". watched: whether something intercepts the dispatcher."""
+    """The loss, in target's shape for "none". watched: whether something intercepts the dispatcher; then
+    there is no destination."""
     input, linear_weight = _autocast(input, linear_weight)
     needs = _needs_gradient(input, linear_weight)
+    if not needs[1]:
+        destination = None
     try:
-        key = None if watched else key_of(input, linear_weight, target, loss, (needs, compute))
+        how = needs, compute, destination is not None
+        key = None if watched else key_of(input, linear_weight, target, loss, how)
     except RuntimeError:
         # A layout without strides, which is refused.
         key = None
     call: _Call | None = prepared.cache.get(key) if key else None
     if call is None:
-        call = _prepare(Operands(input, linear_weight, target), needs, loss, compute, watched)
+        operands = Operands(input, linear_weight, target)
+        call = _prepare(operands, needs, loss, compute, watched, destination is not None)
         if key:
             prepared.remember(key, call)
+    run = call.run if destination is None else functools.partial(call.run, destination)
     if call.flat:
-        return call.run(loss, input, linear_weight, target)
-    result = call.run(loss, *_flatten(Operands(input, linear_weight, target)))
+        return run(loss, input, linear_weight, target)
+    result = run(loss, *_flatten(Operands(input, linear_weight, target)))
     return result.view(target.shape) if loss.reduction == "none" else result
 
 
@@ -98,7 +107,12 @@ def _flatten(operands: Operands) -> Operands:
 
 
 def _prepare(
-    operands: Operands, needs: tuple[bool, bool], loss: LossOptions, compute: ComputeOptions, watched: bool
+    operands: Operands,
+    needs: tuple[bool, bool],
+    loss: LossOptions,
+    compute: ComputeOptions,
+    watched: bool,
+    adds: bool,
 ) -> _Call:
     """Check a call, choose its schedule, and bind what computes it."""
     _check_tensors(operands)
@@ -110,7 +124,7 @@ def _prepare(
         problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, limits
     )
     request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient)
-    run = _bind_op(schedule, request) if watched else _bind_eager(schedule, operands, request)
+    run = _bind_op(schedule, request) if watched else _bind_eager(schedule, operands, request, adds)
     return _Call(run, hidden.dim() == 2)
 
 
@@ -134,16 +148,21 @@ def _run_op(op, arguments: tuple, loss: LossOptions, *operands: Tensor) -> Tenso
 
 
 _EAGER = {
-    "recompute": (autograd.ForwardFunction, Prepared.forward),
-    "keep": (autograd.ForwardFunction, Prepared.forward),
-    "grad_in_forward": (autograd.GradInForwardFunction, Prepared.grad_in_forward),
+    "recompute": (autograd.ForwardFunction, autograd.AddingFunction, Prepared.forward),
+    "keep": (autograd.ForwardFunction, autograd.AddingFunction, Prepared.forward),
+    "grad_in_forward": (
+        autograd.GradInForwardFunction,
+        autograd.AddingGradInForwardFunction,
+        Prepared.grad_in_forward,
+    ),
 }
-"""Schedule -> its autograd.Function, and what of a Prepared the Function runs."""
+"""Schedule -> its autograd.Function, that of calls with a Destination, and what of a Prepared they run."""
 
 
-def _bind_eager(schedule: str, operands: Operands, request: Request) -> Callable[..., Tensor]:
+def _bind_eager(schedule: str, operands: Operands, request: Request, adds: bool) -> Callable[..., Tensor]:
     """Without the dispatcher: the implementation, in an autograd.Function if a gradient is needed."""
-    function, method = _EAGER[schedule]
+    returning, adding, method = _EAGER[schedule]
+    function = adding if adds else returning
     passes = prepared.prepare(operands, request)
     run = functools.partial(method, passes)
     if not request.statistics:

@@ -75,7 +75,7 @@ class Prepared:
         self.request = request
         self._implementation = implementation
         self._forward: Forward | None = None
-        self._backwards: dict[tuple[bool, ...], Backward] = {}
+        self._backwards: dict[tuple, Backward] = {}
 
     def forward(self, operands: Operands, loss: LossOptions) -> Results:
         if CHECK_TARGETS:
@@ -86,14 +86,39 @@ class Prepared:
         return forward.finish(operands, loss, forward.statistics(operands, loss))
 
     def backward(
-        self, dloss: Tensor, saved: Saved, loss: LossOptions, needed: tuple[bool, ...]
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        needed: tuple[bool, ...],
+        out: Tensor | None = None,
     ) -> BothGradients:
-        """needed: whether dinput and whether dweight is, instead of the request's own."""
-        backward = self._backwards.get(needed)
-        if backward is None:
-            request = self.request._replace(need_dinput=needed[0], need_dweight=needed[1])
-            backward = self._backwards[needed] = self._implementation.backward(saved.operands, loss, request)
-        return backward.dweight(dloss, saved, loss, backward.dinput(dloss, saved, loss))
+        """needed: whether dinput and whether dweight is, instead of the request's own. out: what dweight is
+        added to instead of being returned."""
+        if out is None:
+            backward = self._backwards.get(needed) or self._backward(needed, saved, loss, None)
+            return backward.dweight(dloss, saved, loss, backward.dinput(dloss, saved, loss))
+        backward = self._backwards.get((*needed, out.dtype))
+        backward = backward or self._backward(needed, saved, loss, out.dtype)
+        return backward.dweight(dloss, saved, loss, backward.dinput(dloss, saved, loss, out), out)
+
+    def _backward(
+        self, needed: tuple[bool, ...], saved: Saved, loss: LossOptions, added: torch.dtype | None
+    ) -> Backward:
+        request = self.request._replace(need_dinput=needed[0], need_dweight=needed[1], added=added)
+        backward = self._implementation.backward(saved.operands, loss, request)
+        self._backwards[needed if added is None else (*needed, added)] = backward
+        return backward
+
+    def scale_gradients(
+        self,
+        dloss: Tensor,
+        accumulated: Accumulated,
+        loss: LossOptions,
+        dtype: torch.dtype,
+        out: Tensor | None,
+    ) -> BothGradients:
+        return self._implementation.scale_gradients(dloss, accumulated, loss, dtype, out)
 
     def grad_in_forward(self, operands: Operands, loss: LossOptions) -> Accumulated:
         if CHECK_TARGETS:

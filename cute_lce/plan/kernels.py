@@ -22,20 +22,22 @@ class ForwardKey(NamedTuple):
 class BackwardKey(NamedTuple):
     """The key of a kernels.entry.backward.Backward: its GEMMs' configurations, types as in ForwardKey.
 
-    tokens: of the logits and of dhidden. dweight: of dweight.
+    tokens: of the logits and of dhidden. dweight: of dweight. added: the dtype of a matrix to which dweight
+    is added, "float32", "bfloat16" or "float16"; "": dweight is written, in the operands' dtype.
     """
 
     tokens: KernelConfig
     dweight: KernelConfig
     dtype: str = "bfloat16"
     target_dtype: str = "int64"
+    added: str = ""
 
 
 Key = ForwardKey | BackwardKey
 
 
-def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
-    """The keys of all kernels that calls with these types may need."""
+def kernels(arch: str, dtype: str, target_dtype: str, added: str = "") -> list[Key]:
+    """The keys of all kernels that calls with these types may need; added: see BackwardKey."""
     row = architecture(arch)
     keys: dict[Key, None] = {}
     for configs in row.configs:
@@ -43,5 +45,5 @@ def kernels(arch: str, dtype: str, target_dtype: str) -> list[Key]:
             for keeps in (False, True):
                 keys[ForwardKey(config, dtype, target_dtype, keeps)] = None
             for dweight in configs.dweight:
-                keys[BackwardKey(config, dweight, dtype, target_dtype)] = None
+                keys[BackwardKey(config, dweight, dtype, target_dtype, added)] = None
     return list(keys)

@@ -11,8 +11,8 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import BothGradients, Request, Saved
 from ..options import LossOptions
-from .memory import windows
-from .products import LogitsBuffer, Products, add_mm, mm, without_autocast
+from .memory import CPU_LOGITS_BYTES, windows
+from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
 from .rows import grad_scale, is_ignored, subtract_target
 
 
@@ -22,17 +22,26 @@ class StreamingBackward:
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
         self._request = request
 
-    def dinput(self, dloss: Tensor, saved: Saved, loss: LossOptions) -> BothGradients:
-        return _sweep(dloss, saved, loss, self._request)
+    def dinput(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
+    ) -> BothGradients:
+        return _sweep(dloss, saved, loss, self._request, out)
 
     def dweight(
-        self, dloss: Tensor, saved: Saved, loss: LossOptions, gradients: BothGradients
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        gradients: BothGradients,
+        out: Tensor | None = None,
     ) -> BothGradients:
         return gradients
 
 
 @without_autocast
-def _sweep(dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> BothGradients:
+def _sweep(
+    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request, out: Tensor | None
+) -> BothGradients:
     """A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum.
 
     The factor is applied outside the matrix products (to dinput's rows at the end, and to a copy of the
@@ -63,7 +72,7 @@ def _sweep(dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> 
     if request.need_dinput:
         dinput = hidden.new_zeros((n, d), dtype=acc)
     if request.need_dweight:
-        dweight = saved.weight.new_empty((V, d))
+        dweight = saved.weight.new_empty((V, d)) if out is None else out
         scaled_hidden = products.hidden
         if outer is not None and products.rounded:
             # The largest factor is left out of the rounded copy and applied in float32.
@@ -92,7 +101,9 @@ def _sweep(dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> 
             add_mm(dinput, dlogits, weight)
         if dweight is not None and scaled_hidden is not None:
             stripe = dweight[low:high]
-            if dtype is dlogits.dtype and weight_scale is None:
+            if out is not None:
+                _add_product(stripe, dlogits.mT, scaled_hidden, weight_scale)
+            elif dtype is dlogits.dtype and weight_scale is None:
                 torch.mm(dlogits.mT, scaled_hidden, out=stripe)
             else:
                 product = mm(dlogits.mT, scaled_hidden, hidden.new_empty(stripe.shape, dtype=acc))
@@ -102,4 +113,18 @@ def _sweep(dloss: Tensor, saved: Saved, loss: LossOptions, request: Request) -> 
         del dlogits, logits, weight
     if dinput is not None:
         dinput = (dinput if outer is None else dinput.mul_(outer.unsqueeze(1))).to(dtype)
-    return dinput, dweight
+    return dinput, dweight if out is None else None
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None) -> None:
+    """Add scale a @ b to `out`, in acc and rounded once: where dtypes differ some rows at a time, beside the
+    workspace."""
+    acc = accumulate_dtype(b.dtype)
+    if out.dtype is acc and a.dtype is acc and scale is None:
+        out.addmm_(a, b)
+        return
+    step = max(CPU_LOGITS_BYTES // (acc.itemsize * out.shape[1]), 1)
+    for low in range(0, out.shape[0], step):
+        part = out[low : low + step]
+        product = mm(a[low : low + step], b, b.new_empty(part.shape, dtype=acc))
+        part.copy_((product if scale is None else product.mul_(scale)).add_(part))

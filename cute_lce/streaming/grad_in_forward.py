@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -65,25 +67,39 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
 
 @without_autocast
 def scale_gradients(
-    dloss: Tensor, accumulated: Accumulated, loss: LossOptions, dtype: torch.dtype
+    dloss: Tensor,
+    accumulated: Accumulated,
+    loss: LossOptions,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """round(upstream * accumulator), out of place, in one pass that is also the only cast."""
+    """round(upstream * accumulator), out of place, in one pass that is also the only cast; dweight's is added
+    to `out` if there is one."""
     upstream = grad_scale(dloss, accumulated.num_valid, loss)
     dinput = dweight = None
     if accumulated.dinput is not None:
         factor = upstream.unsqueeze(1) if loss.reduction == "none" else upstream
         dinput = _multiplied(accumulated.dinput, factor, dtype)
-    if accumulated.dweight is not None:
+    if accumulated.dweight is not None and out is None:
         dweight = _multiplied(accumulated.dweight, upstream, dtype)
+    elif accumulated.dweight is not None and out is not None:
+        for part in _parts(out):
+            torch.addcmul(out[part], accumulated.dweight[part], upstream, out=out[part])
     return dinput, dweight
 
 
 def _multiplied(accumulator: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """round(factor * accumulator), some rows at a time: on a CPU torch casts from a temporary in acc."""
+    """round(factor * accumulator)."""
     out = accumulator.new_empty(accumulator.shape, dtype=dtype)
-    rows = accumulator.shape[0]
-    step = rows if out.device.type != "cpu" else max(CPU_LOGITS_BYTES // max(accumulator.shape[1] * 8, 1), 1)
-    for low in range(0, rows, max(step, 1)):
-        part = slice(low, low + step)
+    for part in _parts(out):
         torch.mul(accumulator[part], factor[part] if factor.dim() else factor, out=out[part])
     return out
+
+
+def _parts(out: Tensor) -> Iterator[slice]:
+    """Some rows at a time: on a CPU torch casts from a temporary in acc."""
+    rows, columns = out.shape
+    step = rows if out.device.type != "cpu" else CPU_LOGITS_BYTES // max(columns * 8, 1)
+    step = max(step, 1)
+    for low in range(0, rows, step):
+        yield slice(low, low + step)

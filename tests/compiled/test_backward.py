@@ -125,6 +125,40 @@ def test_no_tile_spills(each: Pass):
     cubin.check_no_local_memory(each.key)
 
 
+# Every configuration of dweight's GEMM and what it may add to; the long sweep has those that are left.
+ADDING = [
+    (arch, config, added)
+    for arch in TILES
+    for config in architecture(arch).dweight_configs
+    for added in ("float32", "bfloat16")
+]
+LONG = [(arch, config) for arch, config, _ in ADDING if arch == "sm_90a" and config.tile_n != 192]
+ADDING_SPILLS = {("sm_90a", 192, "bfloat16"): "8 bytes, 6 accesses"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "added"),
+    [
+        pytest.param(
+            *each,
+            id=f"{each[0]}-{each[1].cluster_n}x{each[1].tile_n}-{each[2]}",
+            marks=[
+                *([pytest.mark.emulator_full] if each[:2] in LONG else []),
+                *(
+                    [pytest.mark.xfail(reason=reason)]
+                    if (reason := ADDING_SPILLS.get((each[0], each[1].tile_n, each[2])))
+                    else []
+                ),
+            ],
+        )
+        for each in ADDING
+    ],
+)
+def test_what_adds_does_not_spill(arch: str, config: KernelConfig, added: str):
+    tokens = next(each for each in architecture(arch).configs if config in each.dweight).tokens[0]
+    cubin.check_no_local_memory(BackwardKey(tokens, config, added=added))
+
+
 @every_pass
 def test_kernels(each: Pass):
     """Three GEMMs, the scaling of rows, three kernels in float16, and the sum of splits; or the forward's,

@@ -93,8 +93,9 @@ def train(
     sms: int = 4,
     seed: int = 0,
     resident: int = 16,
+    out: Tensor | None = None,
 ) -> Run:
-    """Both passes of launch/.
+    """Both passes of launch/. out: what dweight is added to; the Run has the sum.
 
     dloss: the upstream gradient in any dtype and with any strides; None: the case's. kept_columns: whole
     tiles, or V.
@@ -109,7 +110,11 @@ def train(
         # Known to the emulator: what was made before it was active.
         upstream = _known(upstream)
         needed = {"need_dinput": need_dinput, "need_dweight": need_dweight}
-        dinput, dweight = passes.backward(KERNELS, case, upstream, results, **needed, **options)
+        total = None if out is None else _known(out)
+        dinput, dweight = passes.backward(KERNELS, case, upstream, results, out=total, **needed, **options)
+        if total is not None:
+            assert dweight is None
+            dweight = total
         for before, after in zip(saved, results, strict=True):
             if before is not None and after is not None:
                 same = (before == after) | (before.isnan() & after.isnan())
@@ -119,7 +124,8 @@ def train(
 
 def _known(tensor: Tensor) -> Tensor:
     """The tensor with its strides, in memory that the emulator knows."""
-    base = torch.full((max(tensor.untyped_storage().nbytes() // tensor.element_size(), 1),), torch.nan)
+    count = max(tensor.untyped_storage().nbytes() // tensor.element_size(), 1)
+    base = torch.full((count,), torch.nan, dtype=tensor.dtype)
     copy = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     if all(tensor.stride()):
         copy.copy_(tensor)

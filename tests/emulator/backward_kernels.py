@@ -32,6 +32,7 @@ SIZES = {"sm_90a": (140, 136, 390, 260), "sm_100a": (280, 136, 520, 260)}
 KEPT = 128
 SMS = 2
 GEMMS = ("dlogits", "dinput", "dweight")
+ADDING = "dweight that adds"
 
 SAME_LANES = (
     r"setp\.ne\.b32 \S+ %r\d+, 0",
@@ -111,6 +112,23 @@ def _backward(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
     return counts.keys[0], [g for g in gradients if g is not None]
 
 
+def _adding(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
+    """(key, results) of the same backward, whose dweight is added to ones in fp32."""
+    this = case(arch, False)
+    statistics = _statistics(arch)
+    with _emulating(arch, seed) as counts:
+        saved = statistics._make(None if tensor is None else tensor.clone() for tensor in statistics)
+        dloss, out = this.upstream("none").float(), torch.ones(this.linear_weight.shape)
+        dinput, _ = passes.backward(KERNELS, this, dloss, saved, window=SIZES[arch][3], out=out)
+    assert dinput is not None
+    return counts.keys[0], [dinput, out]
+
+
+def _check_adding(arch: str, results: list[Tensor]) -> None:
+    dinput, total = results
+    _check_backward(arch, [dinput, (total - 1).bfloat16()])
+
+
 def _check_keep(arch: str, results: list[Tensor]) -> None:
     """What is kept, times the rows' factors, is softmax - onehot, 0 in ignored rows."""
     from tests.numerics import assert_close
@@ -139,15 +157,24 @@ def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+RUNS: dict[
+    str, tuple[Callable[[str, int], tuple[Key, list[Tensor]]], Callable[[str, list[Tensor]], None]]
+] = {
+    "keep": (_keep, _check_keep),
+    ADDING: (_adding, _check_adding),
+    **dict.fromkeys(GEMMS, (_backward, _check_backward)),
+}
+
+
 def _subject(arch: str, which: str, **options) -> Subject:
-    """which: one of GEMMS, or "keep"."""
-    run: Callable[[str, int], tuple[Key, list[Tensor]]] = _keep if which == "keep" else _backward
+    """which: of RUNS."""
+    run, right = RUNS[which]
 
     @functools.cache
     def expected() -> list[Tensor]:
         """Of the kernels as they are: `build` calls it before any mutation."""
         results = run(arch, 0)[1]
-        (_check_keep if which == "keep" else _check_backward)(arch, results)
+        right(arch, results)
         return results
 
     def build(folder: str) -> Emulated:
@@ -163,7 +190,8 @@ def _subject(arch: str, which: str, **options) -> Subject:
         if which == "keep":
             return "Gemm" in entry or "Finish" in entry
         # The host function launches them in this order, with a small kernel behind each.
-        return re.search(rf"Gemm.*_{2 * GEMMS.index(which)}$", entry) is not None
+        number = GEMMS.index("dweight" if which == ADDING else which)
+        return re.search(rf"Gemm.*_{2 * number}$", entry) is not None
 
     name = "the forward that keeps" if which == "keep" else f"the backward's GEMM of {which}"
     place = "Blackwell" if arch.startswith("sm_10") else "Hopper"
@@ -291,7 +319,7 @@ def _arithmetic(
 
 def subjects() -> list[Subject]:
     found = []
-    for which in (*GEMMS, "keep"):
+    for which in RUNS:
         found.append(_subject("sm_90a", which, least_mutations=20, missed=2, reasons=[TAIL, GLOBAL_FENCE]))
         found.append(
             _subject(

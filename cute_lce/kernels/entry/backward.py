@@ -11,7 +11,7 @@ grad_scale, need factors and scaled rows (kernels.scale) instead.
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Numeric
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
@@ -22,18 +22,31 @@ from cute_lce.arguments import (
     Stripe,
     Upstream,
 )
-from cute_lce.kernels.entry.types import example, example_operands, matrix, strided, transposed, vector
+from cute_lce.kernels.entry.types import (
+    ELEMENTS,
+    example,
+    example_operands,
+    matrix,
+    strided,
+    transposed,
+    vector,
+)
 from cute_lce.kernels.epilogues.dlogits import DlogitsEpilogue, DlogitsTensors
 from cute_lce.kernels.epilogues.gradient import (
+    AccumulatorEpilogue,
+    AccumulatorTensors,
     DhiddenEpilogue,
     DhiddenTensors,
     DweightEpilogue,
     DweightTensors,
 )
-from cute_lce.kernels.epilogues.store import output
+from cute_lce.kernels.epilogues.store import accumulator, output
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
+
+ADDED = {"": None, "float32": Float32, **ELEMENTS}
+"""The types of a matrix to which dweight is added, by their names."""
 
 
 class Backward:
@@ -43,13 +56,15 @@ class Backward:
         tokens: the configuration of the GEMMs of the logits and of dhidden.
         dweight: the configuration of dweight's GEMM.
         half: whether the operands are float16, whose dlogits do not hold grad_scale.
+        added: the type of a matrix to which dweight is added; None: dweight is written.
     """
 
-    def __init__(self, tokens: KernelConfig, dweight: KernelConfig, half: bool):
+    def __init__(self, tokens: KernelConfig, dweight: KernelConfig, half: bool, added: Numeric | None = None):
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
         self.dhidden = gemm(tokens, DhiddenEpilogue(gemm.fragment(tokens)))
-        self.dweight = gemm(dweight, DweightEpilogue(gemm.fragment(dweight)))
+        epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
+        self.dweight, self.added = gemm(dweight, epilogue(gemm.fragment(dweight))), added
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
 
@@ -145,18 +160,22 @@ class Backward:
             self.dweight(
                 transposed(dlogits),
                 transposed(hidden_rows),
-                DweightTensors(
-                    out=output(
-                        matrix(
-                            dtype, gradients.dweight + Int64(first) * d * (dtype.width // 8), columns, d, d
-                        )
-                    ),
-                    factor=weight_factor,
-                ),
+                self._dweight_tensors(dtype, gradients, first, columns, d, weight_factor),
                 counters[2],
                 stripe.dweight,
                 stream,
             )
+
+    def _dweight_tensors(
+        self, dtype, gradients: Gradients, first: Int32, columns: Int32, d: Int32, factor: cute.Tensor
+    ) -> DweightTensors | AccumulatorTensors:
+        """Of the rows of a stripe."""
+        kind = dtype if self.added is None else self.added
+        dweight = matrix(kind, gradients.dweight + Int64(first) * d * (kind.width // 8), columns, d, d)
+        if self.added is Float32:
+            return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor)
+        before = None if self.added is None else dweight
+        return DweightTensors(out=output(dweight), before=before, factor=factor)
 
 
 def compile_backward(
@@ -164,12 +183,13 @@ def compile_backward(
     dweight: KernelConfig,
     dtype: str,
     target_dtype: str,
+    added: str,
     *,
     options: str,
 ):
     """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
-        Backward(tokens, dweight, half=dtype == "float16"),
+        Backward(tokens, dweight, half=dtype == "float16", added=ADDED[added]),
         *example_operands(dtype, target_dtype),
         example(LossArguments),
         example(Upstream),

@@ -7,8 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_lce.kernels.epilogues.store import (
+    Accumulator,
     Output,
     Staging,
+    add_rows,
     add_transposed,
     store_columns,
     store_rows,
@@ -90,15 +92,24 @@ class DhiddenEpilogue:
 class DweightTensors(NamedTuple):
     """Global memory that the epilogue of a stripe's dweight accesses.
 
-    out (columns, d) in the operands' dtype. factor, one fp32: multiplies the product; at address 0: one.
+    out (columns, d), 16-bit. before: the same matrix where it is added to. factor, one fp32: multiplies the
+    product; at address 0: one.
     """
 
     out: Output
+    before: cute.Tensor | None
+    factor: cute.Tensor
+
+
+class AccumulatorTensors(NamedTuple):
+    """The same where the matrix is fp32."""
+
+    out: Accumulator
     factor: cute.Tensor
 
 
 class DweightEpilogue:
-    """(dlogits.T hidden): scale and round."""
+    """(dlogits.T hidden): scale, add what was there before, if that is asked for, and round."""
 
     stores = True
 
@@ -106,7 +117,7 @@ class DweightEpilogue:
         self.fragment = fragment
 
     @cute.jit
-    def begin(self, tensors: DweightTensors, column: Int32):
+    def begin(self, tensors, column: Int32):
         factor = Float32(1.0)
         if tensors.factor.iterator.toint() != 0:
             factor = tensors.factor[0]
@@ -126,8 +137,27 @@ class DweightEpilogue:
     ):
         frag.store(frag.load() * factor)
         first = column + slab * self.fragment.columns
-        store_rows(tensors.out, staging, frag, row, first, self.fragment)
+        store_rows(tensors.out, staging, frag, row, first, self.fragment, tensors.before)
 
     @cute.jit
-    def end(self, tensors: DweightTensors, factor: Float32, column: Int32, partial: Int32):
+    def end(self, tensors, factor: Float32, column: Int32, partial: Int32):
         pass
+
+
+class AccumulatorEpilogue(DweightEpilogue):
+    """(dlogits.T hidden): scale, and store or add in fp32, which TMA does."""
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: AccumulatorTensors,
+        staging: Staging,
+        factor: Float32,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        split: Int32,
+    ):
+        frag.store(frag.load() * factor)
+        add_rows(tensors.out, staging, frag, row, column + slab * self.fragment.columns, self.fragment)

@@ -1,14 +1,19 @@
-"""Fragments to and from matrices in global memory: 16-bit ones through shared memory and TMA, fp32 directly.
+"""Fragments to and from matrices in global memory: results through shared memory and TMA, partial sums of
+dhidden directly.
 
 A 16-bit result is rounded, stored to a box in shared memory by stmatrix, which can transpose, and copied from
 there by TMA, which leaves out what lies outside the matrix. A box is 16 rows of the matrix and 64 columns, a
-line of 128 bytes each, with the 128-byte swizzle: 16-byte chunk c of line i lies at c ^ (i % 8).
+line of 128 bytes each, with the 128-byte swizzle: 16-byte chunk c of line i lies at c ^ (i % 8). Of an fp32
+matrix it has 32 columns, and TMA can add it to what is there: in L2, to each element once in a launch, so
+that the sum's order is that of the launches.
 
-Pipeline "boxes" (stmatrix -> TMA), BOX_BYTES each, BOXES for each of the four warps of a group:
-    full    a box's writers pass fence.proxy.async, then meet: the warp alone (`store_rows`), or all four at
-            the group's named barrier (`store_columns`); then lane 0 of a warp starts the box's copy.
-    empty   that lane waits until its older copies have read shared memory, before the writers meet again.
-`drain` waits for all copies of a warp's lane 0, at the end: a CTA's shared memory must outlive them.
+Pipeline "boxes" (stmatrix or stores -> TMA), BOX_BYTES each, BOXES for each of the four warps of a group:
+    full    a box's writers pass fence.proxy.async, then meet: the warp alone (`store_rows`, `add_rows`), or
+            all four at the group's named barrier (`store_columns`); then lane 0 of a warp starts the copy, or
+            for an addition the lane that elect.sync chooses.
+    empty   that lane, in `add_rows` every lane, waits until its older copies have read shared memory, before
+            the writers meet again.
+`drain` waits for all copies of a warp, at the end: a CTA's shared memory must outlive them.
 """
 
 from typing import NamedTuple
@@ -35,6 +40,16 @@ class Output(NamedTuple):
     coords: cute.Tensor
 
 
+class Accumulator(NamedTuple):
+    """An fp32 matrix in global memory to which boxes are copied or added: TMA's copies that do the one and
+    the other, the matrix as their coordinates, and whether to add (0 or 1)."""
+
+    tma: cute.CopyAtom
+    adding: cute.CopyAtom
+    coords: cute.Tensor
+    adds: Int32
+
+
 class Staging(NamedTuple):
     """The boxes of a group of four warps, which are the epilogue of one tile: their address in shared memory,
     aligned to 1024 bytes, and the number of a named barrier of their 128 threads."""
@@ -45,22 +60,31 @@ class Staging(NamedTuple):
 
 def output(matrix: cute.Tensor) -> Output:
     """On the host: the copy of boxes to a row-major matrix, whose rows begin at multiples of 16 bytes."""
-    tma, coords = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), matrix, _box_layout(), (BOX_ROWS, BOX_COLUMNS)
-    )
-    return Output(tma, coords)
+    return Output(*_boxes(cpasync.CopyBulkTensorTileS2GOp(), matrix))
 
 
-def _box_layout() -> cute.ComposedLayout:
-    lines = cute.make_layout((BOX_ROWS, BOX_COLUMNS), stride=(BOX_COLUMNS, 1))
+def accumulator(matrix: cute.Tensor, adds: Int32) -> Accumulator:
+    """The same for an fp32 matrix."""
+    tma, coords = _boxes(cpasync.CopyBulkTensorTileS2GOp(), matrix)
+    adding, _ = _boxes(cpasync.CopyReduceBulkTensorTileS2GOp(), matrix)
+    return Accumulator(tma, adding, coords, adds)
+
+
+def _boxes(op, matrix: cute.Tensor):
+    layout = _box_layout(matrix.element_type)
+    return cpasync.make_tiled_tma_atom(op, matrix, layout, layout.outer.shape)
+
+
+def _box_layout(kind) -> cute.ComposedLayout:
+    columns = LINE * 8 // kind.width
+    lines = cute.make_layout((BOX_ROWS, columns), stride=(columns, 1))
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, lines)
 
 
 @cute.jit
 def drain():
     """Wait until all copies that this warp started have read shared memory."""
-    if cute.arch.lane_idx() == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
@@ -71,8 +95,12 @@ def store_rows(
     row: Int32,
     column: Int32,
     fragment: cutlass.Constexpr[Fragment],
+    before: cute.Tensor | None = None,
 ):
-    """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's."""
+    """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's.
+
+    before: the same matrix where the fragment is added to it first, a box's elements at a time.
+    """
     lane = cute.arch.lane_idx()
     own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (BOXES * BOX_BYTES)
     # Lane l has the address of line l % 8 of matrix l / 8: of 2 x 2 blocks, rows first.
@@ -87,6 +115,8 @@ def store_rows(
             if lane == 0:
                 cute.arch.cp_async_bulk_wait_group(BOXES - 1, read=True)
             cute.arch.sync_warp()
+            if cutlass.const_expr(before is not None):
+                _add_before(before, frag, row, column, fragment, r, c)
             for i in cutlass.range_constexpr(BOX_COLUMNS // 16):
                 words = [
                     _pack(frag[r + half, c + 4 * i + j], frag[r + half, c + 4 * i + j + 1], out)
@@ -100,6 +130,82 @@ def store_rows(
             if lane == 0:
                 cute.arch.cp_async_bulk_commit_group()
     assert count % BOXES == 0, "a box would be written twice in a row"
+
+
+@cute.jit
+def add_rows(
+    out: Accumulator,
+    staging: Staging,
+    frag: cute.Tensor,
+    row: Int32,
+    column: Int32,
+    fragment: cutlass.Constexpr[Fragment],
+):
+    """Store a fragment in fp32, or add it to what is there; the tile's rows are the matrix's."""
+    lane = cute.arch.lane_idx()
+    own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (BOXES * BOX_BYTES)
+    # A lane's two columns of 8 are half of a chunk of 16 bytes; the lines of a fragment's rows are 8 apart.
+    line = lane // 4
+    at = line * LINE + ((lane % 4 // 2) ^ line) * 16 + lane % 2 * 8
+    first_row, first_column = first_row_of_warp(row), column - 2 * (lane & 3)
+    count, wide = 0, LINE // 4
+    for r in cutlass.range_constexpr(0, len(fragment.rows), 2):
+        for c in cutlass.range_constexpr(0, fragment.count, wide // 4):
+            box = own + count % BOXES * BOX_BYTES
+            count += 1
+            # All lanes wait and commit: TMA's addition is started by one that elect.sync chooses.
+            cute.arch.cp_async_bulk_wait_group(BOXES - 1, read=True)
+            cute.arch.sync_warp()
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(wide // 8):
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    pair[0], pair[1] = frag[r + half, c + 2 * i], frag[r + half, c + 2 * i + 1]
+                    address = ((box + at) ^ (32 * i)) + half * (8 * LINE)
+                    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=8)
+                    cute.autovec_copy(pair, cute.make_tensor(pointer, cute.make_layout(2)))
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            at_row, at_column = first_row + fragment.rows[r], first_column + fragment.offset(c)
+            if out.adds != 0:
+                _start(out.adding, out.coords, box, at_row, at_column)
+            else:
+                _copy(out, box, at_row, at_column)
+            cute.arch.cp_async_bulk_commit_group()
+    assert count % BOXES == 0, "a box would be written twice in a row"
+
+
+@cute.jit
+def _add_before(
+    before: cute.Tensor,
+    frag: cute.Tensor,
+    row: Int32,
+    column: Int32,
+    fragment: cutlass.Constexpr[Fragment],
+    r: cutlass.Constexpr[int],
+    c: cutlass.Constexpr[int],
+):
+    """Add a 16-bit matrix's elements to those of a fragment that a box gets, its rows r and r + 1 and columns
+    from c on.
+
+    What lies outside the matrix is not stored: rows below it get its last, and of a box that crosses its
+    right edge each pair of columns is looked at.
+    """
+    columns = cute.size(before, mode=[1])
+    first = column + fragment.offset(c)
+    for half in cutlass.range_constexpr(2):
+        line = cutlass.min(row + fragment.rows[r + half], cute.size(before, mode=[0]) - 1)
+        if first - 2 * (cute.arch.lane_idx() & 3) + BOX_COLUMNS <= columns:
+            start = adjacent(before, line, first, 2)
+            for i in cutlass.range_constexpr(c, c + BOX_COLUMNS // 4, 2):
+                at = fragment.offset(i) - fragment.offset(c)
+                frag[r + half, i] = frag[r + half, i] + start[at].to(Float32)
+                frag[r + half, i + 1] = frag[r + half, i + 1] + start[at + 1].to(Float32)
+        else:
+            for i in cutlass.range_constexpr(c, c + BOX_COLUMNS // 4, 2):
+                if column + fragment.offset(i) < columns:
+                    pair = adjacent(before, line, column + fragment.offset(i), 2)
+                    frag[r + half, i] = frag[r + half, i] + pair[0].to(Float32)
+                    frag[r + half, i + 1] = frag[r + half, i + 1] + pair[1].to(Float32)
 
 
 @cute.jit
@@ -158,18 +264,25 @@ def store_columns(
 
 
 @cute.jit
-def _copy(out: Output, box: Int32, row: Int32, column: Int32):
-    """Start the copy of a box to the matrix."""
+def _copy(out: Output | Accumulator, box: Int32, row: Int32, column: Int32):
+    """Start the copy of a box to the matrix, by lane 0."""
     if cute.arch.lane_idx() == 0:
-        kind = out.tma.value_type
-        address = cute.make_ptr(kind, box, cute.AddressSpace.smem, assumed_align=1024)
-        swizzled = cute.recast_ptr(address, cute.make_swizzle(3, 4, 3), kind)
-        source = cute.make_tensor(swizzled, _box_layout().outer)
-        tile = cute.local_tile(cute.domain_offset((row, column), out.coords), (BOX_ROWS, BOX_COLUMNS), (0, 0))
-        shared, target = cpasync.tma_partition(
-            out.tma, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tile, 0, 2)
-        )
-        cute.copy(out.tma, shared, target)
+        _start(out.tma, out.coords, box, row, column)
+
+
+@cute.jit
+def _start(tma: cute.CopyAtom, coords: cute.Tensor, box: Int32, row: Int32, column: Int32):
+    """Start one of TMA's operations on a box: a copy in this thread, an addition in one of the warp's."""
+    kind = tma.value_type
+    layout = _box_layout(kind).outer
+    address = cute.make_ptr(kind, box, cute.AddressSpace.smem, assumed_align=1024)
+    swizzled = cute.recast_ptr(address, cute.make_swizzle(3, 4, 3), kind)
+    source = cute.make_tensor(swizzled, layout)
+    tile = cute.local_tile(cute.domain_offset((row, column), coords), layout.shape, (0, 0))
+    shared, target = cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tile, 0, 2)
+    )
+    cute.copy(tma, shared, target)
 
 
 def _pack(low: Float32, high: Float32, out: Output) -> Int32:

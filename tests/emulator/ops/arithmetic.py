@@ -163,7 +163,7 @@ def _add_sub(d, ufunc):
         if d.mods.flag("sat"):
             return _saturating(d, ufunc)
         return elementwise(d, d.mods.type(*INT), ufunc, 2)
-    return float_function(d, ufunc, 2)
+    return _mixed(d, ufunc, 1) if _is_mixed(d) else float_function(d, ufunc, 2)
 
 
 def _wider(type_name: str) -> str:
@@ -216,22 +216,26 @@ def _mad(d):
 
 @instruction("fma")
 def _fma(d):
-    if d.mods.left[-2:] in (["f32", "bf16"], ["f32", "f16"]):
-        return _mixed_fma(d)
+    if _is_mixed(d):
+        return _mixed(d, fused_multiply_add, 2)
     return float_function(d, fused_multiply_add, 3)
 
 
-def _mixed_fma(d: Decoder) -> Op:
-    """Factors of 16 bits, a float32 summand and result (PTX ISA, mixed precision instructions)."""
-    narrow = d.mods.type("bf16", "f16")
+def _is_mixed(d: Decoder) -> bool:
+    return d.mods.left[-2:] in (["f32", "bf16"], ["f32", "f16"])
+
+
+def _mixed(d: Decoder, function, narrow: int) -> Op:
+    """The first `narrow` operands of 16 bits, a float32 summand and result (PTX ISA, mixed precision)."""
+    kind = d.mods.type("bf16", "f16")
     d.mods.type("f32")
     d.mods.take("rn")
 
     def widen(x):
-        return from_bf16(x) if narrow == "bf16" else x.view(np.float16).astype(np.float32)
+        return from_bf16(x) if kind == "bf16" else x.view(np.float16).astype(np.float32)
 
     return computed(
-        d, "f32", lambda a, b, c: fused_multiply_add(widen(a), widen(b), c), ["u16", "u16", "f32"]
+        d, "f32", lambda *args: function(*map(widen, args[:narrow]), args[-1]), ["u16"] * narrow + ["f32"]
     )
 
 
