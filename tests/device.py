@@ -14,7 +14,7 @@ from cute_lce.arch import Gpu
 from cute_lce.compile import cache
 from cute_lce.ops import prepared
 from cute_lce.plan import backward as backward_plans
-from cute_lce.plan import candidates, memory, schedule
+from cute_lce.plan import candidates, grad_in_forward, memory, schedule
 from cute_lce.plan import forward as forward_plans
 from cute_lce.plan.kernels import Key
 
@@ -37,7 +37,7 @@ def planned_for(
     forget_device()
     with contextlib.ExitStack() as stack:
         stack.callback(forget_device)
-        for module in (launch.forward, launch.backward, launch.choose):
+        for module in (launch.forward, launch.backward, launch.choose, launch.grad_in_forward):
             stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
         if functions is not None:
             stack.enter_context(mock.patch.object(cache, "_functions", functions))
@@ -59,6 +59,8 @@ def forget_plans() -> None:
     schedule._call.cache_clear()
     forward_plans.plan.cache_clear()
     backward_plans.plan.cache_clear()
+    for cached in (grad_in_forward.plan, grad_in_forward._choices, grad_in_forward._chunk):
+        cached.cache_clear()
 
 
 def two_sweeps(patch: pytest.MonkeyPatch, chunk: int, columns: int, splits: int = 1) -> None:

@@ -1,12 +1,12 @@
 """The kernels' host side: what a call allocates and launches. The contract is implementation.py's.
 
-Arch-neutral: what differs between architectures is in the plan and behind `compile`. Where a kernel does not
-exist yet, the streaming implementation takes over.
+Arch-neutral: what differs between architectures is in the plan and behind `compile`. What moves memory once,
+without a product, is the streaming implementation's.
 """
 
 from ..implementation import Implementation
 from ..streaming import STREAMING
-from . import backward, choose, forward
+from . import backward, choose, forward, grad_in_forward
 from .device import DTYPES, serves
 
 
@@ -15,7 +15,7 @@ class Kernels:
     empty_kept = staticmethod(forward.empty_kept)
     forward = staticmethod(forward.forward)
     backward = staticmethod(backward.backward)
-    grad_in_forward = staticmethod(STREAMING.grad_in_forward)
+    grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
     scale_gradients = staticmethod(STREAMING.scale_gradients)
 
 

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from ..arch import Gpu
+from ..plan import grad_in_forward
 from ..plan import schedule as schedule_plan
 from ..plan.problem import MIB, Limits, Problem
 from ..streaming import STREAMING
@@ -19,15 +20,20 @@ _logged: set[tuple] = set()
 def choose(
     problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
 ) -> tuple[str, int]:
-    """The plan's choice; "grad_in_forward" is the streaming implementation's.
+    """The plan's choice, which "auto" never makes "grad_in_forward".
 
     With symbolic sizes it is the choice for those that a graph is traced with, and a number of columns that
     is right for others too.
     """
-    if schedule == "grad_in_forward" and problem.wants_gradient:
-        return STREAMING.choose(problem, dtype, device, schedule, reduction, limits)
     gpu = gpu_of(device)
     n, d, vocab = sizes = problem.n, problem.d, problem.vocab
+    if schedule == "grad_in_forward" and problem.wants_gradient:
+        found = STREAMING.choose(problem, dtype, device, schedule, reduction, limits._replace(workspace=0))
+        if limits.workspace:
+            sizes = map(_known, sizes)
+            known = problem._replace(**dict(zip(("n", "d", "vocab"), sizes, strict=True)))
+            grad_in_forward.check_workspace(gpu, known, Limits(*map(_known, limits)))
+        return found
     known = problem._replace(n=_known(n), d=_known(d), vocab=_known(vocab))
     known_limits = Limits(*map(_known, limits))
     found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)

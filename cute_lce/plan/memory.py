@@ -85,3 +85,25 @@ def sweeps_bytes(problem: Problem, chunk: int, splits: int, columns: int) -> int
     dinput = 2 * chunk * round_up(problem.vocab, 8) + (4 * chunk * d * splits if splits > 1 else 0)
     without_sum = problem._replace(need_dinput=False)
     return backward_bytes(without_sum, 0) + max(dinput, 2 * n * round_up(columns, 8))
+
+
+def chunk_forward_bytes(problem: Problem, chunk: int) -> int:
+    """Bytes of the forward of a chunk of tokens in grad_in_forward, which keeps all columns: a sixteenth of
+    what it keeps is for its partials."""
+    return forward_bytes(chunk) + keeping_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
+
+
+def chunk_bytes(problem: Problem, chunk: int, splits: int) -> int:
+    """Bytes of the workspace of a chunk: its forward's, and its backward's factors, scaled rows and sums of
+    dhidden's `splits`."""
+    total = chunk_forward_bytes(problem, chunk) + 64 * chunk + 4 * KIB
+    total += 2 * chunk * problem.d if problem.need_dweight else 0
+    return total + (4 * chunk * problem.d * splits if splits > 1 else 0)
+
+
+def accumulator_bytes(problem: Problem, chunks: int) -> int:
+    """Bytes of what grad_in_forward allocates beside a chunk's workspace: both accumulators, each row's loss
+    and the chunks' counts."""
+    n, d = problem.n, problem.d
+    rows = problem.need_dinput * n + problem.need_dweight * problem.vocab
+    return 4 * rows * d + 16 * n + 64 * chunks + 4 * KIB

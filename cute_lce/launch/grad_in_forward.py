@@ -1,0 +1,167 @@
+"""The paper's Algorithms 3 and 4, a chunk of tokens at a time: a forward that keeps all columns, then the
+gradients' GEMMs from what it kept. Three GEMMs for any number of tokens, and one chunk's logits in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arguments import (
+    ForwardOutputs,
+    GradientOperands,
+    Gradients,
+    KeepOutputs,
+    LossArguments,
+    Operands,
+    Statistics,
+    Upstream,
+)
+from ..compile import cache
+from ..compile.frozen import freeze
+from ..implementation import Accumulated, Request
+from ..options import LossOptions
+from ..plan import grad_in_forward as plans
+from ..plan.kernels import BackwardKey, ForwardKey
+from ..plan.memory import keep_workspace_bytes
+from ..plan.problem import Problem, round_up
+from ..streaming import STREAMING
+from .backward import ALIGNMENT, COUNTERS
+from .device import aligned, dtype_name, gpu_of, loss_arguments
+
+
+class _Chunk:
+    """What chunks of as many tokens have in common: compiled functions, grids, and offsets in the workspace.
+
+    Losses are asked for by row, and the gradients are those of their sum: the upstream gradient is 1.
+    """
+
+    def __init__(self, plan: plans.ChunkPlan, dtype: str, target_dtype: str, problem: Problem):
+        forward, backward = plan.forward, plan.backward
+        n, d, vocab = forward.n, problem.d, problem.vocab
+        self.forward = cache.get(ForwardKey(forward.config, dtype, target_dtype, keeps=True))
+        self.backward = cache.get(
+            BackwardKey(backward.tokens, backward.dweight, dtype, target_dtype, added="float32")
+        )
+        (stripe,) = backward.stripes
+        self.paced = bool(stripe.dhidden.paced or stripe.dweight.paced)
+        # Not the last: the sum of dhidden stays in fp32.
+        self.grid, self.stripe = freeze(forward.gemm), freeze(stripe._replace(is_last=0))
+        self.pitch, self.columns = round_up(vocab, 8), vocab
+        self.nbytes = 0
+
+        def part(size: int) -> int:
+            offset, self.nbytes = self.nbytes, self.nbytes + round_up(size, ALIGNMENT)
+            return offset
+
+        self.partials = part(4 * forward.workspace_floats)
+        self.row_max, self.row_sum, self.kept_scale, self.factor = (part(4 * n) for _ in range(4))
+        self.keep = part(keep_workspace_bytes(n, vocab))
+        self.kept = part(2 * n * self.pitch)
+        self.weight_factor = part(4 if problem.half else 0)
+        self.half = problem.half
+        self.scaled = part(2 * n * d if problem.need_dweight else 0)
+        # Of one split the sum is the accumulator.
+        self.splits = backward.splits if problem.need_dinput else 1
+        self.sums = part(4 * n * d * self.splits if self.splits > 1 else 0)
+
+
+def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
+    """See implementation.Implementation. Allocates the accumulators, each row's loss, and a workspace."""
+    n = operands.hidden.shape[0]
+    if n == 0:
+        return STREAMING.grad_in_forward(operands, loss, request)
+    features = operands.hidden.shape[1]
+    hidden, weight, target = operands = aligned(operands)
+    device, vocab, d = hidden.device, weight.shape[0], hidden.shape[1]
+    half = hidden.dtype is torch.float16
+    problem = Problem(n, d, vocab, half, request.need_dinput, request.need_dweight)
+    plan = plans.plan(gpu_of(device), problem, request.limits)
+    names = dtype_name(hidden.dtype), dtype_name(target.dtype)
+    chunks = {tokens: _Chunk(each, *names, problem) for tokens, each in plan.chunks.items()}
+
+    def rows(count: int) -> Tensor:
+        return torch.empty((count, d), dtype=torch.float32, device=device)
+
+    dinput = rows(n) if request.need_dinput else None
+    dweight = rows(vocab) if request.need_dweight else None
+    losses = torch.empty((n,), dtype=torch.float32, device=device)
+    counts = torch.empty((len(plan.tokens),), dtype=torch.int64, device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    scratch = torch.empty(max(chunk.nbytes for chunk in chunks.values()), dtype=torch.uint8, device=device)
+    counters = None
+    if any(chunk.paced for chunk in chunks.values()):
+        counters = torch.zeros((COUNTERS * len(plan.tokens),), dtype=torch.int32, device=device)
+    start = scratch.data_ptr()
+    arguments = _per_row(loss)
+    upstream = Upstream(dloss=one.data_ptr(), stride=0)
+    first = 0
+    for i, tokens in enumerate(plan.tokens):
+        chunk = chunks[tokens]
+        part = Operands(hidden[first : first + tokens], weight, target[first : first + tokens])
+        outputs = ForwardOutputs(
+            loss=losses.data_ptr() + 4 * first,
+            row_max=start + chunk.row_max,
+            row_sum=start + chunk.row_sum,
+            num_valid=counts.data_ptr() + 8 * i,
+            workspace=start + chunk.partials,
+        )
+        keep = KeepOutputs(
+            kept=start + chunk.kept,
+            kept_scale=start + chunk.kept_scale,
+            workspace=start + chunk.keep,
+            pitch=chunk.pitch,
+            columns=chunk.columns,
+        )
+        chunk.forward(*part, arguments, outputs, chunk.grid, keep)
+        statistics = Statistics(row_max=outputs.row_max, row_sum=outputs.row_sum, num_valid=outputs.num_valid)
+        own = 0 if dinput is None else dinput.data_ptr() + 4 * first * d
+        gradients = Gradients(
+            # Read for whether it is 0; what is written is the sums.
+            dhidden=own,
+            dweight=0 if dweight is None else dweight.data_ptr(),
+            sums=own if chunk.splits == 1 else start + chunk.sums,
+            adds=int(i > 0),
+        )
+        source = GradientOperands(
+            dlogits=keep.kept,
+            pitch=chunk.pitch,
+            factor=start + chunk.factor,
+            weight_factor=start + chunk.weight_factor if chunk.half else 0,
+            hidden=start + chunk.scaled,
+            hidden_pitch=d,
+            kept_scale=keep.kept_scale,
+            scales=1,
+        )
+        progress = 0 if counters is None else counters.data_ptr() + 4 * COUNTERS * i
+        chunk.backward(*part, arguments, upstream, statistics, gradients, source, chunk.stripe, progress)
+        if dinput is not None and chunk.splits > 1:
+            sums = scratch[chunk.sums : chunk.sums + 4 * tokens * d * chunk.splits].view(torch.float32)
+            torch.sum(sums.view(chunk.splits, tokens, d), 0, out=dinput[first : first + tokens])
+        first += tokens
+    num_valid = counts.sum()
+    # Copies of padded accumulators are made with as little beside them as can be.
+    del scratch
+    dinput = _without_padding(dinput, features)
+    dweight = _without_padding(dweight, features)
+    return Accumulated(_reduced(losses, num_valid, loss.reduction), num_valid, dinput, dweight)
+
+
+def _per_row(loss: LossOptions) -> LossArguments:
+    """The loss's arguments for a loss of each row, whose upstream gradient is applied as it is."""
+    return loss_arguments(loss._replace(reduction="none"))
+
+
+def _reduced(losses: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    total = losses.sum(dtype=torch.float64)
+    if reduction == "mean":
+        total = total / num_valid.clamp(min=1)
+    return total.float()
+
+
+def _without_padding(accumulator: Tensor | None, features: int) -> Tensor | None:
+    if accumulator is None or accumulator.shape[1] == features:
+        return accumulator
+    return accumulator[:, :features].contiguous()

@@ -1,0 +1,133 @@
+"""grad_in_forward: chunks of tokens, each a forward that keeps all columns and the backward of those."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..arch import Gpu
+from . import backward, forward
+from .candidates import Candidate, faster_splits
+from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, sum_clocks
+from .memory import (
+    DEFAULT_WORKSPACE,
+    accumulator_bytes,
+    chunk_bytes,
+    chunk_forward_bytes,
+    refuse_workspace,
+    usable,
+    workspace_for,
+)
+from .plans import BackwardPlan, ForwardPlan
+from .problem import Limits, Problem, ceil_div, round_up, steps
+from .schedule import HELPFUL
+
+CHUNK_STEPS = 8
+"""How many sizes of chunks are considered until they have doubled."""
+ADDED = Epilogue(45.0, 45.0, 8)
+"""Of dweight's GEMM where TMA adds its fp32 product to memory. An estimate: twice as many bytes as a 16-bit
+product's pass through shared memory, and L2 reads and writes 4 bytes for each element."""
+
+
+class ChunkPlan(NamedTuple):
+    """The passes of a chunk of as many tokens; clocks: predicted; bytes: of their workspace."""
+
+    forward: ForwardPlan
+    backward: BackwardPlan
+    clocks: int
+    bytes: int
+
+
+class GradInForwardPlan(NamedTuple):
+    """tokens: of each chunk, in order. chunks: the plan of each of these numbers. bytes: of the accumulators
+    and of the workspace. clocks: predicted."""
+
+    tokens: tuple[int, ...]
+    chunks: dict[int, ChunkPlan]
+    bytes: int
+    clocks: int
+
+
+class _Choice(NamedTuple):
+    bytes: int
+    clocks: int
+    chunk: int
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(gpu: Gpu, problem: Problem, limits: Limits) -> GradInForwardPlan:
+    """The fastest within limits.workspace; 0: the default, or what is needed to come near the fastest. There
+    is at least one token."""
+    found = _choices(gpu, problem)
+    room = usable(limits.workspace or max(DEFAULT_WORKSPACE, workspace_for(_helpful(found))))
+    fit = [choice for choice in found if choice.bytes <= room] or [min(found)]
+    chosen = min(fit, key=lambda choice: (choice.clocks, choice.bytes))
+    full, rest = divmod(problem.n, chosen.chunk)
+    tokens = (chosen.chunk,) * full + ((rest,) if rest else ())
+    chunks = {count: _chunk(gpu, problem, count) for count in set(tokens)}
+    return GradInForwardPlan(tokens, chunks, chosen.bytes, chosen.clocks)
+
+
+def check_workspace(gpu: Gpu, problem: Problem, limits: Limits) -> None:
+    """Raise ValueError for a workspace that does not hold the smallest chunk and the accumulators."""
+    if limits.workspace and problem.n:
+        least = workspace_for(min(_choices(gpu, problem)).bytes)
+        if limits.workspace < least:
+            raise refuse_workspace("grad_in_forward", limits.workspace, least)
+
+
+def _helpful(found: list[_Choice]) -> int:
+    """The fewest bytes of those that take at most HELPFUL times the clocks of the fastest."""
+    most = HELPFUL * min(choice.clocks for choice in found)
+    return min(choice.bytes for choice in found if choice.clocks <= most)
+
+
+@functools.lru_cache(maxsize=256)
+def _choices(gpu: Gpu, problem: Problem) -> list[_Choice]:
+    """Sizes of chunks, whatever the workspace."""
+    n, found = problem.n, []
+    unit = gpu.row.configs_for(n, 0).tokens[-1].cluster_columns
+    for count in steps(ceil_div(n, unit), CHUNK_STEPS):
+        chunk = min(round_up(ceil_div(n, count), unit), n)
+        full, rest = divmod(n, chunk)
+        passes = [_chunk(gpu, problem, chunk)] * full + ([_chunk(gpu, problem, rest)] if rest else [])
+        nbytes = accumulator_bytes(problem, len(passes)) + max(each.bytes for each in passes)
+        found.append(_Choice(nbytes, sum(each.clocks for each in passes), chunk))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
+    """Of `chunk` of the problem's tokens."""
+    d, vocab = problem.d, problem.vocab
+    macs = problem.n * d * vocab
+    limits = Limits(workspace=chunk_forward_bytes(problem, chunk))
+    forwards = forward.plan(gpu, chunk, d, vocab, limits, kept=vocab)
+    gemm = Gemm(gpu, forwards.config, macs)
+    partials = forwards.gemm.windows * gemm.partials
+    clocks = LAUNCH_CLOCKS + gemm.forward(forwards.rounds, chunk, d, vocab, partials, vocab)
+    configs = gpu.row.configs_for(chunk, 0)
+    gemms = [Gemm(gpu, config, macs) for config in configs.tokens]
+    # Where a tile holds all tokens, the narrowest of these.
+    gemms = [gemm for gemm in gemms if gemm.columns >= chunk][:1] or gemms
+    split = [(gemm, faster_splits(gemm, d, chunk, vocab)[-1]) for gemm in gemms]
+
+    def dinput_clocks(gemm: Gemm, splits: int) -> int:
+        return gemm.clocks(d, chunk, vocab, SUMS, splits) + sum_clocks(chunk, d, 1, splits)
+
+    tokens, splits = min(split, key=lambda each: (dinput_clocks(*each), -each[0].columns))
+    dweight = min(
+        (Gemm(gpu, config, macs) for config in configs.dweight),
+        key=lambda gemm: gemm.clocks(vocab, d, chunk, ADDED),
+    )
+    # The factors, and the scaled rows.
+    clocks += LAUNCH_CLOCKS + int(4 * chunk * d / tokens.rates.read)
+    if problem.need_dinput:
+        clocks += LAUNCH_CLOCKS + dinput_clocks(tokens, splits)
+    if problem.need_dweight:
+        clocks += LAUNCH_CLOCKS + dweight.clocks(vocab, d, chunk, ADDED)
+    of_chunk = problem._replace(n=chunk)
+    nbytes = chunk_bytes(problem, chunk, splits if problem.need_dinput else 1)
+    candidate = Candidate(clocks, nbytes, 0, splits)
+    backwards = backward.build(gpu, of_chunk, vocab, tokens.config, dweight.config, candidate)
+    return ChunkPlan(forwards, backwards, clocks, nbytes)

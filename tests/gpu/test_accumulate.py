@@ -1,0 +1,160 @@
+"""On a GPU that has kernels: dweight added to a buffer of the caller's, and grad_in_forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_lce import launch, linear_cross_entropy
+from cute_lce.plan.problem import MIB
+from tests.gpu.test_forward import device_case
+from tests.numerics import Case, assert_close, random_case, with_bad_ignored_rows
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_empty"),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and launch.serves(torch.device("cuda", 0), BF16)),
+        reason="no kernels for this device",
+    ),
+]
+dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+# n, d, V: few tokens and many, ragged in every direction; d no multiple of 8, of 64, of a tile.
+SHAPES = [(16, 768, 50257), (193, 2880, 20109), (300, 77, 1003), (1100, 1024, 32003), (4097, 2304, 5000)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+
+
+@pytest.fixture(autouse=True)
+def _memory():
+    yield
+    torch.cuda.empty_cache()
+
+
+def ragged(shape: tuple[int, int, int], dtype: torch.dtype) -> Case:
+    """Every third token ignored."""
+    case = device_case(*shape, dtype)
+    case.target[::3] = case.ignore_index
+    return case
+
+
+def train(case: Case, dloss: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
+    """loss, dinput, and dweight or None."""
+    hidden, weight = (t.detach().requires_grad_() for t in (case.input, case.linear_weight))
+    loss = linear_cross_entropy(hidden, weight, case.target, **options)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), dloss, allow_unused=True)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("out_dtype", [FP32, BF16], ids=["to fp32", "to bf16"])
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+def test_dweight_is_added(shape, dtype, out_dtype, schedule):
+    case = ragged(shape, dtype)
+    # As large as the gradient.
+    out = (torch.randn(case.linear_weight.shape, device="cuda") * (shape[0] / shape[2]) ** 0.5).to(out_dtype)
+    before, dloss = out.double(), case.upstream("sum")
+    _, dinput, dweight = train(case, dloss.float(), reduction="sum", schedule=schedule, grad_weight_out=out)
+    assert dweight is None
+    expected, plain = case.expected(dloss, "sum"), case.baseline(dloss, "sum")
+    assert_close("dinput", dinput, expected[1], plain[1])
+    total = (before + plain[2].double()).to(out_dtype)
+    assert_close("sum", out, before + expected[2], total)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_grad_in_forward(shape, dtype, reduction):
+    """In one chunk, and in as many as the least workspace makes."""
+    case = ragged(shape, dtype)
+    dloss = case.upstream(reduction)
+    expected, plain = case.expected(dloss, reduction), case.baseline(dloss, reduction)
+    with pytest.raises(ValueError, match="want at least") as raised:
+        train(case, dloss.float(), reduction=reduction, schedule="grad_in_forward", workspace_mb=0.001)
+    least = float(str(raised.value).split("want at least ")[1].split()[0])
+    for workspace in (None, least):
+        found = train(
+            *(case, dloss.float()), reduction=reduction, schedule="grad_in_forward", workspace_mb=workspace
+        )
+        for name, mine, want, base in zip(("loss", "dinput", "dweight"), found, expected, plain, strict=True):
+            assert_close(name, mine, want, base)
+
+
+@dtypes
+def test_a_frozen_weight_takes_any_upstream(dtype):
+    case = ragged((1100, 1024, 32003), dtype)
+    dloss = case.upstream("none")
+    hidden = case.input.detach().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, case.linear_weight, case.target, reduction="none", schedule="grad_in_forward", workspace_mb=64
+    )
+    (dinput,) = torch.autograd.grad(loss, hidden, dloss.float())
+    assert_close("dinput", dinput, case.expected(dloss, "none")[1], case.baseline(dloss, "none")[1])
+
+
+def test_bad_ignored_rows_change_nothing():
+    case = ragged((600, 512, 5003), BF16)
+    nans, zeros = with_bad_ignored_rows(case)
+    dloss = torch.ones((), device="cuda")
+    found = train(nans, dloss, schedule="grad_in_forward")
+    expected, plain = zeros.expected(dloss.double(), "mean"), zeros.baseline(dloss.double(), "mean")
+    for name, mine, want, base in zip(("loss", "dinput", "dweight"), found, expected, plain, strict=True):
+        assert_close(name, mine, want, base)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+def test_the_same_bits_again(schedule):
+    case = ragged((1100, 1024, 32003), BF16)
+    found = []
+    for _ in range(3):
+        out = torch.ones(case.linear_weight.shape, device="cuda")
+        loss, dinput, _ = train(
+            case, torch.ones((), device="cuda"), schedule=schedule, grad_weight_out=out, workspace_mb=400
+        )
+        found.append((loss, dinput, out))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("out_dtype", [FP32, BF16], ids=["to fp32", "to bf16"])
+def test_no_temporary_of_the_weights_size(out_dtype):
+    """Beyond the workspace and dinput nothing is allocated."""
+    case = random_case(256, 512, 100003, BF16).to("cuda")
+    out = torch.zeros(case.linear_weight.shape, dtype=out_dtype, device="cuda")
+    dloss = torch.ones((), device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train(case, dloss, schedule="recompute", workspace_mb=20, grad_weight_out=out)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 21 * MIB < case.linear_weight.nbytes
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+def test_a_captured_graph_adds_at_every_replay(schedule):
+    case = ragged((600, 512, 5003), BF16)
+    hidden, weight = (t.detach().requires_grad_() for t in (case.input, case.linear_weight))
+    out = torch.zeros(weight.shape, device="cuda")
+
+    def step() -> torch.Tensor:
+        loss = linear_cross_entropy(hidden, weight, case.target, schedule=schedule, grad_weight_out=out)
+        return torch.autograd.grad(loss, (hidden, weight), allow_unused=True)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dinput = step()
+    out.zero_()
+    for _ in range(3):
+        graph.replay()
+    dloss = torch.ones((), device="cuda").double()
+    expected, plain = case.expected(dloss, "mean"), case.baseline(dloss, "mean")
+    assert_close("dinput", dinput, expected[1], plain[1])
+    assert_close("sum", out, 3 * expected[2], 3 * plain[2])

@@ -1,0 +1,106 @@
+"""Plans of grad_in_forward: chunks, workspace, and what launch/ allocates and asks for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cute_lce.arch import Gpu
+from cute_lce.arguments import Operands
+from cute_lce.implementation import Request
+from cute_lce.launch import KERNELS
+from cute_lce.options import LossOptions
+from cute_lce.plan import grad_in_forward as plans
+from cute_lce.plan.kernels import kernels
+from cute_lce.plan.problem import MIB, Limits, Problem
+from tests.device import planned_for
+from tests.host.test_plan_backward import Allocations, Asked
+
+GPU = Gpu("sm_90a", 132)
+NEEDS = ((True, True), (True, False), (False, True))
+
+
+def problems(count: int, seed: int) -> list[Problem]:
+    draw = random.Random(seed)
+    sizes = ((0, 15.5), (3, 9.5), (7, 18))
+    return [
+        Problem(
+            n=int(2 ** draw.uniform(*sizes[0])),
+            d=8 * int(2 ** draw.uniform(*sizes[1])),
+            vocab=int(2 ** draw.uniform(*sizes[2])),
+            half=draw.random() < 0.3,
+            need_dinput=needs[0],
+            need_dweight=needs[1],
+        )
+        for needs in (draw.choice(NEEDS) for _ in range(count))
+    ]
+
+
+def least(problem: Problem) -> int:
+    """The workspace that a refusal names, in bytes."""
+    with pytest.raises(ValueError, match=r"workspace_mb: got .*schedule='grad_in_forward'") as raised:
+        plans.check_workspace(GPU, problem, Limits(workspace=1))
+    named = next(word for word in str(raised.value).split("want at least ")[1].split())
+    return int(float(named) * MIB) + 1
+
+
+@pytest.mark.parametrize("problem", problems(40, 5), ids=lambda p: f"{p.n}-{p.d}-{p.vocab}")
+def test_the_workspace_is_kept(problem: Problem):
+    """From the least on, which is accepted, what is allocated fits it, and more of it is not slower."""
+    fewest, before = least(problem), None
+    for workspace in (fewest, 2 * fewest, 8 * fewest, 0):
+        limits = Limits(workspace=workspace)
+        plans.check_workspace(GPU, problem, limits)
+        plan = plans.plan(GPU, problem, limits)
+        assert sum(plan.tokens) == problem.n
+        assert set(plan.tokens) == set(plan.chunks)
+        assert len(set(plan.tokens)) <= 2
+        if workspace:
+            assert before is None or plan.clocks <= before
+            before = plan.clocks
+        peak = allocated(problem, limits)
+        assert peak <= plan.bytes
+        if workspace:
+            assert peak <= workspace
+
+
+def allocated(problem: Problem, limits: Limits, reduction: str = "sum", asked: Asked | None = None) -> int:
+    """The peak bytes of launch's forward, no kernel launched: nothing of it is a result."""
+    dtype = torch.float16 if problem.half else torch.bfloat16
+    hidden, weight = (
+        torch.empty(rows, problem.d, dtype=dtype, device="meta") for rows in (problem.n, problem.vocab)
+    )
+    operands = Operands(hidden, weight, torch.empty(problem.n, dtype=torch.int64, device="meta"))
+    request = Request(limits, 0, problem.need_dinput, problem.need_dweight)
+    with planned_for(GPU, asked if asked is not None else Asked()), Allocations(*operands) as counted:
+        found = KERNELS.grad_in_forward(operands, LossOptions(reduction), request)
+    assert (found.dinput is not None) == problem.need_dinput
+    assert (found.dweight is not None) == problem.need_dweight
+    return counted.peak
+
+
+def test_every_kernel_is_one_that_compile_compiles():
+    """With grad_in_forward's float32 sums: `cute-lce compile --grad-weight-out float32`."""
+    for half, dtype in ((False, "bfloat16"), (True, "float16")):
+        asked = Asked()
+        for problem in problems(60, 6):
+            allocated(problem._replace(half=half), Limits(), "mean", asked)
+        assert asked <= set(kernels("sm_90a", dtype, "int64", "float32"))
+        assert len(asked) > 20
+
+
+def test_a_default_is_enough_to_come_near_the_best():
+    """With what the accumulators take, although they exceed the documented default."""
+    problem = Problem(32768, 4096, 262144)
+    plan, best = (plans.plan(GPU, problem, Limits(workspace=w)) for w in (0, 1 << 60))
+    assert plan.bytes > 4 * (problem.n + problem.vocab) * problem.d
+    assert plan.clocks <= 1.11 * best.clocks
+
+
+def test_chunks_are_as_even_as_tiles_allow():
+    problem = Problem(32768, 4096, 262144)
+    plan = plans.plan(GPU, problem, Limits(workspace=int(5.7 * 1024) * MIB))
+    assert len(plan.tokens) > 8
+    assert plan.tokens[-1] > plan.tokens[0] // 2
