@@ -1,11 +1,12 @@
 """The implementations that are measured side by side, each imported only when it is asked for.
 
 A provider makes a function `loss(hidden, weight, target)`: hidden (n, d), weight (V, d), target (n,) int64,
-giving a 0-d mean, or (n,) losses where the reduction is "none".
+giving a 0-d mean, or (n,) losses where the reduction is "none". cute_lce's takes grad_weight_out besides.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+LossFn = Callable[..., Tensor]
 
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
 
@@ -57,7 +58,7 @@ def _cute_lce(request: Request) -> LossFn:
         options["workspace_mb"] = request.workspace_mb
     if request.window is not None:
         options["window"] = request.window
-    return lambda x, w, y: cute_lce.linear_cross_entropy(x, w, y, **options)
+    return functools.partial(cute_lce.linear_cross_entropy, **options)
 
 
 def _torch_eager_fp32(request: Request) -> LossFn:

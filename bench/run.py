@@ -47,13 +47,16 @@ KEYS = (
     *("gpu", "provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass"),
     *("ms", "ms_min", "ms_max"),
     *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "sustained_s"),
+    *("frozen", "grad_weight_out"),
     *("failed", "versions", "date", "command"),
 )
 # What tells one measurement from another.
 IDENTITY = (
     *("provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
-    "sustained_s",
+    *("sustained_s", "frozen", "grad_weight_out"),
 )
+LATER = ("frozen", "grad_weight_out")
+"""Keys that results of before 2026-11-22 lack, of which nothing was frozen that --resume serves."""
 NOT_BEGUN = "not begun"
 
 
@@ -66,9 +69,11 @@ class Case:
     schedule: str | None
     reduction: str
     workspace_mb: int | None
+    grad_weight_out: str | None = None
 
     def __str__(self) -> str:
         options = [self.schedule, None if self.workspace_mb is None else f"{self.workspace_mb} MiB"]
+        options += [self.grad_weight_out and f"adds to {self.grad_weight_out}"]
         return " ".join([self.reduction, self.provider, *(text for text in options if text is not None)])
 
 
@@ -87,7 +92,8 @@ def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
             for schedule in args.schedule:
                 for budget in budgets:
                     mib = shapes.ample(shape) if budget == "ample" else budget
-                    yield Case(provider, schedule, reduction, mib)
+                    for out in args.grad_weight_out:
+                        yield Case(provider, schedule, reduction, mib, out)
 
 
 def check(
@@ -108,6 +114,11 @@ def check(
     if floor.backward:
         hidden.requires_grad_(shape.frozen != "hidden")
         weight.requires_grad_(shape.frozen != "weight")
+    if case.grad_weight_out is not None and weight.requires_grad:
+        out = torch.zeros_like(weight, dtype=DTYPES[case.grad_weight_out], requires_grad=False)
+        function = functools.partial(function, grad_weight_out=out)
+    else:
+        out = None
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -131,8 +142,9 @@ def check(
         grad_scale = torch.full_like(inputs.upstream, 1 / shape.n) if upstream is None else upstream
         if hidden.grad is not None:
             errors["err_dh"] = relative_rms(hidden.grad[reference.rows], reference.dh(grad_scale))
-        if weight.grad is not None:
-            errors["err_dw"] = relative_rms(weight.grad[reference.columns], reference.dw(grad_scale))
+        dweight = weight.grad if out is None else out
+        if dweight is not None:
+            errors["err_dw"] = relative_rms(dweight[reference.columns], reference.dw(grad_scale))
     del loss
 
     gradients = sum(t.grad.nbytes for t in (hidden, weight) if t.grad is not None)
@@ -248,7 +260,7 @@ class Results:
     def _row(self, shape: shapes.Shape, name: str, case: Case) -> dict[str, Any]:
         row = dict.fromkeys(KEYS) | dataclasses.asdict(case) | {"pass": name}
         row |= {"n": shape.n, "d": shape.d, "vocab": shape.vocab, "dtype": self.args.dtype}
-        return row | {"sustained_s": self.args.sustained}
+        return row | {"sustained_s": self.args.sustained, "frozen": shape.frozen or None}
 
     def lacks(self, shape: shapes.Shape, name: str, case: Case) -> bool:
         """Whether the case is to be measured; with --resume not if it was, or if it failed."""
@@ -279,7 +291,7 @@ def not_begun(row: dict[str, Any]) -> bool:
 
 def differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether these are measurements of different things; bench.errors' rows differ from all."""
-    return any(one.get(key, one) != other[key] for key in IDENTITY)
+    return any(one.get(key, None if key in LATER else one) != other[key] for key in IDENTITY)
 
 
 def bar(result: dict[str, Any]) -> float | None:
@@ -324,7 +336,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 *(str(r[key]) for key in ("n", "d", "vocab", "dtype")),
                 r["pass"] + (" sustained" if r.get("sustained_s") else ""),
                 *(r[key] for key in ("reduction", "provider")),
-                r["schedule"] or "-",
+                (r["schedule"] or "-") + (f" += {r['grad_weight_out']}" if r.get("grad_weight_out") else ""),
                 text(r["workspace_mb"], "d"),
                 *(text(r[key], ".3f") for key in ("ms", "ms_min", "ms_max")),
                 text(None if r["ms"] is None else r["ms"] / r["floor_ms"], ".3f"),
@@ -426,6 +438,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of cute_lce, in MiB: numbers, default, ample (holds all that a shape can use), or table (what "
         "its row is measured with)",
     )
+    add(
+        "--grad-weight-out",
+        nargs="+",
+        default=["none"],
+        choices=("none", "fp32", "bf16"),
+        help="of cute_lce: the type of a buffer to which dW is added, or none, which returns it",
+    )
     add("--window", type=int, help="of cute_lce, in vocabulary entries")
     add("--dtype", default="bf16", choices=tuple(DTYPES))
     add("--rows", default="untrained", choices=ROWS, help="how sure the tokens are (%(default)s)")
@@ -478,8 +497,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.device = torch.device(args.device)
-    if args.resume and any(shape.frozen for shape in args.shapes):
-        parser.error("--resume: got a frozen operand, which results do not name, want shapes without one")
+    args.grad_weight_out = [None if name == "none" else name for name in args.grad_weight_out]
     return args
 
 

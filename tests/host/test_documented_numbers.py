@@ -1,4 +1,4 @@
-"""The measured numbers in README.md and docs/measurements.md are those of bench/results.
+"""The measured numbers in README.md, docs/measurements.md and docs/tuning.md are those of bench/results.
 
 A comment before each table names the file that it is made from and the function below that makes its rows:
 
@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 from bench import shapes, summary
+from bench.accumulation import WAYS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-README, MEASUREMENTS = "README.md", "docs/measurements.md"
+README, MEASUREMENTS, TUNING = "README.md", "docs/measurements.md", "docs/tuning.md"
 SOURCE = re.compile(r"<!-- bench/results/([\w/]+\.json): (\w+) -->")
 UNKEPT = "<!-- printed, not kept -->"
 
@@ -307,6 +308,21 @@ def ranges(file: str) -> Rows:
     return [[*row[:5], *row[7:10]] for row in summary.range_rows(records(file))]
 
 
+def accumulation(file: str) -> Rows:
+    """The sum's error, by rows, batches and way."""
+    names = {
+        "untrained": "untrained",
+        "mixed": "the first half of the batches confident",
+        "confident": "confident",
+    }
+    kinds = dict.fromkeys((record["rows"], record["batches"]) for record in records(file))
+    found: Rows = []
+    for rows, batches in kinds:
+        errors = [get(file, rows=rows, batches=batches, way=way)["err_dw"] for way in WAYS]
+        found.append([names[rows], str(batches), *(f"{each:.1e}".replace("e-0", "e-") for each in errors)])
+    return found
+
+
 TABLES: dict[str, Callable[[str], Rows]] = {
     function.__name__: function
     for function in (
@@ -320,6 +336,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         host_time,
         host_side,
         ranges,
+        accumulation,
     )
 }
 
@@ -393,7 +410,7 @@ def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
 
 MADE = [
     (document, match[1], match[2], rows)
-    for document in (README, MEASUREMENTS)
+    for document in (README, MEASUREMENTS, TUNING)
     for above, rows in tables_of(document)
     if (match := SOURCE.fullmatch(above))
 ]
@@ -428,6 +445,9 @@ def test_the_machine_and_its_software_are_those_of_the_files():
     for _, file, name, _ in MADE:
         for record in records(file):
             versions = record["versions"]
+            if "driver" not in versions:
+                assert record["gpu"].startswith("cpu")
+                continue
             for wanted in (
                 record["gpu"],
                 f"driver {versions['driver']}",
