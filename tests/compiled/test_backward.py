@@ -133,7 +133,6 @@ ADDING = [
     for added in ("float32", "bfloat16")
 ]
 LONG = [(arch, config) for arch, config, _ in ADDING if arch == "sm_90a" and config.tile_n != 192]
-ADDING_SPILLS = {("sm_90a", 192, "bfloat16"): "8 bytes, 6 accesses"}
 
 
 @pytest.mark.parametrize(
@@ -142,14 +141,7 @@ ADDING_SPILLS = {("sm_90a", 192, "bfloat16"): "8 bytes, 6 accesses"}
         pytest.param(
             *each,
             id=f"{each[0]}-{each[1].cluster_n}x{each[1].tile_n}-{each[2]}",
-            marks=[
-                *([pytest.mark.emulator_full] if each[:2] in LONG else []),
-                *(
-                    [pytest.mark.xfail(reason=reason)]
-                    if (reason := ADDING_SPILLS.get((each[0], each[1].tile_n, each[2])))
-                    else []
-                ),
-            ],
+            marks=[pytest.mark.emulator_full] if each[:2] in LONG else [],
         )
         for each in ADDING
     ],

@@ -328,12 +328,12 @@ def run_how(how: str, make_case, arch: str, **options) -> tuple[Case, Run]:
 
 def _ways() -> Iterator:
     """(corner, how, architecture); in the long sweep several stripes, where the corner has columns for them,
-    and on Blackwell what float16 keeps, by code that the architectures and the types share."""
+    and on Blackwell float16, by code that the architectures and the types share."""
     for corner, make_case in CORNERS.items():
         V = make_case(BF16).linear_weight.shape[0]
         for how, (dtype, kept, window) in HOW.items():
             for arch in ARCHITECTURES if window + (kept or 0) < V else ():
-                long = window or (dtype is FP16 and kept is None and arch != "sm_90a")
+                long = window or (dtype is FP16 and arch != "sm_90a")
                 yield pytest.param(corner, how, arch, marks=[full] if long else [])
 
 
@@ -591,7 +591,7 @@ def _record_sums(emulator: Emulator, shape: tuple[int, ...]) -> list[torch.Tenso
 
 @hopper_first
 @pytest.mark.parametrize("resident", [16, pytest.param(2, marks=full)])
-@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize("splits", [0, pytest.param(3, marks=full)])
 @pytest.mark.parametrize("how", ["recompute", "keep, stripes", "fp16, stripes"])
 def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):
     """All GEMMs of both passes, with several clusters of which all or only one runs at a time."""
@@ -625,7 +625,7 @@ def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):
 SWEEPS = [(64, 128, 1), (32, 200, 3), (128, 330, 1), (192, 70, 2)]
 
 
-@both
+@hopper_first
 @dtypes
 @pytest.mark.parametrize(("chunk", "columns", "splits"), SWEEPS)
 def test_two_sweeps(arch: str, dtype: torch.dtype, chunk: int, columns: int, splits: int, monkeypatch):

@@ -78,7 +78,7 @@ CORNERS = {
 }
 
 
-@pytest.mark.parametrize("config", ["pair", "single"])
+@pytest.mark.parametrize("config", ["pair", pytest.param("single", marks=pytest.mark.emulator_full)])
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner(corner: str, config: str):
     case = CORNERS[corner]()
