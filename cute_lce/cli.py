@@ -273,7 +273,8 @@ def _show_floor(
 def fill_cache(args: argparse.Namespace) -> int:
     """Compile every kernel that calls may need, on a machine with or without a GPU."""
     print(f"into {cache.cache_dir()}", flush=True)
-    types = itertools.product(args.dtype, args.target_dtype, args.grad_weight_out)
+    added = ["" if name == "none" else name for name in args.grad_weight_out]
+    types = itertools.product(args.dtype, args.target_dtype, added)
     keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names))]
     started = time.perf_counter()
     try:
@@ -354,9 +355,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--grad-weight-out",
         nargs="+",
-        type=lambda text: "" if text == "none" else text,
-        choices=("", "float32", "bfloat16", "float16"),
-        default=[""],
+        choices=("none", "float32", "bfloat16", "float16"),
+        default=["none"],
         metavar="NAME",
         help="backwards that add to a grad_weight_out: one or more of none, float32 (grad_in_forward's too), "
         "bfloat16, float16 (none)",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import ops, options
+from .arguments import Operands
 from .options import ComputeOptions, LossOptions
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
@@ -96,23 +97,29 @@ def linear_cross_entropy(
     loss, compute = _remembered_options(values) if plain else _options(*values)
     if grad_weight_out is not None or grad_weight_dummy is not False:
         _check_types(input, linear_weight, target)
-        destination = _destination(input, linear_weight, grad_weight_out, grad_weight_dummy, plain)
+        destination = None
+        # Others, which have no addresses, are refused below.
+        if all(t.layout is torch.strided and not t.is_nested for t in (input, linear_weight, target)):
+            operands = Operands(input, linear_weight, target)
+            destination = _destination(operands, grad_weight_out, grad_weight_dummy, plain)
         return ops.linear_cross_entropy(
             input, linear_weight, target, loss, compute, watched=False, destination=destination
         )
     return call(input, linear_weight, target, loss, compute, plain)
 
 
-def _destination(
-    input: Tensor, weight: Tensor, out: Tensor | None, dummy: bool, plain: bool
-) -> ops.Destination:
+def _destination(operands: Operands, out: Tensor | None, dummy: bool, plain: bool) -> ops.Destination:
     """grad_weight_out and grad_weight_dummy, checked; plain: ops.is_plain_eager of the call's operands."""
+    weight = operands.weight
     if not isinstance(dummy, bool):
         raise TypeError(f"grad_weight_dummy: got {type(dummy).__name__}, want a bool")
     if out is None:
         raise ValueError("grad_weight_dummy: got True without grad_weight_out, want False")
     if not isinstance(out, Tensor):
         raise TypeError(f"grad_weight_out: got {type(out).__name__}, want a torch.Tensor or None")
+    if out.is_nested or out.layout is not torch.strided:
+        what = "a nested tensor" if out.is_nested else f"layout {out.layout}"
+        raise ValueError(f"grad_weight_out: got {what}, want a dense tensor")
     if not plain or not ops.is_plain_eager(out, out, out):
         raise ValueError(
             "grad_weight_out: got a call that something intercepts (torch.compile, a transform, a dispatch "
@@ -122,8 +129,6 @@ def _destination(
         raise ValueError(
             "grad_weight_out: got a tensor for a linear_weight that needs no gradient, want None there"
         )
-    if out.layout is not torch.strided:
-        raise ValueError(f"grad_weight_out: got layout {out.layout}, want a dense tensor")
     if out.dtype not in (torch.float32, torch.bfloat16, weight.dtype):
         dtypes = dict.fromkeys(map(str, (torch.float32, torch.bfloat16, weight.dtype)))
         raise TypeError(f"grad_weight_out: got {out.dtype}, want one of {', '.join(dtypes)}")
@@ -143,7 +148,7 @@ def _destination(
     if out.requires_grad or out.is_inference():
         what = "requires a gradient" if out.requires_grad else "was made in inference mode"
         raise ValueError(f"grad_weight_out: got a tensor that {what}, want one that does not and was not")
-    for name, operand in (("input", input), ("linear_weight", weight)):
+    for name, operand in zip(("input", "linear_weight", "target"), operands, strict=True):
         if _overlap(out, operand):
             raise ValueError(f"grad_weight_out: got memory of {name}, want a tensor that shares none with it")
     return ops.Destination(out, dummy)

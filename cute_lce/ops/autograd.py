@@ -44,8 +44,8 @@ _NO_DESTINATION = (
 )
 
 _OTHER_DESTINATION = (
-    "cute_lce.linear_cross_entropy: grad_weight_out: got in the backward a tensor that was resized, freed or "
-    "moved to an address that is no multiple of 16 bytes, want (V, d), contiguous, as in the forward"
+    "cute_lce.linear_cross_entropy: grad_weight_out: got in the backward a tensor that was resized, freed, "
+    "cast or moved to another device or an odd address, want (V, d), contiguous, as in the forward"
 )
 
 # Arguments of a Function's forward before its operands: run, prepared, request, loss.
@@ -125,6 +125,11 @@ class Destination(NamedTuple):
     dummy: bool
 
 
+def _kind(out: Tensor) -> tuple:
+    """What of the tensor must be in the backward as it was in the forward, whatever memory it has then."""
+    return out.shape, out.dtype, out.device
+
+
 def is_writable(out: Tensor) -> bool:
     """Whether kernels may write to a tensor's address: contiguous, at a multiple of 16 bytes, in memory that
     is there."""
@@ -138,7 +143,7 @@ class AddingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, prepared, request, destination, loss, *operands):
-        ctx.destination, ctx.dtype, ctx.shape = destination, operands[1].dtype, operands[1].shape
+        ctx.destination, ctx.kind, ctx.dtype = destination, _kind(destination.out), operands[1].dtype
         return ForwardFunction.forward(ctx, run, prepared, request, loss, *operands)
 
     @staticmethod
@@ -156,7 +161,7 @@ class AddingGradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, prepared, request, destination, loss, *operands):
-        ctx.destination, ctx.prepared, ctx.shape = destination, prepared, operands[1].shape
+        ctx.destination, ctx.kind, ctx.prepared = destination, _kind(destination.out), prepared
         return GradInForwardFunction.forward(ctx, run, prepared, request, loss, *operands)
 
     @staticmethod
@@ -187,7 +192,7 @@ def _add(
         raise RuntimeError(_NO_DESTINATION)
     (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, _needed_now(ctx)
     if needs_dweight:
-        if out.shape != ctx.shape or not is_writable(out):
+        if _kind(out) != ctx.kind or not is_writable(out):
             raise RuntimeError(_OTHER_DESTINATION)
         # Kernels write to its address.
         torch.autograd.graph.increment_version(out)

@@ -76,10 +76,13 @@ def scale_gradients(
     """round(upstream * accumulator), out of place, in one pass that is also the only cast; dweight's is added
     to `out` if there is one."""
     upstream = grad_scale(dloss, accumulated.num_valid, loss)
+    if loss.reduction != "none":
+        upstream = torch.where(accumulated.num_valid > 0, upstream, 0)
     dinput = dweight = None
     if accumulated.dinput is not None:
-        factor = upstream.unsqueeze(1) if loss.reduction == "none" else upstream
-        dinput = _multiplied(accumulated.dinput, factor, dtype)
+        # 0 times nan is nan: what flows into ignored rows, whose accumulators are 0, does not matter.
+        factor = torch.where(accumulated.dinput.any(1), upstream, 0)
+        dinput = _multiplied(accumulated.dinput, factor.unsqueeze(1), dtype)
     if accumulated.dweight is not None and out is None:
         dweight = _multiplied(accumulated.dweight, upstream, dtype)
     elif accumulated.dweight is not None and out is not None:

@@ -199,7 +199,10 @@ def test_a_buffer_that_is_freed_or_resized_meanwhile_is_refused():
     def reshaped(out):
         out.set_(torch.zeros(V - 1, D))
 
-    for change in (freed, moved, reshaped):
+    def cast(out):
+        out.data = out.data.to(torch.int64)
+
+    for change in (freed, moved, reshaped, cast):
         out = buffer(FP32)
         loss = linear_cross_entropy(hidden, weight, target, grad_weight_out=out)
         change(out)
@@ -257,6 +260,28 @@ def test_ignored_rows_add_nothing():
     assert_close("sum", out, zeros.expected(1.0, "mean")[2], out)
     out.fill_(1.0)
     linear_cross_entropy(hidden, weight, torch.full_like(target, -100), grad_weight_out=out).backward()
+    assert bool((out == 1.0).all())
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+@pytest.mark.parametrize("dloss", [torch.nan, torch.inf])
+def test_what_flows_into_ignored_rows_does_not_matter(schedule: str, dloss: float):
+    """By row with a frozen weight; and into a mean of no valid row."""
+    case = random_case(N, D, V, FP32)
+    hidden, weight, target = operands(case)
+    target[::3] = -100
+    upstream = torch.ones(N)
+    upstream[::3] = dloss
+    loss = linear_cross_entropy(hidden, weight.detach(), target, reduction="none", schedule=schedule)
+    (dinput,) = torch.autograd.grad(loss, hidden, upstream)
+    wanted = Case(case.input, case.linear_weight, target).expected(torch.ones(N).double(), "none")[1]
+    assert_close("dinput", dinput, wanted, dinput)
+    out = torch.ones(V, D)
+    nothing = torch.full_like(target, -100)
+    loss = linear_cross_entropy(hidden, weight, nothing, schedule=schedule, grad_weight_out=out)
+    (dinput,) = torch.autograd.grad(loss, hidden, torch.tensor(dloss), retain_graph=True)
+    assert not dinput.any()
+    loss.backward(torch.tensor(dloss))
     assert bool((out == 1.0).all())
 
 
@@ -329,6 +354,18 @@ def test_overlapping_memory_is_refused_and_types_come_first():
     with pytest.raises(ValueError, match="grad_weight_out: got memory of input"):
         linear_cross_entropy(hidden, weight, target, grad_weight_out=out)
     linear_cross_entropy(memory[V * D :][: N * D].view(N, D), weight, target, grad_weight_out=out)
+    with pytest.raises(ValueError, match="grad_weight_out: got memory of target"):
+        linear_cross_entropy(
+            torch.zeros(N, D), weight, out.view(torch.int64).flatten()[:N], grad_weight_out=out
+        )
+    sparse = weight.detach().to_sparse().requires_grad_()
+    with pytest.raises(ValueError, match="linear_weight: got layout"):
+        linear_cross_entropy(hidden, sparse, target, grad_weight_out=out)
+    nested = torch.nested.nested_tensor([torch.zeros(3, D), torch.zeros(2, D)])
+    with pytest.raises(ValueError, match="input: got a nested tensor"):
+        linear_cross_entropy(nested, weight, target, grad_weight_out=out)
+    with pytest.raises(ValueError, match="grad_weight_out: got a nested tensor"):
+        linear_cross_entropy(hidden, weight, target, grad_weight_out=nested)
     with pytest.raises(TypeError, match=r"^input: got list, want a torch.Tensor"):
         linear_cross_entropy([1.0], weight, target, grad_weight_out=out)  # pyright: ignore[reportArgumentType]
     with torch.inference_mode():
