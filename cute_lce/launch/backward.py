@@ -18,10 +18,17 @@ from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
 from ..plan.problem import Problem, round_up
-from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
+from .device import (
+    Parts,
+    aligned,
+    dtype_name,
+    gpu_of,
+    in_place,
+    loss_arguments,
+    template,
+    without_padding,
+)
 
-ALIGNMENT = 256
-"""The parts of a workspace begin at multiples of this many bytes."""
 COUNTERS = 3
 """int32 progress counters of a stripe, one for each GEMM."""
 
@@ -99,29 +106,23 @@ class KernelBackward:
         self.weight = None
         if problem.need_dweight and not (added and self.directly):
             self.weight = template(device, torch.float32 if added else dtype, problem.vocab, d)
-        total = 0
-
-        def part(size: int) -> int:
-            """Reserve `size` bytes; returns their offset."""
-            nonlocal total
-            offset, total = total, total + round_up(size, ALIGNMENT)
-            return offset
-
+        parts = Parts()
+        part = parts.reserve
         scales = kept > 0 or problem.half
         self.factor = part(4 * n if scales else 0)
         self.weight_factor = part(4 if problem.half else 0)
         self.scaled = part(n * d * dtype.itemsize if scales and problem.need_dweight else 0)
         # The chunks are done with their part when the stripes take it.
-        begin = total
+        begin = parts.nbytes
         self.chunk_pitch = round_up(problem.vocab, 8)
         rows = max((chunk.tokens for chunk in chosen.chunks), default=0)
         self.chunk_dlogits = part(rows * self.chunk_pitch * dtype.itemsize)
         self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
-        end, total = total, begin
+        end, parts.nbytes = parts.nbytes, begin
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)
         summed = problem.need_dinput and not rows and (len(self.stripes) > 1 or chosen.splits > 1)
         self.sums = part(4 * n * d * chosen.splits if summed else 0)
-        self.workspace = template(device, torch.uint8, max(total, end))
+        self.workspace = template(device, torch.uint8, max(parts.nbytes, end))
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
@@ -176,7 +177,7 @@ class KernelBackward:
             self.function(*groups, source, stripe, progress)
             progress += 4 * COUNTERS
             source = source._replace(scales=0)
-        return self._without_padding(dinput), dweight
+        return without_padding(dinput, self.features), dweight
 
     def _of_tokens(
         self, first: int, upstream: Upstream, statistics: Statistics, gradients: Gradients, start: int
@@ -230,12 +231,7 @@ class KernelBackward:
     ) -> BothGradients:
         dinput, dweight = gradients
         if out is None or dweight is None:
-            return dinput, self._without_padding(dweight)
+            return dinput, without_padding(dweight, self.features)
         if not self.directly:
             out += dweight[:, : self.features]
         return dinput, None
-
-    def _without_padding(self, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or self.features % 8 == 0:
-            return gradient
-        return gradient[:, : self.features].contiguous()

@@ -26,22 +26,24 @@ def choose(
     is right for others too.
     """
     gpu = gpu_of(device)
-    n, d, vocab = sizes = problem.n, problem.d, problem.vocab
     if schedule == "grad_in_forward" and problem.wants_gradient:
         found = STREAMING.choose(problem, dtype, device, schedule, reduction, limits._replace(workspace=0))
+        # Without a workspace nothing is compared, and sizes may be unknown.
         if limits.workspace:
-            sizes = map(_known, sizes)
-            known = problem._replace(**dict(zip(("n", "d", "vocab"), sizes, strict=True)))
-            grad_in_forward.check_workspace(gpu, known, Limits(*map(_known, limits)))
+            grad_in_forward.check_workspace(gpu, _known_sizes(problem), Limits(*map(_known, limits)))
         return found
-    known = problem._replace(n=_known(n), d=_known(d), vocab=_known(vocab))
+    known = _known_sizes(problem)
     known_limits = Limits(*map(_known, limits))
     found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
     if kept < known.vocab and known.n:
         _log_if_slow(gpu, known, schedule, known_limits)
-    if any(isinstance(size, torch.SymInt) for size in sizes):
+    if any(isinstance(size, torch.SymInt) for size in (problem.n, problem.d, problem.vocab)):
         kept = schedule_plan.kept_of_any(gpu, known, problem, kept, known_limits)
     return found, kept
+
+
+def _known_sizes(problem: Problem) -> Problem:
+    return problem._replace(n=_known(problem.n), d=_known(problem.d), vocab=_known(problem.vocab))
 
 
 def _known(size: int) -> int:

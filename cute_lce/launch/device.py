@@ -20,6 +20,8 @@ from ..plan.problem import round_up
 _logger = logging.getLogger("cute_lce")
 
 DTYPES = (torch.bfloat16, torch.float16)
+ALIGNMENT = 256
+"""The parts of a workspace begin at multiples of this many bytes."""
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -87,6 +89,25 @@ def aligned_rows(name: str, tensor: Tensor) -> Tensor:
     copy[:, :d] = tensor
     _log_copy(name, tuple(tensor.shape), tuple(tensor.stride()), copy.nbytes)
     return copy
+
+
+def without_padding(gradient: Tensor | None, features: int) -> Tensor | None:
+    """A gradient in its operand's shape: a copy where `aligned` has padded the operand."""
+    if gradient is None or gradient.shape[1] == features:
+        return gradient
+    return gradient[:, :features].contiguous()
+
+
+class Parts:
+    """The parts of a workspace, at multiples of ALIGNMENT bytes; nbytes: of those so far."""
+
+    def __init__(self):
+        self.nbytes = 0
+
+    def reserve(self, size: int) -> int:
+        """Reserve `size` bytes; returns their offset."""
+        offset, self.nbytes = self.nbytes, self.nbytes + round_up(size, ALIGNMENT)
+        return offset
 
 
 @functools.cache

@@ -26,8 +26,8 @@ from ..plan.kernels import BackwardKey, ForwardKey
 from ..plan.memory import keep_workspace_bytes
 from ..plan.problem import Problem, round_up
 from ..streaming import STREAMING
-from .backward import ALIGNMENT, COUNTERS
-from .device import aligned, dtype_name, gpu_of, loss_arguments
+from .backward import COUNTERS
+from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, without_padding
 
 
 class _Chunk:
@@ -48,12 +48,8 @@ class _Chunk:
         # Not the last: the sum of dhidden stays in fp32.
         self.grid, self.stripe = freeze(forward.gemm), freeze(stripe._replace(is_last=0))
         self.pitch, self.columns = round_up(vocab, 8), vocab
-        self.nbytes = 0
-
-        def part(size: int) -> int:
-            offset, self.nbytes = self.nbytes, self.nbytes + round_up(size, ALIGNMENT)
-            return offset
-
+        parts = Parts()
+        part = parts.reserve
         self.partials = part(4 * forward.workspace_floats)
         self.row_max, self.row_sum, self.kept_scale, self.factor = (part(4 * n) for _ in range(4))
         self.keep = part(keep_workspace_bytes(n, vocab))
@@ -64,6 +60,7 @@ class _Chunk:
         # Of one split the sum is the accumulator.
         self.splits = backward.splits if problem.need_dinput else 1
         self.sums = part(4 * n * d * self.splits if self.splits > 1 else 0)
+        self.nbytes = parts.nbytes
 
 
 def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
@@ -142,8 +139,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     num_valid = counts.sum()
     # Copies of padded accumulators are made with as little beside them as can be.
     del scratch
-    dinput = _without_padding(dinput, features)
-    dweight = _without_padding(dweight, features)
+    dinput = without_padding(dinput, features)
+    dweight = without_padding(dweight, features)
     return Accumulated(_reduced(losses, num_valid, loss.reduction), num_valid, dinput, dweight)
 
 
@@ -159,9 +156,3 @@ def _reduced(losses: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
     if reduction == "mean":
         total = total / num_valid.clamp(min=1)
     return total.float()
-
-
-def _without_padding(accumulator: Tensor | None, features: int) -> Tensor | None:
-    if accumulator is None or accumulator.shape[1] == features:
-        return accumulator
-    return accumulator[:, :features].contiguous()
