@@ -54,8 +54,8 @@ class GemmSm100(gemm.Gemm):
 
     Partials: CTAs of a pair have rows of their own, and each of their warps a partial for every window.
 
-    Budgets: registers up to 206 a thread in the forward, 240 if it keeps, 212 for dlogits, 255 for dhidden
-    and 154 for dweight, without spills; 192 threads could have 255, so setmaxnreg is not needed. The loop
+    Budgets: registers up to 208 a thread in the forward, 255 if it keeps, 153 for dlogits, 249 for dhidden
+    and 160 for dweight, without spills; 192 threads could have 255, so setmaxnreg is not needed. The loop
     over slabs is unrolled, since an epilogue's numbers of a column are in registers. Shared memory:
     (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (6 stages in 227
     KiB), 20 KiB for 256 x 64 x 64 (10 stages) and 48 KiB for 128 x 256 x 64 (4 stages), and 16 KiB of boxes
