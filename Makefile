@@ -1,5 +1,5 @@
 # Targets for people and for CI; `make help` lists them.
-# Every target but test-gpu runs in .venv, which the stamp below makes, and makes anew when pyproject.toml changes.
+# Every target but test-gpu and test-gpu-multi runs in .venv, which the stamp below makes, and makes anew when pyproject.toml changes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types test-gpu test-emulator-full bench figures docs clean
+.PHONY: help setup demo test check lint types test-gpu test-gpu-multi test-emulator-full bench figures docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -27,7 +27,7 @@ demo: $(STAMP)  ## train a small language model with the fused loss and beside i
 	$(BIN)/python -m examples.train_lm $(DEMO_ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu and not emulator_full" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu and not gpu_multi and not emulator_full" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,6 +42,10 @@ check: lint types  ## lint, types, then the tests, whose closing line comes last
 test-gpu:  ## run the tests that need a GPU with the python3 that is there; installs nothing
 	@$(PYTHON) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "test-gpu: $(PYTHON) has torch %s, which sees no CUDA device" % torch.__version__)'
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+test-gpu-multi:  ## run the tests that need several GPUs, on all that are there; installs nothing
+	@$(PYTHON) -c 'import torch, sys; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else "test-gpu-multi: $(PYTHON) has torch %s, which sees %d CUDA devices" % (torch.__version__, n))'
+	$(PYTHON) -m pytest -m gpu_multi tests/distributed $(PYTEST_ARGS)
 
 test-emulator-full: $(STAMP)  ## run the long sweeps of emulated and of compiled kernels
 	$(ONE_THREAD) $(BIN)/python -m pytest -m emulator_full -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from . import ops, options
 from .arguments import Operands
 from .options import ComputeOptions, LossOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
 
@@ -27,6 +30,10 @@ def linear_cross_entropy(
     window: int | None = None,
     grad_weight_out: Tensor | None = None,
     grad_weight_dummy: bool = False,
+    tp_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    sequence_dim: int | None = None,
+    grad_input: str = "reduced",
 ) -> Tensor:
     """Cross entropy of ``input @ linear_weight.T`` with class indices, without the logits in memory.
 
@@ -71,6 +78,17 @@ def linear_cross_entropy(
         grad_weight_dummy: with grad_weight_out, autograd gets zeros of linear_weight's shape for it instead
             of None: an expanded number, which takes memory where torch makes a new .grad of it, casts it
             (autocast) or adds it to another gradient.
+        tp_group: a torch.distributed process group over whose ranks the vocabulary is sharded: linear_weight,
+            its gradient and grad_weight_out are this rank's rows, and input and target, which counts classes
+            of the whole vocabulary, are the same on every rank. So are the results, to the last bit; what a
+            call may allocate is each rank's. A target in no rank's shard makes its row nan. Not with
+            "grad_in_forward". docs/parallel.md has more.
+        vocab_start: the first class of this rank's shard; None: the shards are equal, in rank order.
+        sequence_dim: a dimension of the tokens that input is this rank's slice of, in rank order and equal;
+            target is a slice too, or whole in it, and "none" has target's shape. "mean" and "sum" are of all
+            ranks' tokens. An upstream gradient is the same on every rank, or each has a slice's.
+        grad_input: "reduced": input's gradient is summed over the group, in float32, and rounded once;
+            "partial": it is this shard's part, rounded, and the caller sums it.
 
     Returns:
         The loss in nats, float32 (float64 for float64): target's shape for "none", else a scalar.
@@ -95,6 +113,9 @@ def linear_cross_entropy(
     values = reduction, ignore_index, schedule, workspace_mb, window
     plain = ops.is_plain_eager(input, linear_weight, target)
     loss, compute = _remembered_options(values) if plain else _options(*values)
+    spread = None
+    if tp_group is not None or vocab_start is not None or sequence_dim is not None or grad_input != "reduced":
+        spread = _parallel().spread_of(tp_group, vocab_start, sequence_dim, grad_input)
     if grad_weight_out is not None or grad_weight_dummy is not False:
         _check_types(input, linear_weight, target)
         destination = None
@@ -102,10 +123,24 @@ def linear_cross_entropy(
         if all(t.layout is torch.strided and not t.is_nested for t in (input, linear_weight, target)):
             operands = Operands(input, linear_weight, target)
             destination = _destination(operands, grad_weight_out, grad_weight_dummy, plain)
+        if spread is not None:
+            return _parallel().linear_cross_entropy(
+                input, linear_weight, target, loss, compute, spread, watched=False, destination=destination
+            )
         return ops.linear_cross_entropy(
             input, linear_weight, target, loss, compute, watched=False, destination=destination
         )
+    if spread is not None:
+        _check_types(input, linear_weight, target)
+        return _parallel().call(input, linear_weight, target, loss, compute, spread, plain)
     return call(input, linear_weight, target, loss, compute, plain)
+
+
+def _parallel() -> Any:
+    """Imported when asked for: torch may be built without torch.distributed."""
+    from . import parallel
+
+    return parallel
 
 
 def _destination(operands: Operands, out: Tensor | None, dummy: bool, plain: bool) -> ops.Destination:

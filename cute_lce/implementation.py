@@ -22,7 +22,7 @@ No method synchronises with a device; on a CPU the targets are checked. No argum
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,9 @@ class Request(NamedTuple):
     results; 0: the implementation's choice. kept_columns: how many columns the forward keeps, from the first.
     need_dinput, need_dweight: which gradients will be needed. statistics: whether results other than the loss
     are needed. added: the dtype of a tensor of the caller's to which dweight will be added; None: there is
-    none.
+    none. shard: whether weight is a part of the vocabulary, and target counts from its first class: one
+    outside it that is not ignore_index belongs to another part. The two phases of a pass are then apart:
+    Forward and Backward say what the first one gives.
     """
 
     limits: Limits = NO_LIMITS
@@ -48,6 +50,7 @@ class Request(NamedTuple):
     need_dweight: bool = True
     statistics: bool = True
     added: torch.dtype | None = None
+    shard: bool = False
 
 
 class Results(NamedTuple):
@@ -84,16 +87,33 @@ class Forward(Protocol):
     fields; it can be reused for every such call."""
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
-        """The row statistics, and whatever else can be computed before they are merged."""
+        """The row statistics, and whatever else can be computed before they are merged.
+
+        Of a shard, `loss` is each row's target logit (n,), nan where the target is not in it; row_max and
+        row_sum are those of its columns; num_valid is None; kept_scale is what `finish` makes it of.
+        """
         ...
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        """The complete results: what of the loss and the kept columns depends on the merged statistics."""
+        """The complete results: what of the loss and the kept columns depends on the merged statistics.
+
+        results: what `statistics` returned, of a shard with row_max, row_sum and the target logits of the
+        whole vocabulary; nan among the latter makes its row's loss and row_sum nan.
+        """
         ...
 
 
 BothGradients = tuple[Tensor | None, Tensor | None]
 """(dinput, dweight); None for one that is not requested, or was added to the caller's tensor."""
+
+
+class Halfway(NamedTuple):
+    """What a shard's backward returns between its phases: BothGradients, with dinput in acc and not yet
+    reduced over the shards; rest: what of dweight is still to be computed, for the implementation."""
+
+    dinput: Tensor | None
+    dweight: Tensor | None
+    rest: Any = None
 
 
 class Backward(Protocol):
@@ -106,8 +126,8 @@ class Backward(Protocol):
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
-    ) -> BothGradients:
-        """dinput, and whatever of dweight can be computed before dinput is reduced."""
+    ) -> BothGradients | Halfway:
+        """dinput, and whatever of dweight should not wait for its reduction. Of a shard: Halfway."""
         ...
 
     def dweight(
@@ -115,10 +135,10 @@ class Backward(Protocol):
         dloss: Tensor,
         saved: Saved,
         loss: LossOptions,
-        gradients: BothGradients,
+        gradients: BothGradients | Halfway,
         out: Tensor | None = None,
     ) -> BothGradients:
-        """Both gradients, complete. gradients: what dinput returned."""
+        """Both gradients, complete; of a shard, dinput as it is. gradients: what `dinput` returned."""
         ...
 
 

@@ -16,12 +16,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if group := _kernels_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
-    if torch.cuda.is_available():
-        return
-    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    missing = [name for name, least in (("gpu", 1), ("gpu_multi", 2)) if torch.cuda.device_count() < least]
+    needs_gpu = [item for item in items if any(map(item.get_closest_marker, missing))]
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in needs_gpu]
 
 
 def _kernels_of(item: pytest.Item) -> str:
@@ -38,7 +37,7 @@ def _kernels_of(item: pytest.Item) -> str:
 def pytest_report_header() -> str:
     if torch.cuda.is_available():
         return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
-    return f"torch {torch.__version__}, no CUDA device: tests marked gpu are deselected"
+    return f"torch {torch.__version__}, no CUDA device: tests marked gpu or gpu_multi are deselected"
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ LANES = 32
 class CombineTensors(NamedTuple):
     """Global memory that the combine kernel accesses, and the numbers that it needs.
 
-    vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan.
+    vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan. shard: 1
+    where it may be in another shard: then its row's target logit becomes nan instead, and losses are 0.
     loss: the reduction, of which "mean" divides by max(num_valid, 1), and ignore_index.
     Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
     Written: row_max and row_sum (n,) fp32, row_sum nan where the target is out of range; losses fp32, (n,) or
@@ -28,6 +29,7 @@ class CombineTensors(NamedTuple):
     """
 
     vocab: Int32
+    shard: Int32
     loss: LossArguments
     target: cute.Tensor
     partials: cute.Tensor
@@ -98,9 +100,13 @@ class Combine:
             loss, valid = Float32(0.0), Float32(0.0)
             if row < n and share == 0:
                 target = Int64(tensors.target[row])
-                if target != tensors.loss.ignore_index:
+                inside = target >= 0 and target < tensors.vocab
+                if tensors.shard != 0:
+                    if not inside:
+                        tensors.target_logit[row] = Float32.nan
+                elif target != tensors.loss.ignore_index:
                     valid = Float32(1.0)
-                    if target >= 0 and target < tensors.vocab:
+                    if inside:
                         loss = maths.row_loss(cute.math.log(row_sum), row_max, tensors.target_logit[row])
                     else:
                         row_sum = Float32.nan

@@ -1,19 +1,23 @@
 """The paper's Algorithm 2, stripe by stripe: logits again, dlogits, the gradients' GEMMs (kernels.entry).
 
-Where the plan has chunks, dinput is computed first, a chunk of tokens at a time, without the stripes.
+Where the plan has chunks, dinput is computed first, a chunk of tokens at a time, without the stripes. Of a
+shard of the vocabulary dinput is a sum in fp32, and the last stripe's dweight waits until its reduction has
+begun.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import GradientOperands, Gradients, Operands, Statistics, Upstream
+from ..arguments import GradientOperands, Gradients, LossArguments, Operands, Statistics, Upstream
 from ..compile import cache
 from ..compile.frozen import freeze
-from ..implementation import BothGradients, Request, Saved
+from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
@@ -37,7 +41,7 @@ def backward(operands: Operands, loss: LossOptions, request: Request) -> KernelB
     """A backward for operands as launch.forward takes them; it copies, allocates and launches likewise."""
     if operands.hidden.shape[0] == 0:
         return EmptyBackward(request)
-    return KernelBackward(operands, loss, request)
+    return (ShardBackward if request.shard else KernelBackward)(operands, loss, request)
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,17 @@ class EmptyBackward:
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
-    ) -> BothGradients:
-        return _zeros(saved.hidden) if self.request.need_dinput else None, None
+    ) -> BothGradients | Halfway:
+        shard = self.request.shard
+        dinput = _zeros(saved.hidden.float() if shard else saved.hidden) if self.request.need_dinput else None
+        return Halfway(dinput, None) if shard else (dinput, None)
 
     def dweight(
         self,
         dloss: Tensor,
         saved: Saved,
         loss: LossOptions,
-        gradients: BothGradients,
+        gradients: BothGradients | Halfway,
         out: Tensor | None = None,
     ) -> BothGradients:
         writes = self.request.need_dweight and out is None
@@ -97,12 +103,21 @@ class KernelBackward:
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
-        self.stripes = tuple(map(freeze, chosen.stripes))
-        self.chunks = [(chunk.first, chunk.tokens, freeze(chunk.stripe)) for chunk in chosen.chunks]
+        self.splits = chosen.splits
+        # A shard's sum stays in fp32, and of one split is the result.
+        self.sums_are_results = request.shard and chosen.splits == 1
+        last = {"is_last": 0} if request.shard else {}
+        self.stripes = tuple(freeze(stripe._replace(**last)) for stripe in chosen.stripes)
+        self.chunks = [
+            (chunk.first, chunk.tokens, freeze(chunk.stripe._replace(**last))) for chunk in chosen.chunks
+        ]
         launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
         self.paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
         self.counters = COUNTERS * len(launched)
-        self.hidden = template(device, dtype, n, d) if problem.need_dinput else None
+        self.row_bytes = d * (4 if request.shard else self.itemsize)
+        self.hidden = None
+        if problem.need_dinput:
+            self.hidden = template(device, torch.float32 if request.shard else dtype, n, d)
         self.weight = None
         if problem.need_dweight and not (added and self.directly):
             self.weight = template(device, torch.float32 if added else dtype, problem.vocab, d)
@@ -120,21 +135,44 @@ class KernelBackward:
         self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
         end, parts.nbytes = parts.nbytes, begin
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)
-        summed = problem.need_dinput and not rows and (len(self.stripes) > 1 or chosen.splits > 1)
+        several = len(self.stripes) > 1 and not request.shard
+        summed = problem.need_dinput and not rows and (several or chosen.splits > 1)
         self.sums = part(4 * n * d * chosen.splits if summed else 0)
         self.workspace = template(device, torch.uint8, max(parts.nbytes, end))
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
-    ) -> BothGradients:
+    ) -> BothGradients | Halfway:
+        scratch = torch.empty_like(self.workspace)
+        dinput = None if self.hidden is None else torch.empty_like(self.hidden)
+        dweight = out if self.weight is None else torch.empty_like(self.weight)
+        counters = self.zeroed_counters(saved.hidden)
+        memory = dinput, dweight, scratch, counters
+        for step in self.steps(dloss, saved, loss, memory, adds=dweight is out):
+            self.function(*step)
+        return without_padding(dinput, self.features), dweight
+
+    def zeroed_counters(self, hidden: Tensor) -> Tensor | None:
+        if not self.paced:
+            return None
+        return torch.zeros((self.counters,), dtype=torch.int32, device=hidden.device)
+
+    def steps(
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        memory: tuple[Tensor | None, Tensor | None, Tensor, Tensor | None],
+        *,
+        adds: bool,
+    ) -> Iterator[tuple]:
+        """The arguments of every launch, in order. memory: dinput, dweight, workspace and counters."""
         hidden, weight, target = saved.hidden, saved.weight, saved.target
         strides = hidden.stride(), weight.stride(), target.stride()
         if strides != self.strides or (hidden.data_ptr() | weight.data_ptr()) % 16:
             hidden, weight, target = aligned(saved.operands)
-        scratch = torch.empty_like(self.workspace)
+        dinput, dweight, scratch, counters = memory
         start = scratch.data_ptr()
-        dinput = None if self.hidden is None else torch.empty_like(self.hidden)
-        dweight = out if self.weight is None else torch.empty_like(self.weight)
         arguments = loss_arguments(loss)
         upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
         statistics = Statistics(
@@ -146,20 +184,19 @@ class KernelBackward:
             dhidden=0 if dinput is None else dinput.data_ptr(),
             dweight=0 if dweight is None else dweight.data_ptr(),
             sums=start + self.sums,
-            adds=int(dweight is out),
+            adds=int(adds),
         )
-        progress = 0
-        if self.paced:
-            counters = torch.zeros((self.counters,), dtype=torch.int32, device=hidden.device)
-            progress = counters.data_ptr()
+        if self.sums_are_results:
+            gradients = gradients._replace(sums=gradients.dhidden)
+        progress = 0 if counters is None else counters.data_ptr()
         stripes, chunks = self.stripes, self.chunks
         if self.kept:
             groups = hidden, weight, target, arguments, upstream, statistics, gradients
-            self.function(*groups, self._kept_source(saved, start), stripes[0], progress)
+            yield *groups, self._kept_source(saved, start), stripes[0], progress
             progress, stripes = progress + 4 * COUNTERS, stripes[1:]
         source = self._recomputed_source(hidden, start)
         for first, tokens, stripe in chunks:
-            self.function(
+            yield (
                 *(hidden[first : first + tokens], weight, target[first : first + tokens], arguments),
                 *self._of_tokens(first, upstream, statistics, gradients, start),
                 source._replace(
@@ -174,24 +211,22 @@ class KernelBackward:
             gradients = gradients._replace(dhidden=0)
         groups = hidden, weight, target, arguments, upstream, statistics, gradients
         for stripe in stripes:
-            self.function(*groups, source, stripe, progress)
+            yield *groups, source, stripe, progress
             progress += 4 * COUNTERS
             source = source._replace(scales=0)
-        return without_padding(dinput, self.features), dweight
 
     def _of_tokens(
         self, first: int, upstream: Upstream, statistics: Statistics, gradients: Gradients, start: int
     ) -> tuple[Upstream, Statistics, Gradients]:
         """The groups of the tokens from `first` on, for dinput alone."""
-        row = round_up(self.features, 8) * self.itemsize
+        dhidden = gradients.dhidden + first * self.row_bytes
+        sums = dhidden if self.sums_are_results else start + self.chunk_sums
         return (
             upstream._replace(dloss=upstream.dloss + 4 * first * upstream.stride),
             statistics._replace(
                 row_max=statistics.row_max + 4 * first, row_sum=statistics.row_sum + 4 * first
             ),
-            gradients._replace(
-                dhidden=gradients.dhidden + first * row, dweight=0, sums=start + self.chunk_sums
-            ),
+            gradients._replace(dhidden=dhidden, dweight=0, sums=sums),
         )
 
     def _kept_source(self, saved: Saved, start: int) -> GradientOperands:
@@ -226,12 +261,87 @@ class KernelBackward:
         dloss: Tensor,
         saved: Saved,
         loss: LossOptions,
-        gradients: BothGradients,
+        gradients: BothGradients | Halfway,
         out: Tensor | None = None,
     ) -> BothGradients:
-        dinput, dweight = gradients
+        dinput, dweight = gradients[0], gradients[1]
         if out is None or dweight is None:
             return dinput, without_padding(dweight, self.features)
         if not self.directly:
             out += dweight[:, : self.features]
         return dinput, None
+
+
+class ShardBackward(KernelBackward):
+    """The same of a shard of the vocabulary: `dinput` launches all that dinput needs, `dweight` the rest."""
+
+    def dinput(
+        self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
+    ) -> BothGradients | Halfway:
+        scratch = torch.empty_like(self.workspace)
+        dinput = None if self.hidden is None else torch.empty_like(self.hidden)
+        dweight = out if self.weight is None else torch.empty_like(self.weight)
+        counters = self.zeroed_counters(saved.hidden)
+        memory = dinput, dweight, scratch, counters
+        steps = list(map(_Step._make, self.steps(dloss, saved, loss, memory, adds=dweight is out)))
+        later: list[_Step] = []
+        if dinput is not None and dweight is not None:
+            count = sum(step.gradients.dhidden != 0 for step in steps)
+            steps, later = steps[:count], steps[count:]
+            # float16's first recomputed stripe would compute its scaled rows anew, and so its logits.
+            if not later and (not self.half or steps[-1].source.kept_scale or not steps[-1].source.scales):
+                steps[-1], last = _halves(steps[-1])
+                later = [last]
+        for i, step in enumerate(steps):
+            self.function(*step)
+            if self.chunks and dinput is not None and self.splits > 1:
+                first, tokens, _ = self.chunks[i]
+                self._add_splits(scratch, self.chunk_sums, dinput[first : first + tokens])
+        if dinput is not None and not self.chunks and self.splits > 1:
+            self._add_splits(scratch, self.sums, dinput)
+        return Halfway(without_padding(dinput, self.features), dweight, (later, memory))
+
+    def dweight(
+        self,
+        dloss: Tensor,
+        saved: Saved,
+        loss: LossOptions,
+        gradients: BothGradients | Halfway,
+        out: Tensor | None = None,
+    ) -> BothGradients:
+        assert isinstance(gradients, Halfway)
+        later, _ = gradients.rest
+        for step in later:
+            self.function(*step)
+        return super().dweight(dloss, saved, loss, gradients, out)
+
+    def _add_splits(self, scratch: Tensor, start: int, out: Tensor) -> None:
+        sums = scratch[start : start + out.nbytes * self.splits].view(torch.float32)
+        torch.sum(sums.view(self.splits, *out.shape), 0, out=out)
+
+
+class _Step(NamedTuple):
+    """The arguments of a launch."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    loss: LossArguments
+    upstream: Upstream
+    statistics: Statistics
+    gradients: Gradients
+    source: GradientOperands
+    stripe: Any
+    progress: int
+
+
+def _halves(step: _Step) -> tuple[_Step, _Step]:
+    """A launch as two: what dinput needs, and dweight from the same dlogits."""
+    source = step.source
+    if not source.kept_scale:
+        # Not read where nothing is scaled: it says that the dlogits are there.
+        source = source._replace(kept_scale=step.statistics.row_sum, scales=0)
+    return (
+        step._replace(gradients=step.gradients._replace(dweight=0)),
+        step._replace(gradients=step.gradients._replace(dhidden=0), source=source),
+    )

@@ -16,6 +16,7 @@ from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
 from ..plan.memory import keep_workspace_bytes
 from ..plan.problem import round_up
+from ..streaming.forward import finish_shard
 from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
 _NOTHING_KEPT = KeepOutputs(kept=0, kept_scale=0, workspace=0, pitch=0, columns=0)
@@ -37,8 +38,8 @@ def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelFo
     configuration.
     """
     if operands.hidden.shape[0] == 0:
-        return EmptyForward(request.kept_columns)
-    return KernelForward(operands, loss, request)
+        return EmptyForward(request.kept_columns, request.shard)
+    return (ShardForward if request.shard else KernelForward)(operands, loss, request)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class EmptyForward:
     """The forward of a call without rows, which launches nothing."""
 
     kept_columns: int
+    shard: bool
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
         rows = operands.hidden.new_zeros((0,), dtype=torch.float32)
@@ -53,7 +55,7 @@ class EmptyForward:
         if self.kept_columns:
             kept, kept_scale = empty_kept(operands.hidden, self.kept_columns)
         return Results(
-            loss=rows if loss.reduction == "none" else rows.new_zeros(()),
+            loss=rows if self.shard or loss.reduction == "none" else rows.new_zeros(()),
             row_max=rows.new_empty((0,)),
             row_sum=rows.new_empty((0,)),
             num_valid=rows.new_zeros((), dtype=torch.int64),
@@ -62,7 +64,7 @@ class EmptyForward:
         )
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        return results
+        return finish_shard(operands, loss, results) if self.shard else results
 
 
 class KernelForward:
@@ -145,3 +147,69 @@ class KernelForward:
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
         return results
+
+
+class ShardForward(KernelForward):
+    """The same of a shard of the vocabulary: `finish` computes losses from merged statistics in a few of
+    torch's kernels, and completes what is kept in one of ours."""
+
+    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
+        # Then the workspace has room for a loss and a count, of which a shard has none.
+        super().__init__(operands, loss, request._replace(statistics=False))
+
+    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+        scratch = torch.empty_like(self.workspace)
+        row_max, row_sum, target_logit = (torch.empty_like(self.row) for _ in range(3))
+        kept = keep_workspace = None
+        if self.kept_columns:
+            kept, keep_workspace = torch.empty_like(self.kept), torch.empty_like(self.keep_workspace)
+        results = Results(target_logit, row_max, row_sum, None, kept, keep_workspace)
+        self._launch(operands, loss, results, None, scratch)
+        return results
+
+    def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
+        finished = finish_shard(operands, loss, results)
+        if results.kept is None:
+            return finished
+        kept_scale = torch.empty_like(self.row)
+        self._launch(
+            operands, loss, finished._replace(loss=results.loss, kept_scale=results.kept_scale), kept_scale
+        )
+        return finished._replace(kept_scale=kept_scale)
+
+    def _launch(
+        self,
+        operands: Operands,
+        loss: LossOptions,
+        results: Results,
+        kept_scale: Tensor | None,
+        scratch: Tensor | None = None,
+    ) -> None:
+        """The statistics, or, given kept_scale, which is written, the completion of what is kept."""
+        if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
+            operands = aligned(operands)
+        target_logit, row_max, row_sum, _, kept, keep_workspace = results
+        assert row_max is not None
+        assert row_sum is not None
+        workspace = 0 if scratch is None else scratch.data_ptr()
+        outputs = ForwardOutputs(
+            loss=workspace + self.behind + 8,
+            row_max=row_max.data_ptr(),
+            row_sum=row_sum.data_ptr(),
+            num_valid=workspace + self.behind,
+            workspace=workspace,
+            target_logit=target_logit.data_ptr(),
+            finishes=int(kept_scale is not None),
+        )
+        keep = self.nothing_kept
+        if kept is not None and keep_workspace is not None:
+            keep = KeepOutputs(
+                kept=kept.data_ptr(),
+                kept_scale=0 if kept_scale is None else kept_scale.data_ptr(),
+                workspace=keep_workspace.data_ptr(),
+                pitch=kept.shape[1],
+                columns=self.kept_columns,
+            )
+        # One loss and one count are written, whatever is asked for.
+        summed = loss_arguments(LossOptions("sum", loss.ignore_index))
+        self.function(*operands, summed, outputs, self.gemm, keep)

@@ -25,7 +25,7 @@ from .schemas import loss_of
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
-_NO_DOUBLE_BACKWARD = (
+NO_DOUBLE_BACKWARD = (
     "cute_lce.linear_cross_entropy: its gradient was asked to be differentiated, and it supports no double "
     "backward (cute_lce.reference.linear_cross_entropy does)"
 )
@@ -112,7 +112,7 @@ class GradInForwardFunction(torch.autograd.Function):
             return _gradients(None, None)
         if torch.is_grad_enabled():
             # The gradients are constants here: a second derivative would silently omit them.
-            raise RuntimeError(_NO_DOUBLE_BACKWARD)
+            raise RuntimeError(NO_DOUBLE_BACKWARD)
         given = inner.scale_gradients(dresults[0], *ctx.saved_tensors, *ctx.loss, ctx.dtype, *ctx.needed)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, ctx.needed, strict=True)))
 
@@ -125,7 +125,7 @@ class Destination(NamedTuple):
     dummy: bool
 
 
-def _kind(out: Tensor) -> tuple:
+def kind_of(out: Tensor) -> tuple:
     """What of the tensor must be in the backward as it was in the forward, whatever memory it has then."""
     return out.shape, out.dtype, out.device
 
@@ -143,7 +143,7 @@ class AddingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, prepared, request, destination, loss, *operands):
-        ctx.destination, ctx.kind, ctx.dtype = destination, _kind(destination.out), operands[1].dtype
+        ctx.destination, ctx.kind, ctx.dtype = destination, kind_of(destination.out), operands[1].dtype
         return ForwardFunction.forward(ctx, run, prepared, request, loss, *operands)
 
     @staticmethod
@@ -153,7 +153,7 @@ class AddingFunction(torch.autograd.Function):
         def run(needed: tuple[bool, bool], out: Tensor | None) -> BothGradients:
             return ctx.prepared.backward(dloss, saved, ctx.loss, needed, out)
 
-        return _add(ctx, dloss, (saved.hidden, saved.weight), run)
+        return add_gradients(ctx, dloss, (saved.hidden, saved.weight), run)
 
 
 class AddingGradInForwardFunction(torch.autograd.Function):
@@ -161,7 +161,7 @@ class AddingGradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, prepared, request, destination, loss, *operands):
-        ctx.destination, ctx.kind, ctx.prepared = destination, _kind(destination.out), prepared
+        ctx.destination, ctx.kind, ctx.prepared = destination, kind_of(destination.out), prepared
         return GradInForwardFunction.forward(ctx, run, prepared, request, loss, *operands)
 
     @staticmethod
@@ -173,10 +173,10 @@ class AddingGradInForwardFunction(torch.autograd.Function):
             accumulated = Accumulated(dloss, num_valid, *present)
             return ctx.prepared.scale_gradients(dloss, accumulated, ctx.loss, ctx.dtype, out)
 
-        return _add(ctx, dloss, (num_valid, num_valid), run)
+        return add_gradients(ctx, dloss, (num_valid, num_valid), run)
 
 
-def _add(
+def add_gradients(
     ctx,
     dloss: Tensor | None,
     saved: tuple[Tensor, Tensor],
@@ -187,12 +187,12 @@ def _add(
     if dloss is None:
         return None, *_gradients(None, None)
     if torch.is_grad_enabled():
-        raise RuntimeError(_NO_DOUBLE_BACKWARD)
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
     if not is_plain_eager(dloss, *saved):
         raise RuntimeError(_NO_DESTINATION)
     (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, _needed_now(ctx)
     if needs_dweight:
-        if _kind(out) != ctx.kind or not is_writable(out):
+        if kind_of(out) != ctx.kind or not is_writable(out):
             raise RuntimeError(_OTHER_DESTINATION)
         # Kernels write to its address.
         torch.autograd.graph.increment_version(out)
@@ -228,7 +228,7 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(_NO_DOUBLE_BACKWARD)
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
 
 
 def _gradients(dinput: Tensor | None, dweight: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -254,7 +254,7 @@ def _requires_grad(operand: Tensor | None) -> bool:
     return operand is not None and operand.requires_grad
 
 
-def _register(op, function: type[torch.autograd.Function], results: Callable[..., Any], options) -> None:
+def register(op, function: type[torch.autograd.Function], results: Callable[..., Any], options) -> None:
     """Register `function` as `op`'s autograd.
 
     The operands are the op's first arguments, all of its tensors; any of them may require a gradient.
@@ -313,8 +313,8 @@ def _as_given(*results: Tensor) -> tuple[Tensor, ...]:
     return results
 
 
-_register(inner.forward, ForwardFunction, Results, _forward_options)
-_register(inner.forward_keep, ForwardFunction, Results, _forward_options)
-_register(inner.backward, GradientFunction, _as_given, _no_options)
-_register(inner.grad_in_forward, GradInForwardFunction, Accumulated, _grad_in_forward_options)
-_register(inner.scale_gradients, GradientFunction, _as_given, _no_options)
+register(inner.forward, ForwardFunction, Results, _forward_options)
+register(inner.forward_keep, ForwardFunction, Results, _forward_options)
+register(inner.backward, GradientFunction, _as_given, _no_options)
+register(inner.grad_in_forward, GradInForwardFunction, Accumulated, _grad_in_forward_options)
+register(inner.scale_gradients, GradientFunction, _as_given, _no_options)

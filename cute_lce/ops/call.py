@@ -52,8 +52,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss, in target's shape for "none". watched: whether something intercepts the dispatcher; then
     there is no destination."""
-    input, linear_weight = _autocast(input, linear_weight)
-    needs = _needs_gradient(input, linear_weight)
+    input, linear_weight = autocast(input, linear_weight)
+    needs = needs_gradient(input, linear_weight)
     if not needs[1]:
         destination = None
     try:
@@ -75,7 +75,7 @@ def linear_cross_entropy(
     return result.view(target.shape) if loss.reduction == "none" else result
 
 
-def _autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
+def autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Under autocast cast as torch's own linear does: every floating tensor except float64."""
     # Most calls run without autocast on any device, and stop here.
     if not _any_autocast():
@@ -91,7 +91,7 @@ def _autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
     return input, linear_weight
 
 
-def _needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
+def needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
     """Whether each of the two needs a gradient."""
     if torch.is_grad_enabled():
         return input.requires_grad, linear_weight.requires_grad
@@ -115,7 +115,7 @@ def _prepare(
     adds: bool,
 ) -> _Call:
     """Check a call, choose its schedule, and bind what computes it."""
-    _check_tensors(operands)
+    check_tensors(operands)
     hidden, weight, target = operands
     V, d = weight.shape
     limits = compute.limits
@@ -174,7 +174,7 @@ def _run_for_loss(run, loss: LossOptions, *operands: Tensor) -> Tensor:
     return run(Operands(*operands), loss).loss
 
 
-def _check_tensors(operands: Operands) -> None:
+def check_tensors(operands: Operands) -> None:
     input, linear_weight, target = operands
     # First, since such tensors may have no shapes.
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):

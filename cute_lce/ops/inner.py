@@ -20,7 +20,7 @@ from .select import implementation
 library = torch.library.Library("cute_lce", "DEF")
 
 
-def _define(schema: str, fake: Callable[..., Any]):
+def define(schema: str, fake: Callable[..., Any]):
     """Define an inner op with the decorated function as its body on every device; returns the op."""
 
     def register(body):
@@ -38,7 +38,7 @@ def _absent(like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_empty((0,), dtype=dtype)
 
 
-def _present(gradients: tuple[Tensor | None, ...], like: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def present(gradients: tuple[Tensor | None, ...], like: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(_absent(like, dtype) if gradient is None else gradient for gradient in gradients)
 
 
@@ -94,14 +94,14 @@ def _fake_scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumula
 # Ops
 
 
-@_define(schemas.FORWARD, _fake_forward)
+@define(schemas.FORWARD, _fake_forward)
 def forward(input, linear_weight, target, *arguments):
     operands = Operands(input, linear_weight, target)
     loss, limits = loss_of(arguments)
     return look_up(operands, loss, Request(Limits(*limits))).forward(operands, loss)[:4]
 
 
-@_define(schemas.FORWARD_KEEP, _fake_forward_keep)
+@define(schemas.FORWARD_KEEP, _fake_forward_keep)
 def forward_keep(input, linear_weight, target, *arguments):
     operands = Operands(input, linear_weight, target)
     loss, (window, workspace, kept_columns) = loss_of(arguments)
@@ -114,7 +114,7 @@ def forward_keep(input, linear_weight, target, *arguments):
     return tuple(results)
 
 
-@_define(schemas.BACKWARD, _fake_backward)
+@define(schemas.BACKWARD, _fake_backward)
 def backward(dloss, *arguments):
     saved, rest = Saved(*arguments[: len(Saved._fields)]), arguments[len(Saved._fields) :]
     loss, (window, workspace, *needed) = loss_of(rest)
@@ -122,18 +122,18 @@ def backward(dloss, *arguments):
     kept_columns = 0 if saved.kept is None else min(saved.kept.shape[1], saved.weight.shape[0])
     request = Request(Limits(window, workspace), kept_columns)
     gradients = look_up(saved.operands, loss, request).backward(dloss, saved, loss, tuple(needed))
-    return _present(gradients, saved.hidden, saved.hidden.dtype)
+    return present(gradients, saved.hidden, saved.hidden.dtype)
 
 
-@_define(schemas.GRAD_IN_FORWARD, _fake_grad_in_forward)
+@define(schemas.GRAD_IN_FORWARD, _fake_grad_in_forward)
 def grad_in_forward(input, linear_weight, target, *arguments):
     loss, (window, workspace, *needed) = loss_of(arguments)
     operands, request = Operands(input, linear_weight, target), Request(Limits(window, workspace), 0, *needed)
     given = look_up(operands, loss, request).grad_in_forward(operands, loss)
-    return given.loss, given.num_valid, *_present(given[2:], given.loss, given.loss.dtype)
+    return given.loss, given.num_valid, *present(given[2:], given.loss, given.loss.dtype)
 
 
-@_define(schemas.SCALE_GRADIENTS, _fake_scale_gradients)
+@define(schemas.SCALE_GRADIENTS, _fake_scale_gradients)
 def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
     loss, (dtype, need_dinput, need_dweight) = loss_of(arguments)
     accumulated = Accumulated(
@@ -143,4 +143,4 @@ def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, *
         dweight_accumulator if need_dweight else None,
     )
     scaled = implementation(dloss.device, dtype).scale_gradients(dloss, accumulated, loss, dtype)
-    return _present(scaled, dloss, dtype)
+    return present(scaled, dloss, dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import maths
 from ..arguments import Operands
-from ..implementation import BothGradients, Request, Saved
+from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
@@ -17,25 +17,26 @@ from .rows import grad_scale, is_ignored, subtract_target
 
 
 class StreamingBackward:
-    """See implementation.Backward. One sweep computes both gradients; `dinput` runs it."""
+    """See implementation.Backward. One sweep computes both gradients; `dinput` runs it, of a shard too."""
 
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
         self._request = request
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
-    ) -> BothGradients:
-        return _sweep(dloss, saved, loss, self._request, out)
+    ) -> BothGradients | Halfway:
+        gradients = _sweep(dloss, saved, loss, self._request, out)
+        return Halfway(*gradients) if self._request.shard else gradients
 
     def dweight(
         self,
         dloss: Tensor,
         saved: Saved,
         loss: LossOptions,
-        gradients: BothGradients,
+        gradients: BothGradients | Halfway,
         out: Tensor | None = None,
     ) -> BothGradients:
-        return gradients
+        return gradients[0], gradients[1]
 
 
 @without_autocast
@@ -56,7 +57,8 @@ def _sweep(
     acc, dtype = products.acc, hidden.dtype
     valid = ~is_ignored(saved.target, loss.ignore_index)
     ignored = ~valid.unsqueeze(1)
-    classes = saved.target.long().clamp(0, V - 1)
+    # One outside [0, V), of a row of nan or of another shard, is in no window.
+    classes = saved.target.long()
     kept_columns = request.kept_columns
     ranges = windows(saved.operands, request)
     buffer = LogitsBuffer(n, ranges, hidden, acc)
@@ -112,7 +114,8 @@ def _sweep(
         # Freed before the next window's are allocated.
         del dlogits, logits, weight
     if dinput is not None:
-        dinput = (dinput if outer is None else dinput.mul_(outer.unsqueeze(1))).to(dtype)
+        dinput = dinput if outer is None else dinput.mul_(outer.unsqueeze(1))
+        dinput = dinput if request.shard else dinput.to(dtype)
     return dinput, dweight if out is None else None
 
 

@@ -13,7 +13,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from .memory import windows
 from .products import LogitsBuffer, Products, accumulate_dtype, mm, without_autocast
-from .rows import classify, in_window, reduce
+from .rows import classify, in_window, is_ignored, reduce
 
 
 def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
@@ -35,14 +35,26 @@ class StreamingForward:
         return _sweep(operands, loss, self._request)
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        return results
+        return finish_shard(operands, loss, results) if self._request.shard else results
+
+
+def finish_shard(operands: Operands, loss: LossOptions, results: Results) -> Results:
+    """Forward.finish of a shard, but for what was kept."""
+    target_logit, row_max, row_sum, *_ = results
+    assert row_max is not None
+    assert row_sum is not None
+    valid = ~is_ignored(operands.target, loss.ignore_index)
+    nowhere = valid & target_logit.isnan()
+    total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, nowhere, loss.reduction)
+    return results._replace(loss=total, row_sum=row_sum, num_valid=num_valid)
 
 
 @without_autocast
 def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     n, V = operands.hidden.shape[0], operands.weight.shape[0]
     products = Products(operands.hidden, operands.weight)
-    valid, classes, out_of_range = classify(operands.target, loss.ignore_index, V)
+    checked = None if request.shard else classify(operands.target, loss.ignore_index, V)
+    classes = operands.target.long() if checked is None else checked[1]
     kept_columns = request.kept_columns
     kept, kept_scale = empty_kept(operands.hidden, kept_columns) if kept_columns else (None, None)
     ranges = windows(operands, request)
@@ -50,7 +62,7 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     # Not -inf, with which a window of -inf would become nan.
     row_max = operands.hidden.new_full((n,), torch.finfo(products.acc).min, dtype=products.acc)
     row_sum = torch.zeros_like(row_max)
-    target_logit = torch.zeros_like(row_max)
+    target_logit = torch.full_like(row_max, torch.nan if request.shard else 0)
     for low, high in ranges:
         exponentials = buffer.window(high - low)
         logits = exponentials if kept is None or low >= kept_columns else kept[:, low:high]
@@ -62,5 +74,8 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
         maths.exponential(logits, new_max.unsqueeze(1), torch.exp_, subtract)
         row_sum = maths.rescaled(row_sum, row_max, new_max, torch.exp_) + exponentials.sum(1)
         row_max = new_max
+    if checked is None:
+        return Results(target_logit, row_max, row_sum, None, kept, kept_scale)
+    valid, _, out_of_range = checked
     total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
     return Results(total, row_max, row_sum, num_valid, kept, kept_scale)

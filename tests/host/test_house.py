@@ -59,6 +59,10 @@ def test_imports_run_downwards():
         ("kernels", {"arch", "arguments", "maths"}),
         ("compile", {"arch", "plan", "kernels"}),
         ("streaming", {"arguments", "implementation", "maths", "options", "plan"}),
+        (
+            "parallel",
+            {"arguments", "implementation", "maths", "ops", "options", "plan", "streaming"},
+        ),
         ("launch", {"arch", "arguments", "compile", "implementation", "options", "plan", "streaming"}),
     ],
 )
@@ -93,13 +97,14 @@ def test_parameters_are_counted():
 
 def test_no_function_takes_many_parameters():
     """Groups go from one to the next whole."""
+    public = "functional.py: linear_cross_entropy"
     found = [
         (f"{path.relative_to(PACKAGE).as_posix()}: {function.name}", parameters(function))
         for path in PACKAGE.rglob("*.py")
         for function in functions(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert len(found) > 200
-    assert not [each for each in found if each[1] > MOST_PARAMETERS]
+    assert [each[0] for each in found if each[1] > MOST_PARAMETERS] == [public]
 
 
 def test_no_file_is_long():

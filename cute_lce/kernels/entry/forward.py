@@ -74,13 +74,14 @@ class Forward:
         arrived = cute.make_tensor(counters + 1, cute.make_layout(1))
         floats = cute.make_ptr(Float32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
         partials = cute.make_tensor(floats + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1)))
-        target_logit = cute.make_tensor(partials.iterator + Int64(count) * n * 2, cute.make_layout(n))
+        own = partials.iterator + Int64(count) * n * 2
+        shard = Int32(outputs.target_logit != 0)
+        given = Int64(cutlass.select_(shard != 0, outputs.target_logit, own.toint()))
+        target_logit = vector(Float32, given, n)
         blocks = cute.make_tensor(
-            target_logit.iterator + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
+            own + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
         )
         row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
-        if grid.paced != 0:
-            clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
         tensors = ForwardTensors(
             target=target,
             partials=partials,
@@ -89,29 +90,40 @@ class Forward:
             vocab=vocab,
             loss=loss,
         )
-        kept = self._keep_tensors(keep, hidden.element_type, n)
-        if cutlass.const_expr(self.keeps):
-            self.references(hidden, weight, target, kept, loss, stream)
-            tensors = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
-        self.gemm(weight, hidden, tensors, progress, grid, stream)
-        self.combine(
-            CombineTensors(
-                vocab=vocab,
-                loss=loss,
-                target=target,
-                partials=partials,
-                target_logit=target_logit,
-                row_max=row_max,
-                row_sum=row_sum,
-                losses=vector(Float32, outputs.loss, n),
-                num_valid=vector(Int64, outputs.num_valid, 1),
-                blocks=blocks,
-                arrived=arrived,
-            ),
-            stream,
+        combined = CombineTensors(
+            vocab=vocab,
+            shard=shard,
+            loss=loss,
+            target=target,
+            partials=partials,
+            target_logit=target_logit,
+            row_max=row_max,
+            row_sum=row_sum,
+            losses=vector(Float32, outputs.loss, n),
+            num_valid=vector(Int64, outputs.num_valid, 1),
+            blocks=blocks,
+            arrived=arrived,
         )
         if cutlass.const_expr(self.keeps):
-            self.finish(kept, target, target_logit, row_max, row_sum, loss, stream)
+            kept = self._keep_tensors(keep, hidden.element_type, n)
+            if outputs.finishes == 0:
+                self.references(hidden, weight, target, kept, loss, stream)
+                keeping = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
+                self._statistics(hidden, weight, keeping, combined, progress, grid, stream)
+            if shard == 0 or outputs.finishes != 0:
+                self.finish(kept, target, target_logit, row_max, row_sum, loss, stream)
+        else:
+            self._statistics(hidden, weight, tensors, combined, progress, grid, stream)
+
+    @cute.jit
+    def _statistics(
+        self, hidden, weight, tensors, combined: CombineTensors, progress, grid: GemmPlan, stream
+    ):
+        """The GEMM and, from its partials, the rows' statistics."""
+        if grid.paced != 0:
+            clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+        self.gemm(weight, hidden, tensors, progress, grid, stream)
+        self.combine(combined, stream)
 
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:

@@ -1,0 +1,196 @@
+"""The steps of a call over a group: checks of what this rank sees, tokens, schedule, passes, a view."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..arguments import Operands
+from ..implementation import Request
+from ..ops import Destination, inner, schemas
+from ..ops.autograd import apply_of
+from ..ops.call import autocast, check_tensors, needs_gradient
+from ..ops.plain import is_plain_eager
+from ..ops.select import implementation
+from ..options import ComputeOptions, LossOptions, split_options
+from ..plan.problem import Problem
+from . import ops, ranks
+from .collectives import group_of
+from .tensor import Shard
+from .tokens import Tokens, tokens_of
+
+GRAD_INPUTS = ("reduced", "partial")
+
+
+class Spread(NamedTuple):
+    """The public call's arguments about the group, by their names."""
+
+    tp_group: ProcessGroup
+    vocab_start: int | None = None
+    sequence_dim: int | None = None
+    grad_input: str = "reduced"
+
+
+def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: Any) -> Spread:
+    """The arguments, checked as far as that needs no tensors. Raises TypeError and ValueError by name."""
+    if tp_group is None:
+        given = {"vocab_start": vocab_start is not None, "sequence_dim": sequence_dim is not None}
+        given["grad_input"] = grad_input != "reduced"
+        name = next(name for name, is_given in given.items() if is_given)
+        raise ValueError(f"{name}: got a value without tp_group, want one only where there is a tp_group")
+    if not isinstance(tp_group, ProcessGroup):
+        what = "a group that this rank is not in" if tp_group is dist.GroupMember.NON_GROUP_MEMBER else ""
+        raise TypeError(
+            f"tp_group: got {what or type(tp_group).__name__}, want a torch.distributed.ProcessGroup or None"
+        )
+    if vocab_start is not None:
+        if isinstance(vocab_start, bool) or not isinstance(vocab_start, int):
+            raise TypeError(f"vocab_start: got {type(vocab_start).__name__}, want an int or None")
+        if vocab_start < 0:
+            raise ValueError(f"vocab_start: got {vocab_start}, want at least 0")
+    if not isinstance(grad_input, str) or grad_input not in GRAD_INPUTS:
+        raise ValueError(f"grad_input: got {grad_input!r}, want one of {', '.join(map(repr, GRAD_INPUTS))}")
+    if grad_input == "partial" and sequence_dim is not None:
+        raise ValueError(
+            "grad_input: got 'partial' with sequence_dim, whose gradient is a slice of a sum; want 'reduced'"
+        )
+    return Spread(tp_group, vocab_start, sequence_dim, grad_input)
+
+
+def call(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss: LossOptions,
+    compute: ComputeOptions,
+    spread: Spread,
+    plain: bool,
+) -> Tensor:
+    """linear_cross_entropy, or the op. plain: ops.is_plain_eager of the tensors."""
+    if plain:
+        return linear_cross_entropy(input, linear_weight, target, loss, compute, spread, watched=False)
+    group, *where = spread
+    options = {**dict(zip(Spread._fields[1:], where, strict=True)), **loss._asdict(), **compute._asdict()}
+    return op(input, linear_weight, target, group=group.group_name, **options)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss: LossOptions,
+    compute: ComputeOptions,
+    spread: Spread,
+    *,
+    watched: bool,
+    destination: Destination | None = None,
+) -> Tensor:
+    """The loss; see functional.linear_cross_entropy. watched: whether something intercepts the dispatcher."""
+    group = spread.tp_group
+    input, linear_weight = autocast(input, linear_weight)
+    tokens = tokens_of(input, target, spread.sequence_dim, group)
+    check_tensors(Operands(input, linear_weight, _as_inputs(target, tokens, group)))
+    if compute.schedule == "grad_in_forward":
+        raise ValueError(
+            "schedule: got 'grad_in_forward' with tp_group, whose statistics are merged after the forward; "
+            "want 'recompute', 'keep' or 'auto'"
+        )
+    V, d = linear_weight.shape
+    needs = needs_gradient(input, linear_weight)
+    destination = destination if needs[1] else None
+    n = input.numel() // d * (1 if tokens.dim is None else group.size())
+    problem = Problem(n, d, V, input.dtype is torch.float16, *needs)
+    schedule, kept = implementation(input.device, input.dtype).choose(
+        problem, input.dtype, input.device, compute.schedule, loss.reduction, compute.limits
+    )
+    request = Request(compute.limits, kept if schedule == "keep" else 0, *needs)
+    equal, given = spread.vocab_start is None, spread.vocab_start
+    start = group.rank() * V if given is None else given
+    shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced")
+    if ranks.CHECK_RANKS and not watched:
+        ranks.check((input, linear_weight, target), needs, loss, compute, spread)
+    hidden = input.reshape(-1, d)
+    if watched:
+        flat = _flatten_watched(target, tokens, group)
+        arguments = *loss, *request.limits, request.kept_columns, group.group_name, *shard[1:]
+        result = ops.sharded_forward(hidden, linear_weight, flat, *arguments)[0]
+    else:
+        flat = tokens.flatten(target, group)
+        result = _run(Operands(hidden, linear_weight, flat), loss, request, shard, destination)
+    if loss.reduction != "none":
+        return result
+    return tokens.restore(result, group) if tokens.whole else _own(result, tokens, group)
+
+
+def _run(
+    operands: Operands, loss: LossOptions, request: Request, shard: Shard, destination: Destination | None
+) -> Tensor:
+    """A plain eager call."""
+    passes = ops.look_up(operands, loss, request, shard)
+    if not (request.need_dinput or request.need_dweight):
+        return passes.run(operands, loss)[0].loss
+    arguments = *loss, *request.limits, request.kept_columns, shard.group.group_name, *shard[1:]
+    return apply_of(ops.ShardedFunction)(passes.run, passes, arguments, loss, destination, *operands)
+
+
+def _as_inputs(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
+    """A view of target of the shape that input's slice has."""
+    if tokens.dim is None or not tokens.whole or target.is_nested:
+        return target
+    return target.narrow(tokens.dim, 0, target.shape[tokens.dim] // group.size())
+
+
+def _flatten_watched(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
+    """Tokens.flatten, whose collective is an op's."""
+    if tokens.whole:
+        return tokens.flatten(target, group)
+    return ops.gather_rows(target.reshape(-1), group.group_name, group.size()).view(-1)
+
+
+def _own(rows: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
+    """This rank's slice of the losses, whose upstream gradients are gathered."""
+    return _Own.apply(rows, group.group_name, group.size(), group.rank()).view(tokens.shape)
+
+
+class _Own(torch.autograd.Function):
+    """This rank's of all ranks' rows (n,), each of which has a gradient on its own rank."""
+
+    @staticmethod
+    def forward(ctx, rows, group, count, rank):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.count = group, count
+        return rows.view(count, -1)[rank].clone()
+
+    @staticmethod
+    def backward(ctx, dloss):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ops.gather_rows(dloss, ctx.group, ctx.count).view(-1), None, None, None
+
+
+_SPREAD = "str group, int? vocab_start=None, int? sequence_dim=None, str grad_input='reduced'"
+PUBLIC = schemas.PUBLIC.replace("fused_linear", "sharded_linear", 1).replace(", *, ", f", *, {_SPREAD}, ", 1)
+
+
+def _sharded_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    group: str,
+    vocab_start: int | None = None,
+    sequence_dim: int | None = None,
+    grad_input: str = "reduced",
+    **options: Any,
+) -> Tensor:
+    """The body of the op of a whole call."""
+    loss, compute = split_options(options)
+    spread = spread_of(group_of(group), vocab_start, sequence_dim, grad_input)
+    watched = not is_plain_eager(input, linear_weight, target)
+    return linear_cross_entropy(input, linear_weight, target, loss, compute, spread, watched=watched)
+
+
+inner.library.define(PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
+inner.library.impl("sharded_linear_cross_entropy", _sharded_linear_cross_entropy, "CompositeImplicitAutograd")
+op = torch.ops.cute_lce.sharded_linear_cross_entropy.default

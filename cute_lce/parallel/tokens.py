@@ -1,0 +1,69 @@
+"""Where the tokens are: all of them on every rank, or a slice of one dimension of theirs on each.
+
+A slice's tokens are gathered rank by rank, and targets and losses, which are small, are permuted to that
+order instead of the hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .collectives import gather
+
+
+class Tokens(NamedTuple):
+    """The tokens of a call, flattened or gathered.
+
+    shape: target's, without ranks' slices the shape of the tokens. dim: the dimension that input is a slice
+    of, None: input is whole. whole: whether target, and so a loss for each token, is whole in it.
+    """
+
+    shape: torch.Size
+    dim: int | None = None
+    whole: bool = True
+
+    def flatten(self, target: Tensor, group: ProcessGroup) -> Tensor:
+        """A tensor of target's shape as (n,), rank by rank where input is a slice."""
+        if self.dim is None:
+            return target.reshape(-1)
+        if not self.whole:
+            return gather(target.contiguous(), group).view(-1)
+        ranks = group.size()
+        return target.unflatten(self.dim, (ranks, -1)).movedim(self.dim, 0).reshape(-1)
+
+    def restore(self, rows: Tensor, group: ProcessGroup) -> Tensor:
+        """(n,) in target's shape: the inverse."""
+        if self.dim is None:
+            return rows.view(self.shape)
+        ranks = group.size()
+        if not self.whole:
+            return rows.view(ranks, *self.shape)[group.rank()]
+        sizes = list(self.shape)
+        sizes[self.dim] //= ranks
+        return rows.view(ranks, *sizes).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
+
+def tokens_of(input: Tensor, target: Tensor, sequence_dim: int | None, group: ProcessGroup) -> Tokens:
+    """Raises ValueError where sequence_dim is not one of target's dimensions, or target has neither input's
+    shape nor the group's."""
+    if sequence_dim is None:
+        return Tokens(target.shape)
+    if isinstance(sequence_dim, bool) or not isinstance(sequence_dim, int):
+        raise TypeError(f"sequence_dim: got {type(sequence_dim).__name__}, want an int or None")
+    shape, ranks = input.shape[:-1], group.size()
+    if not -len(shape) <= sequence_dim < len(shape):
+        raise ValueError(
+            f"sequence_dim: got {sequence_dim}, want a dimension of the tokens of input, {tuple(input.shape)}"
+        )
+    dim = sequence_dim % len(shape)
+    every = torch.Size([*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]])
+    if target.shape not in (shape, every):
+        raise ValueError(
+            f"target: got shape {tuple(target.shape)}, want {tuple(every)} (whole) or {tuple(shape)} (slice)"
+            f" for input's shape {tuple(input.shape)} and sequence_dim={sequence_dim} over {ranks} ranks"
+        )
+    return Tokens(target.shape, dim, target.shape == every)

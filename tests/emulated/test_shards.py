@@ -1,0 +1,166 @@
+"""Shards of the vocabulary through launch/'s host side and emulated kernels: each shard's passes one after
+the other, their statistics folded as the ranks of a group fold them, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_lce.arguments import Operands
+from cute_lce.implementation import Halfway, Request, Results, Saved
+from cute_lce.launch import KERNELS
+from cute_lce.options import LossOptions
+from cute_lce.parallel.merge import fold
+from cute_lce.parallel.tensor import local_loss, local_target
+from cute_lce.plan.problem import Limits
+from tests.device import forget_plans, two_sweeps
+from tests.emulated.backward import device, narrow_plans
+from tests.emulated.forward import ignoring
+from tests.numerics import Case, assert_close, jumping, random_case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+full = pytest.mark.emulator_full
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch) -> Iterator[None]:
+    narrow_plans(monkeypatch)
+    yield
+    forget_plans()
+
+
+def train(
+    case: Case, arch: str, sizes: list[int], kept: list[int], *, window: int = 0, reduction: str = "none"
+) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+    """(loss, dinput, dweight, kernels launched) of a vocabulary in shards of these sizes, which keep so many
+    columns. dinput is the shards' sum, rounded once."""
+    loss = LossOptions(reduction, case.ignore_index)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    with device(arch, 4) as counts:
+        shards: list[tuple[Operands, Any, Results]] = []
+        for start, size, columns in zip(starts, sizes, kept, strict=True):
+            here = local_target(case.target, case.ignore_index, start, size)
+            operands = Operands(case.input, case.linear_weight[start : start + size], here)
+            request = Request(Limits(window), columns, shard=True)
+            forward = KERNELS.forward(operands, loss, request)
+            shards.append((operands, (forward, request), forward.statistics(operands, local_loss(loss))))
+        merged = fold(*(torch.stack(parts) for parts in _statistics(shards)))
+        dloss = case.upstream(reduction).float()
+        total, dinput, dweights = None, torch.zeros_like(case.input, dtype=torch.float32), []
+        for operands, (forward, request), found in shards:
+            row_max, row_sum, target_logit = merged
+            found = found._replace(loss=target_logit, row_max=row_max, row_sum=row_sum)
+            results = forward.finish(operands, local_loss(loss), found)
+            # To the last bit, nan included.
+            assert total is None or torch.equal(total.view(torch.int32), results.loss.view(torch.int32))
+            total = results.loss
+            saved = Saved(*operands, *results[1:])  # pyright: ignore
+            backward = KERNELS.backward(operands, loss, request)
+            halfway = backward.dinput(dloss, saved, local_loss(loss))
+            assert isinstance(halfway, Halfway)
+            assert halfway.dinput is not None
+            assert halfway.dinput.dtype is torch.float32
+            before = len(counts.launched)
+            # What a reduction of dinput does to it meanwhile is not seen by dweight.
+            dinput += halfway.dinput
+            halfway.dinput.fill_(torch.nan)
+            dweights.append(backward.dweight(dloss, saved, local_loss(loss), halfway)[1])
+            assert len(counts.launched) > before or case.input.dtype is FP16
+    assert total is not None
+    return total, dinput.to(case.input.dtype), torch.cat(dweights), counts.launched
+
+
+def _statistics(shards):
+    for name in ("row_max", "row_sum", "loss"):
+        yield [getattr(found, name) for _, _, found in shards]
+
+
+def check(case: Case, arch: str, sizes: list[int], kept: list[int], **options: Any) -> list[str]:
+    reduction = options.get("reduction", "none")
+    loss, dinput, dweight, launched = train(case, arch, sizes, kept, **options)
+    upstream = case.upstream(reduction)
+    expected = case.expected(upstream, reduction)
+    baseline = case.baseline(upstream, reduction, rounded_dlogits=True)
+    for name, got, want, plain in zip(
+        ("loss", "dinput", "dweight"), (loss, dinput, dweight), expected, baseline, strict=True
+    ):
+        assert_close(name, got, want, plain)
+    return launched
+
+
+@hopper_first
+@pytest.mark.parametrize(
+    ("kept", "window", "dtype"),
+    [
+        ([0, 0], 0, BF16),
+        ([0, 0], 70, BF16),
+        ([200, 130], 0, BF16),
+        ([128, 0], 70, BF16),
+        ([0, 0], 0, FP16),
+        ([128, 128], 70, FP16),
+        ([200, 130], 0, FP16),
+    ],
+)
+def test_two_shards(arch: str, kept: list[int], window: int, dtype: torch.dtype):
+    """dinput is complete before the last stripe's dweight, except in float16 where its stripe is computed
+    anew, and no GEMM is computed twice."""
+    case = ignoring(random_case(40, 72, 330, dtype, seed=window))
+    launched = check(case, arch, [200, 130], kept, window=window)
+    gemms = 0
+    for size, columns in zip([200, 130], kept, strict=True):
+        stripes = -(-(size - columns) // (window or size))
+        gemms += 1 + 3 * stripes + 2 * (columns > 0)
+    assert sum("Gemm" in name for name in launched) == gemms
+
+
+@hopper_first
+@pytest.mark.parametrize("kept", [[0, 0, 0], [128, 128, 7]])
+def test_rows_that_jump_and_a_shard_of_few_classes(arch: str, kept: list[int]):
+    """A row's columns and its sum lie far above what a shard that lacks its target takes as reference."""
+    case = jumping(random_case(40, 64, 263, BF16), {20: 50.0, 100: 100.0, 262: 300.0})
+    check(case, arch, [128, 128, 7], kept, reduction="sum")
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_two_sweeps_and_splits(splits: int, monkeypatch):
+    case = ignoring(random_case(70, 64, 300, BF16))
+    two_sweeps(monkeypatch, chunk=48, columns=100, splits=splits)
+    check(case, "sm_90a", [160, 140], [0, 0])
+
+
+def test_splits_of_k(monkeypatch):
+    narrow_plans(monkeypatch, splits=2)
+    check(ignoring(random_case(40, 64, 300, BF16)), "sm_90a", [160, 140], [0, 128], reduction="mean")
+
+
+def test_a_target_in_no_shard():
+    case = random_case(40, 64, 300, BF16)
+    case.target[5] = 290
+    # Shards of the first 280 classes.
+    loss, dinput, dweight, _ = train(case, "sm_90a", [150, 130], [150, 0])
+    row = torch.arange(40) == 5
+    assert torch.equal(loss.isnan(), row | (case.target >= 280))
+    assert dinput[row].isnan().all()
+    assert dweight.isnan().all()
+
+
+def test_an_empty_call():
+    case, loss, request = random_case(0, 64, 300, BF16), LossOptions("none"), Request(shard=True)
+    operands = Operands(case.input, case.linear_weight, case.target)
+    forward, backward = KERNELS.forward(operands, loss, request), KERNELS.backward(operands, loss, request)
+    results = forward.finish(operands, loss, forward.statistics(operands, loss))
+    assert results.loss.shape == (0,)
+    saved = Saved(*operands, *results[1:])  # pyright: ignore
+    halfway = backward.dinput(results.loss, saved, loss)
+    dinput, dweight = backward.dweight(results.loss, saved, loss, halfway)
+    assert dinput is not None
+    assert dinput.dtype is torch.float32
+    assert dinput.shape == (0, 64)
+    assert dweight is not None
+    assert not dweight.any()
