@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,31 +16,20 @@ from tests.distributed import ranks, tensor_cases
 GLOO = {2: tensor_cases.CASES, 3: (tensor_cases.uneven_shards, tensor_cases.targets_in_no_shard)}
 
 
-@functools.cache
-def outcomes(count: int, backend: str) -> dict[str, str]:
-    """One spawn a number of ranks."""
-    return ranks.run(count, backend, GLOO[count] if backend == "gloo" else tensor_cases.CASES)
+def check(count: int, backend: str, cases: Sequence[ranks.Case]) -> None:
+    """One spawn for all cases of a number of ranks, in one test: each worker of several would spawn."""
+    failed = {case: found for case, found in ranks.run(count, backend, cases).items() if found}
+    assert not failed, "\n\n".join(f"{case}: {found}" for case, found in failed.items())
 
 
-@pytest.mark.parametrize(
-    ("count", "case"),
-    [
-        pytest.param(count, case.__name__, marks=pytest.mark.xdist_group(f"gloo-{count}"))
-        for count, cases in GLOO.items()
-        for case in cases
-    ],
-)
-def test_gloo(count: int, case: str):
-    found = outcomes(count, "gloo")[case]
-    assert not found, found
+@pytest.mark.parametrize("count", GLOO)
+def test_gloo(count: int):
+    check(count, "gloo", GLOO[count])
 
 
 @pytest.mark.gpu_multi
-@pytest.mark.xdist_group("nccl")
-@pytest.mark.parametrize("case", [case.__name__ for case in tensor_cases.CASES])
-def test_nccl(case: str):
-    found = outcomes(torch.cuda.device_count(), "nccl")[case]
-    assert not found, found
+def test_nccl():
+    check(torch.cuda.device_count(), "nccl", tensor_cases.CASES)
 
 
 def _call_with_one_rank_gone(rank: int, port: int, queue) -> None:
@@ -54,7 +43,6 @@ def _call_with_one_rank_gone(rank: int, port: int, queue) -> None:
         queue.put(str(error))
 
 
-@pytest.mark.xdist_group("gloo-2")
 def test_a_rank_that_dies_leaves_an_error():
     """Within the group's timeout, and torch's own."""
     context = multiprocessing.get_context("spawn")

@@ -1,0 +1,384 @@
+"""Time calls over several GPUs of one host beside the whole call on one, and see how far collectives hide.
+
+Each repetition runs every case once, in an order drawn anew and the same on all ranks, which meet before
+each call; a case's time in a repetition is its slowest rank's. Efficiency is per GPU: the time of the whole
+call on one GPU, alone, over ranks times the case's. The workspace is each GPU's. Results are a JSON list, one
+object a case and shape; bench/results/README.md says what each key means.
+
+    python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
+    python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
+    python3 -m bench.parallel --show bench/results/h200x2_parallel.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import random
+import shlex
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from bench import records, shapes
+from bench.inputs import DTYPES, make_inputs
+from bench.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
+from cute_lce import linear_cross_entropy
+from cute_lce.parallel import tensor
+
+KEYS = (
+    *("gpu", "ranks", "case", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
+    *("ms", "ms_min", "ms_max", "efficiency", "extra_mib", "hidden_share", "err_loss", "err_dh", "err_dw"),
+    *("versions", "date", "command"),
+)
+CASES = {
+    "alone": "the whole call on one GPU, the others idle",
+    "each": "the whole call on every GPU at once, without collectives, as under DDP's no_sync",
+    "tp": "the vocabulary in shards",
+    "tp_serial": "the same, where dweight waits for dinput's reduction",
+    "tp_partial": "the same, without dinput's reduction",
+    "tp_sequence": "the vocabulary in shards and the tokens in slices",
+    "tp_forward": "the forward alone, the vocabulary in shards",
+    "alone_forward": "the forward alone on one GPU",
+}
+ENVIRONMENT = {
+    # No multicast over NVLink.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the ranks run. shape: n,d,V of the whole."""
+
+    shape: shapes.Shape
+    cases: tuple[str, ...]
+    schedule: str
+    reduction: str
+    dtype: str
+    workspace_mb: float
+    reps: int
+
+
+@contextmanager
+def serial() -> Iterator[None]:
+    """While active, a reduction is over before anything behind it begins."""
+
+    def waited(start: Callable, index: int | None) -> Callable:
+        def run(*arguments):
+            begun = start(*arguments)
+            (begun if index is None else begun[index]).wait()
+            return begun
+
+        return run
+
+    with (
+        mock.patch.object(tensor, "start_sum", waited(tensor.start_sum, None)),
+        mock.patch.object(tensor, "start_scatter", waited(tensor.start_scatter, 1)),
+    ):
+        yield
+
+
+class Step:
+    """One case of a setting on this rank."""
+
+    def __init__(self, case: str, setting: Setting, device: torch.device):
+        shape, group = setting.shape, dist.group.WORLD
+        assert group is not None
+        rank, ranks = group.rank(), group.size()
+        whole = make_inputs(shape, DTYPES[setting.dtype], "untrained", device)
+        self.case, self.rank = case, rank
+        self.idle = case.startswith("alone") and rank > 0
+        options: dict[str, Any] = {}
+        hidden, weight = whole.hidden, whole.weight
+        if case.startswith("tp"):
+            weight = weight.chunk(ranks)[rank]
+            options["tp_group"] = group
+        if case == "tp_sequence":
+            hidden = hidden.chunk(ranks)[rank]
+            options["sequence_dim"] = 0
+        if case == "tp_partial":
+            options["grad_input"] = "partial"
+        self.hidden = hidden.clone().requires_grad_(not case.endswith("forward"))
+        self.weight = weight.clone().requires_grad_(not case.endswith("forward"))
+        self.target = whole.target
+        self.upstream = whole.upstream if setting.reduction == "none" else None
+        self.run = partial(
+            linear_cross_entropy,
+            schedule=setting.schedule,
+            reduction=setting.reduction,
+            workspace_mb=setting.workspace_mb,
+            **options,
+        )
+
+    def loss_and_gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        loss = self.run(self.hidden, self.weight, self.target)
+        if loss.requires_grad:
+            loss.backward(self.upstream)
+        gradients = self.hidden.grad, self.weight.grad
+        self.hidden.grad = self.weight.grad = None
+        return loss.detach(), *gradients
+
+    def __call__(self) -> None:
+        if self.idle:
+            return
+        if self.case == "tp_serial":
+            with serial():
+                self.loss_and_gradients()
+        else:
+            self.loss_and_gradients()
+
+
+def time_steps(steps: Sequence[Step], reps: int, device: torch.device) -> list[list[float]]:
+    """Milliseconds of each step's repetitions, of the slowest rank."""
+    meeting = torch.zeros(1, device=device)
+    on_gpu = device.type == "cuda"
+    flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.int8, device=device)
+    draw = random.Random(0)
+    events: list[list[Any]] = [[] for _ in steps]
+    for repetition in range(reps + 1):
+        for i in draw.sample(range(len(steps)), len(steps)):
+            begin, end = (_Mark(device) for _ in range(2))
+            flush.zero_()
+            dist.all_reduce(meeting)
+            begin.record()
+            steps[i]()
+            end.record()
+            # One step is on the device at a time: an idle rank's next one would begin early.
+            synchronize(device)
+            dist.barrier()
+            if repetition:
+                events[i].append((begin, end))
+    own = torch.tensor(
+        [[begin.elapsed_time(end) for begin, end in each] for each in events],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(own, op=dist.ReduceOp.MAX)
+    return own.tolist()
+
+
+class _Mark:
+    """A moment: a CUDA event's, or the wall clock's."""
+
+    def __init__(self, device: torch.device):
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def elapsed_time(self, end: _Mark) -> float:
+        if self.event is not None and end.event is not None:
+            return self.event.elapsed_time(end.event)
+        return (end.seconds - self.seconds) * 1e3
+
+
+def hidden_share(step: Step, device: torch.device) -> float | None:
+    """The part of the time of the step's largest collective in which another kernel runs on this rank's GPU;
+    None: there is none, or no GPU."""
+    if device.type != "cuda" or step.case in ("alone", "each"):
+        return None
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        synchronize(device)
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events() or []
+        if str(event.device_type).endswith("CUDA") and event.time_range.end > event.time_range.start
+    ]
+    collectives = [each for each in kernels if "nccl" in each[0].lower()]
+    if not collectives:
+        return None
+    _, start, end = max(collectives, key=lambda each: each[2] - each[1])
+    others = sorted((max(a, start), min(b, end)) for name, a, b in kernels if "nccl" not in name.lower())
+    covered, upto = 0.0, start
+    for a, b in others:
+        covered += max(b - max(a, upto), 0)
+        upto = max(upto, b)
+    return covered / (end - start)
+
+
+def compare(step: Step, whole: Step) -> dict[str, float]:
+    """Errors relative to the whole call's results, on this rank's part."""
+    loss, dh, dw = step.loss_and_gradients()
+    want_loss, want_dh, want_dw = whole.loss_and_gradients()
+    found = {"err_loss": relative_rms(loss, want_loss)}
+    rank, ranks = step.rank, dist.get_world_size()
+    for key, got, want in (("err_dh", dh, want_dh), ("err_dw", dw, want_dw)):
+        if got is None or want is None or (key == "err_dh" and step.case == "tp_partial"):
+            continue
+        own = want if got.shape == want.shape else want.chunk(ranks)[rank]
+        found[key] = relative_rms(got, own)
+    return found
+
+
+def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
+    """The results of a setting, the same on every rank."""
+    steps = [Step(case, setting, device) for case in setting.cases]
+    whole = Step("each", setting, device)
+    for step in steps:
+        for _ in range(2):
+            step()
+        synchronize(device)
+        dist.barrier()
+    errors = [compare(step, whole) if step.case.startswith("tp") else {} for step in steps]
+    del whole
+    extra = []
+    for step in steps:
+        gradients = 0 if step.case.endswith("forward") else step.hidden.nbytes + step.weight.nbytes
+        extra.append(max(0, peak_extra_bytes(step, device) - gradients) / 2**20)
+        dist.barrier()
+    times = time_steps(steps, setting.reps, device)
+    shares = []
+    for step in steps:
+        shares.append(hidden_share(step, device))
+        dist.barrier()
+    medians = {step.case: statistics.median(each) for step, each in zip(steps, times, strict=True)}
+    ranks, shape = dist.get_world_size(), setting.shape
+    results = []
+    for i, (step, each) in enumerate(zip(steps, times, strict=True)):
+        base = medians.get("alone_forward" if step.case.endswith("forward") else "alone")
+        shared = ranks if step.case.startswith("tp") else 1
+        results.append(
+            {
+                "ranks": ranks,
+                "case": step.case,
+                "schedule": setting.schedule,
+                "reduction": setting.reduction,
+                "n": shape.n,
+                "d": shape.d,
+                "vocab": shape.vocab,
+                "dtype": setting.dtype,
+                "pass": "fwd" if step.case.endswith("forward") else "fwd_bwd",
+                "workspace_mb": setting.workspace_mb,
+                "ms": medians[step.case],
+                "ms_min": min(each),
+                "ms_max": max(each),
+                "efficiency": None if base is None else base / (shared * medians[step.case]),
+                "extra_mib": extra[i],
+                "hidden_share": shares[i],
+                **{
+                    key: records.finite_or_text(errors[i].get(key))
+                    for key in ("err_loss", "err_dh", "err_dw")
+                },
+            }
+        )
+    return results
+
+
+def run_rank(
+    rank: int, ranks: int, port: int, device_type: str, settings: list[Setting], command: str, out: str
+):
+    """A rank's process; the first one writes and prints the results."""
+    on_gpu = device_type == "cuda"
+    device = torch.device(f"cuda:{rank}" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=300),
+        device_id=device if on_gpu else None,
+    )
+    results: list[dict[str, Any]] = []
+    for setting in settings:
+        found = measure(setting, device)
+        origin = records.provenance(device, command)
+        results += [{key: {**origin, **each}[key] for key in KEYS} for each in found]
+        if rank == 0 and out:
+            records.write(Path(out), results)
+    if rank == 0:
+        print(table(results), flush=True)
+    dist.destroy_process_group()
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """One line a result."""
+    rows = [("shape", "reduction", "case", "ms", "min", "max", "efficiency", "hidden", "extra MiB", "err dH")]
+    for r in results:
+        number = "{:.3f}".format
+        rows.append(
+            (
+                *(f"{r['n']},{r['d']},{r['vocab']}", r["reduction"], r["case"]),
+                *(number(r["ms"]), number(r["ms_min"]), number(r["ms_max"])),
+                "-" if r["efficiency"] is None else number(r["efficiency"]),
+                "-" if r["hidden_share"] is None else f"{r['hidden_share']:.0%}",
+                f"{r['extra_mib']:.0f}",
+                "-" if not isinstance(r["err_dh"], float) else f"{r['err_dh']:.1e}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU of its own")
+    found.add_argument("--shapes", nargs="+", default=["8192,4096,131072", "2048,4096,131072"])
+    found.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    found.add_argument("--schedule", default="auto")
+    found.add_argument("--reduction", nargs="+", default=["mean"], choices=("mean", "sum", "none"))
+    found.add_argument("--dtype", default="bf16", choices=DTYPES)
+    found.add_argument("--workspace-mb", type=float, default=2400)
+    found.add_argument("--reps", type=int, default=30)
+    found.add_argument("--quick", action="store_true", help="5 repetitions")
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    found.add_argument("--out", default="", help="write a JSON list there")
+    found.add_argument("--show", nargs="+", type=Path, help="print kept results, and measure nothing")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    if args.show:
+        print(table(records.read(args.show)))
+        return 0
+    if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
+        print(f"--ranks: got {args.ranks}, want at most the {torch.cuda.device_count()} CUDA devices here")
+        return 1
+    os.environ.update(ENVIRONMENT)
+    settings = [
+        Setting(
+            *(shape, tuple(args.cases), args.schedule, reduction, args.dtype),
+            *(args.workspace_mb, 5 if args.quick else args.reps),
+        )
+        for text in args.shapes
+        for shape in shapes.parse(text)
+        for reduction in args.reduction
+    ]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    command = "python3 -m bench.parallel " + shlex.join(sys.argv[1:] if arguments is None else arguments)
+    spawn(run_rank, (args.ranks, port, args.device, settings, command, args.out), nprocs=args.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
