@@ -1,8 +1,17 @@
 """Fused linear cross entropy: the loss of ``hidden @ weight.T`` without the logits."""
 
 from .functional import linear_cross_entropy
+from .logprob import LinearLogprob, linear_logprob
 from .module import LinearCrossEntropy
-from .options import LossOptions
+from .options import LossOptions, TokenStats
 
-__all__ = ["LinearCrossEntropy", "LossOptions", "__version__", "linear_cross_entropy"]
+__all__ = [
+    "LinearCrossEntropy",
+    "LinearLogprob",
+    "LossOptions",
+    "TokenStats",
+    "__version__",
+    "linear_cross_entropy",
+    "linear_logprob",
+]
 __version__ = "0.1.0.dev0"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import ops, options
 from .arguments import Operands
-from .options import ComputeOptions, LossOptions
+from .options import NO_TERMS, ComputeOptions, LossOptions, TermOptions, check_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,8 +23,16 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    denominator: Tensor | float | None = None,
     schedule: str = "auto",
     workspace_mb: float | None = None,
     window: int | None = None,
@@ -37,6 +45,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of ``input @ linear_weight.T`` with class indices, without the logits in memory.
 
+    The logits are z = softcap((input @ linear_weight.T + linear_bias) logit_scale), and a token's loss is
+    token_weight (its cross entropy, with class weights and smoothing, + z_loss lse(z)^2): docs/losses.md.
     Names and order are those of torch.nn.functional.linear_cross_entropy; reference.linear_cross_entropy is
     the definition. The one difference from torch: if every target is ignored, "mean" gives 0 and zero
     gradients where torch gives nan.
@@ -46,18 +56,31 @@ def linear_cross_entropy(
             rows nor columns are consecutive elements, a copy may be made).
         linear_weight: (V, d), input's dtype and device, any strides.
         target: (...), class indices in [0, V) or ignore_index: int64 or int32, input's device, any strides.
-        reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored;
-            "sum"; or "none", which accepts any upstream gradient (expanded, strided).
+        linear_bias: (V,), input's dtype; its gradient is summed in float32 (float64 for float64), rounded
+            once.
+        weight: (V,), any floating dtype: class weights, as in torch: of a row's target, and with
+            label_smoothing of each class.
+        reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored,
+            with class weights by the sum of these targets' weights, or by denominator; "sum"; or "none",
+            which accepts any upstream gradient (expanded, strided).
         ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch. A nan
             or inf in such a row of input does not matter, except that on a GPU "recompute" in bfloat16, and
             without kernels "grad_in_forward" in 16 bits, make linear_weight's gradient nan, as torch does.
+        label_smoothing: in [0, 1]: the part of a target's probability that is spread over all classes.
+        logit_scale: multiplies the logits.
+        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. None: not applied.
+        z_loss: the coefficient of the square of the row's lse, which is added to its loss.
+        token_weight: target's shape, any real dtype: multiplies the row's loss. "mean" does not divide by it.
+        denominator: a positive number, or a tensor of shape () on input's device, of any real dtype, by which
+            "mean" divides instead of the count of rows, such as the tokens of all micro-batches of a step. It
+            is not read on the host, and the other reductions do not use it.
         schedule: how the backward obtains the logits.
             "recompute" computes them again, window by window: the least memory, any upstream gradient.
             "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
             recomputes the others: any upstream gradient.
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
             them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then requires a
-            linear_weight that needs no gradient.
+            linear_weight that needs no gradient, and no linear_bias that does.
             "auto" picks one that can serve the call; the streaming path takes "recompute", or "keep" where
             workspace_mb is given. If nothing needs a gradient, every schedule is a forward that keeps
             nothing.
@@ -101,7 +124,8 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: a dtype, or a Python type, other than the above.
-        ValueError: a shape, a value or a device other than the above; a workspace_mb too small for the
+        ValueError: a shape, a value or a device other than the above; a gradient that weight, token_weight or
+            denominator would need; a workspace_mb too small for the
             schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
             ignore_index. On a GPU, where checking would synchronise, such a row's loss and its input's
             gradient, and hence the weight's gradient, are nan, whatever its upstream gradient, and nothing
@@ -116,24 +140,74 @@ def linear_cross_entropy(
     spread = None
     if tp_group is not None or vocab_start is not None or sequence_dim is not None or grad_input != "reduced":
         spread = _parallel().spread_of(tp_group, vocab_start, sequence_dim, grad_input)
+    terms = label_smoothing, logit_scale, softcap, z_loss
+    tensors = linear_bias, weight, token_weight, denominator
+    destination = None
     if grad_weight_out is not None or grad_weight_dummy is not False:
-        _check_types(input, linear_weight, target)
-        destination = None
+        check_types(input, linear_weight, target)
         # Others, which have no addresses, are refused below.
         if all(t.layout is torch.strided and not t.is_nested for t in (input, linear_weight, target)):
             operands = Operands(input, linear_weight, target)
             destination = _destination(operands, grad_weight_out, grad_weight_dummy, plain)
-        if spread is not None:
-            return _parallel().linear_cross_entropy(
-                input, linear_weight, target, loss, compute, spread, watched=False, destination=destination
-            )
-        return ops.linear_cross_entropy(
-            input, linear_weight, target, loss, compute, watched=False, destination=destination
-        )
+        plain = True
     if spread is not None:
-        _check_types(input, linear_weight, target)
-        return _parallel().call(input, linear_weight, target, loss, compute, spread, plain)
-    return call(input, linear_weight, target, loss, compute, plain)
+        check_types(input, linear_weight, target)
+        _refuse_terms(terms, tensors)
+        if destination is None:
+            return _parallel().call(input, linear_weight, target, loss, compute, spread, plain)
+        return _parallel().linear_cross_entropy(
+            input, linear_weight, target, loss, compute, spread, watched=False, destination=destination
+        )
+    if not plain or terms != NO_TERMS or tensors != _NO_TENSORS:
+        check_types(input, linear_weight, target)
+        operands = Operands(input, linear_weight, target)
+        return call_with_terms(operands, tensors, loss, terms, compute, plain, destination)
+    return ops.linear_cross_entropy(
+        input, linear_weight, target, loss, compute, watched=False, destination=destination
+    )
+
+
+_NO_TENSORS = (None, None, None, None)
+
+
+def call_with_terms(
+    operands: Operands,
+    tensors: tuple,
+    loss: LossOptions,
+    terms: tuple,
+    compute: ComputeOptions,
+    plain: bool,
+    destination: ops.Destination | None = None,
+) -> Tensor:
+    """linear_cross_entropy of the fields of ops.TermTensors, of which denominator may be a number, and of
+    TermOptions. plain: ops.is_plain_eager of the operands."""
+    linear_bias, weight, token_weight, denominator = tensors
+    denominator = _denominator(denominator, operands.hidden)
+    given = ops.TermTensors(linear_bias, weight, token_weight, denominator)
+    if plain:
+        numbers = TermOptions(*terms)
+        return ops.linear_cross_entropy_with_terms(operands, given, loss, numbers, compute, destination)
+    # Numbers are not looked at here: torch.compile would trace that.
+    named = dict(zip(TermOptions._fields, terms, strict=True))
+    return _fused_linear_cross_entropy(
+        *operands, **given._asdict(), **loss._asdict(), **named, **compute._asdict()
+    )
+
+
+def _refuse_terms(terms: tuple, tensors: tuple) -> None:
+    """Raise ValueError, by its name, for a term in a call over several ranks."""
+    names = *TermOptions._fields, *ops.TermTensors._fields
+    for name, value, default in zip(names, (*terms, *tensors), (*NO_TERMS, *_NO_TENSORS), strict=True):
+        if value is not default and (default is None or value != default):
+            raise ValueError(f"{name}: got one in a call over several ranks, want {default} there")
+
+
+def _denominator(denominator: Any, input: Tensor) -> Tensor | None:
+    """A denominator as a tensor. Raises TypeError and ValueError for a number that cannot be one."""
+    if denominator is None or isinstance(denominator, Tensor):
+        return denominator
+    check_positive("denominator", denominator)
+    return input.new_full((), denominator, dtype=torch.float64)
 
 
 def _parallel() -> Any:
@@ -189,7 +263,8 @@ def _destination(operands: Operands, out: Tensor | None, dummy: bool, plain: boo
     return ops.Destination(out, dummy)
 
 
-def _check_types(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
+def check_types(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
+    """Raise TypeError, by its name, for an operand that is no tensor."""
     for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
@@ -222,18 +297,3 @@ def _remembered_options(values: tuple) -> tuple[LossOptions, ComputeOptions]:
     except TypeError:
         # A value that cannot be hashed, or one that is refused, which happens again here.
         return _options(*values)
-
-
-def call(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    loss: LossOptions,
-    compute: ComputeOptions,
-    plain: bool,
-) -> Tensor:
-    """linear_cross_entropy with options that are made already. plain: ops.is_plain_eager of the tensors."""
-    if plain:
-        return ops.linear_cross_entropy(input, linear_weight, target, loss, compute, watched=False)
-    _check_types(input, linear_weight, target)
-    return _fused_linear_cross_entropy(input, linear_weight, target, **loss._asdict(), **compute._asdict())

@@ -17,6 +17,11 @@ Shapes, with "acc" for float32 (float64 for float64):
     The accumulators: acc (n, d) and (V, d), the gradients of the sum of the rows' losses.
     dinput (n, d), dweight (V, d): hidden's dtype, contiguous.
 
+A call with terms (options.TermOptions, and tensors beside the operands), and every call of linear_logprob, is
+a Statistics' instead: numbers of each token, from which ops/ makes the loss, and the gradients from those by
+these numbers. `ops.select.statistics` picks it. Only the streaming path has one so far, so it serves such
+calls on a GPU too.
+
 No method synchronises with a device; on a CPU the targets are checked. No argument but `out` is modified.
 """
 
@@ -27,8 +32,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from . import maths
 from .arguments import Operands
-from .options import LossOptions
+from .options import LossOptions, TermOptions
 from .plan.problem import NO_LIMITS, Limits, Problem
 
 
@@ -41,7 +47,7 @@ class Request(NamedTuple):
     are needed. added: the dtype of a tensor of the caller's to which dweight will be added; None: there is
     none. shard: whether weight is a part of the vocabulary, and target counts from its first class: one
     outside it that is not ignore_index belongs to another part. The two phases of a pass are then apart:
-    Forward and Backward say what the first one gives.
+    Forward and Backward say what the first one gives. need_dbias: of a Statistics.
     """
 
     limits: Limits = NO_LIMITS
@@ -51,6 +57,7 @@ class Request(NamedTuple):
     statistics: bool = True
     added: torch.dtype | None = None
     shard: bool = False
+    need_dbias: bool = False
 
 
 class Results(NamedTuple):
@@ -195,4 +202,170 @@ class Implementation(Protocol):
 
         out: as in Backward, for dweight's.
         """
+        ...
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Calls with terms
+
+
+class StatsOperands(NamedTuple):
+    """The tensors that numbers of each token are computed from.
+
+    linear_bias (V,): hidden's dtype. class_weight (V,): any floating dtype; of total_nll; None: ones.
+    temperature (n,): any floating dtype; only those of valid rows matter. topk_ids (n, K): int64 or int32.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    linear_bias: Tensor | None = None
+    class_weight: Tensor | None = None
+    temperature: Tensor | None = None
+    topk_ids: Tensor | None = None
+
+
+class StatsOptions(NamedTuple):
+    """What the numbers are: z = softcap((h W^T + linear_bias) logit_scale) / temperature, with the number
+    `temperature` unless there is a tensor; and which are computed, names of Stats up to mean_logit."""
+
+    ignore_index: int
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, ignore_index: int, terms: TermOptions) -> StatsOptions:
+        """Of the numbers that RowLoss makes a loss of."""
+        return cls(ignore_index, terms.logit_scale, terms.softcap, 1.0, outputs_of(terms))
+
+
+class Stats(NamedTuple):
+    """Numbers of each token, acc (n,) but for those named; None where not asked for, 0 in ignored rows.
+
+    logprob: z - lse of the target. lse. entropy: -sum p log p. total_nll: the sum of class_weight (lse - z)
+    over all classes. topk_logprob (n, K): z - lse of the given ids, 0 for an id that is no class. argmax
+    int64: the first class with the largest z. is_top1 bool: whether that is the target. log_sum_sq_probs:
+    log sum p^2. mean_logit: of z over the classes.
+    For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for.
+    kept (n, kept_columns): products of hidden and weight.
+    """
+
+    logprob: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    total_nll: Tensor | None = None
+    topk_logprob: Tensor | None = None
+    argmax: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+    row_max: Tensor | None = None
+    row_sum: Tensor | None = None
+    mean_gap: Tensor | None = None
+    kept: Tensor | None = None
+
+
+class StatsUpstream(NamedTuple):
+    """The upstream gradients of the differentiable numbers; None for one that there is none of."""
+
+    logprob: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    total_nll: Tensor | None = None
+    topk_logprob: Tensor | None = None
+
+
+class StatsSaved(NamedTuple):
+    """What the backward receives of its forward; kept None: nothing is."""
+
+    row_max: Tensor
+    row_sum: Tensor
+    mean_gap: Tensor | None
+    kept: Tensor | None
+
+
+def outputs_of(terms: TermOptions) -> tuple[str, ...]:
+    """The numbers of each token that RowLoss makes the loss of."""
+    names = ["logprob"]
+    if terms.label_smoothing != 0:
+        names.append("total_nll")
+    if terms.z_loss != 0:
+        names.append("lse")
+    return tuple(names)
+
+
+class RowLoss(NamedTuple):
+    """The loss of a row in terms of its numbers: `token_weight (class weight of the target x nll, smoothed,
+    + z_loss lse^2)`. target_weight, token_weight: acc (n,), finite in ignored rows."""
+
+    terms: TermOptions
+    target_weight: Tensor | None
+    token_weight: Tensor | None
+
+    def losses(self, stats: Stats, classes: int) -> Tensor:
+        """Each row's loss, differentiable by stats; 0 in ignored rows. classes: V."""
+        assert stats.logprob is not None
+        loss = -stats.logprob
+        if self.target_weight is not None:
+            loss = loss * self.target_weight
+        if stats.total_nll is not None:
+            loss = maths.smoothed(loss, stats.total_nll, self.terms.label_smoothing, classes)
+        if stats.lse is not None:
+            loss = loss + maths.z_loss(stats.lse, self.terms.z_loss)
+        return loss if self.token_weight is None else loss * self.token_weight
+
+    def upstream(self, stats: Stats, classes: int) -> StatsUpstream:
+        """The gradients of `losses` by stats."""
+        assert stats.logprob is not None
+        dnll = torch.ones_like(stats.logprob)
+        if self.token_weight is not None:
+            dnll = dnll * self.token_weight
+        dlse = None if stats.lse is None else maths.z_loss_upstream(dnll, stats.lse, self.terms.z_loss)
+        dtotal = None
+        if stats.total_nll is not None:
+            dnll, dtotal = maths.smoothed_upstream(dnll, self.terms.label_smoothing, classes)
+        if self.target_weight is not None:
+            dnll = dnll * self.target_weight
+        return StatsUpstream(logprob=-dnll, lse=dlse, total_nll=dtotal)
+
+
+AllGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""(dinput, dweight, dbias); None for one that is not needed, or was added to the caller's tensor."""
+
+
+class Statistics(Protocol):
+    """streaming.STATISTICS. The request's need_dinput and need_dweight are of input and linear_weight."""
+
+    def choose(
+        self,
+        problem: Problem,
+        dtype: torch.dtype,
+        device: torch.device,
+        schedule: str,
+        reduction: str,
+        limits: Limits,
+    ) -> tuple[str, int]:
+        """As Implementation.choose."""
+        ...
+
+    def forward(self, operands: StatsOperands, options: StatsOptions, request: Request) -> Stats: ...
+
+    def backward(
+        self,
+        upstream: StatsUpstream,
+        operands: StatsOperands,
+        saved: StatsSaved,
+        options: StatsOptions,
+        request: Request,
+        out: Tensor | None = None,
+    ) -> AllGradients:
+        """The gradients that the request needs, each rounded once. out: as in Backward."""
+        ...
+
+    def grad_in_forward(
+        self, operands: StatsOperands, options: StatsOptions, row_loss: RowLoss, request: Request
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """(each row's loss, acc accumulators of dinput, dweight, dbias for an upstream of 1)."""
         ...

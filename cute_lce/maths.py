@@ -63,6 +63,61 @@ def product_gradient(gradient, loss):
     return gradient
 
 
+def capped(x, cap, tanh):
+    """(softcap of x, its derivative): cap tanh(x / cap). tanh: of one argument."""
+    ratio = tanh(x * (1.0 / cap))
+    return ratio * cap, 1.0 - ratio * ratio
+
+
+def smoothed(nll, total_nll, smoothing, classes):
+    """Cross entropy with a target's probability of `smoothing` spread over all classes.
+
+    nll: of the target, times its class weight. total_nll: the sum of all classes', each times its weight.
+    """
+    return nll * (1.0 - smoothing) + total_nll * (smoothing / classes)
+
+
+def smoothed_upstream(dloss, smoothing, classes):
+    """The gradients by both arguments of `smoothed`."""
+    return dloss * (1.0 - smoothing), dloss * (smoothing / classes)
+
+
+def z_loss(lse, coefficient):
+    return lse * lse * coefficient
+
+
+def z_loss_upstream(dloss, lse, coefficient):
+    """The gradient of `z_loss` by lse."""
+    return dloss * lse * (2.0 * coefficient)
+
+
+def logprob(log_row_sum, row_max, logit):
+    """logit - lse, grouped as `row_loss`; there is no other negation."""
+    return -row_loss(log_row_sum, row_max, logit)
+
+
+def lse(log_row_sum, row_max):
+    return row_max + log_row_sum
+
+
+def entropy(log_row_sum, mean_gap):
+    """-sum p log p. mean_gap: the mean of row_max - z under p."""
+    return log_row_sum + mean_gap
+
+
+def entropy_upstream(dentropy, mean_gap):
+    """What the gradient by a logit is p times, with gap z - row_max: (constant part, factor of the gap).
+
+    It is -p (log p + H); log_row_sum cancels without being subtracted.
+    """
+    return -dentropy * mean_gap, -dentropy
+
+
+def log_sum_sq_probs(log_row_sum, log_sum_of_squares):
+    """log sum p^2, of sums of exponentials and of their squares relative to row_max."""
+    return log_sum_of_squares - 2.0 * log_row_sum
+
+
 def exponential(z, reference, exp, subtract=lambda a, b: a - b):
     """exp(z - reference), in which a common offset of the logits loses nothing."""
     return exp(subtract(z, reference))

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .functional import call
-from .ops import is_plain_eager
-from .options import CallOptions, LossOptions, defaults, split_options, with_default_workspace
+from .arguments import Operands
+from .functional import call_with_terms, check_types
+from .ops import is_plain_eager, linear_cross_entropy
+from .options import (
+    NO_TERMS,
+    CallOptions,
+    LossOptions,
+    TermOptions,
+    defaults,
+    split_options,
+    with_default_workspace,
+)
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -24,12 +33,11 @@ class LinearCrossEntropy(nn.Linear):
     Args:
         in_features: d.
         num_classes: V.
-        bias: must be False: a bias is not implemented yet (NotImplementedError).
+        bias: whether there is a parameter `bias` (num_classes,) too, the call's linear_bias.
         device, dtype: of the weight.
-        options: reduction, ignore_index, schedule, workspace_mb, window, as in linear_cross_entropy.
+        options: reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss, schedule,
+            workspace_mb, window, as in linear_cross_entropy.
     """
-
-    bias: None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
@@ -41,25 +49,36 @@ class LinearCrossEntropy(nn.Linear):
         dtype: torch.dtype | None = None,
         **options: Unpack[CallOptions],
     ):
-        if bias:
-            raise NotImplementedError(
-                "bias: got True, want False; a bias of the projection is not implemented yet"
-            )
-        loss, compute = split_options(options)
-        super().__init__(in_features, num_classes, bias=False, device=device, dtype=dtype)
-        self.options, self.compute = loss, compute
+        loss, terms, compute = split_options(options)
+        super().__init__(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.options, self.terms, self.compute = loss, terms, compute
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The loss of input (..., d) for target (...)."""
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        weight: Tensor | None = None,
+        token_weight: Tensor | None = None,
+        denominator: Tensor | float | None = None,
+    ) -> Tensor:
+        """The loss of input (..., d) for target (...). weight: class weights, (V,), not the projection's."""
         plain = is_plain_eager(input, self.weight, target)
         compute = with_default_workspace(self.compute)
-        return call(input, self.weight, target, self.options, compute, plain)
+        tensors = self.bias, weight, token_weight, denominator
+        if plain and self.terms == NO_TERMS and tensors == (None,) * 4:
+            return linear_cross_entropy(input, self.weight, target, self.options, compute, watched=False)
+        check_types(input, self.weight, target)
+        operands = Operands(input, self.weight, target)
+        return call_with_terms(operands, tensors, self.options, self.terms, compute, plain)
 
     def extra_repr(self) -> str:
-        options = {**self.options._asdict(), "schedule": self.compute.schedule}
+        terms = {n: v for n, v in self.terms._asdict().items() if v != getattr(NO_TERMS, n)}
+        options = {**self.options._asdict(), **terms, "schedule": self.compute.schedule}
+        bias = "" if self.bias is None else ", bias=True"
         return ", ".join(
             [
-                f"in_features={self.in_features}, num_classes={self.out_features}",
+                f"in_features={self.in_features}, num_classes={self.out_features}{bias}",
                 *(f"{name}={value!r}" for name, value in options.items()),
             ]
         )
@@ -76,7 +95,9 @@ def _signature() -> inspect.Signature:
 
 def _option(name: str) -> property:
     """An option as an attribute of the module, to be read and set."""
-    holder = "options" if name in LossOptions._fields else "compute"
+    holder = (
+        "options" if name in LossOptions._fields else "terms" if name in TermOptions._fields else "compute"
+    )
 
     def read(module: LinearCrossEntropy) -> Any:
         return getattr(getattr(module, holder), name)

@@ -1,6 +1,6 @@
 """What the loss is, and how it is to be computed: frozen, whole, and read by name.
 
-Both objects are passed on unchanged from the public call to the implementation. A field's annotation gives
+The objects are passed on unchanged from the public call to the implementation. A field's annotation gives
 its types in the schemas of the ops, and whether it is static (part of every cache's key) or a number that may
 change from call to call without preparing anything anew. Tensors with gradients of their own are operands
 instead.
@@ -70,6 +70,97 @@ class LossOptions(_LossFields):
     def static(self) -> Any:
         """The fields that a cache's key holds."""
         return _static_fields(self)
+
+
+class _TermFields(NamedTuple):
+    label_smoothing: Annotated[float, Field("float", "float", static=False)] = 0.0
+    logit_scale: Annotated[float, Field("float", "float", static=False)] = 1.0
+    softcap: Annotated[float | None, Field("float?", "float?", static=False)] = None
+    z_loss: Annotated[float, Field("float", "float", static=False)] = 0.0
+
+
+class TermOptions(_TermFields):
+    """The numbers of a loss's terms; the defaults mean that there is no such term.
+
+    label_smoothing: in [0, 1], the part of the target's probability that is spread over all classes.
+    logit_scale: a finite number that multiplies the logits.
+    softcap: c of z = c tanh(z / c), positive and finite, or None.
+    z_loss: the coefficient of lse^2, finite.
+
+    Raises TypeError and ValueError for anything else. Numbers may be symbolic.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+    ) -> TermOptions:
+        _check_number("label_smoothing", label_smoothing)
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
+        _check_finite("logit_scale", logit_scale)
+        _check_finite("z_loss", z_loss)
+        if softcap is not None:
+            check_positive("softcap", softcap)
+        return tuple.__new__(cls, (label_smoothing, logit_scale, softcap, z_loss))
+
+    def _replace(self, **changes: Any) -> TermOptions:
+        return TermOptions(**{**self._asdict(), **changes})
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{name}: got {type(value).__name__}, want a number")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    _check_number(name, value)
+    if not float("-inf") < value < float("inf"):
+        raise ValueError(f"{name}: got {value}, want a finite number")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise TypeError for what is no number, ValueError for one that is not positive and finite."""
+    _check_number(name, value)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}: got {value}, want a positive, finite number")
+
+
+NO_TERMS = TermOptions()
+
+
+class TokenStats(NamedTuple):
+    """Numbers of each token, target's shape; None where not asked for, 0 in ignored rows. float32 (float64
+    for float64) but for argmax and is_top1.
+
+    logprob: of the target, z - lse. entropy: -sum p log p. lse: log sum exp(z). topk_logprob: (..., K), of
+    topk_ids. These four are differentiable. argmax: the first class with the largest z, int64. is_top1:
+    whether that is the target, bool. log_sum_sq_probs: log sum p^2. mean_logit: of z over the classes.
+    """
+
+    logprob: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    topk_logprob: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+
+
+def check_outputs(outputs: Any) -> None:
+    """Raise TypeError or ValueError for what does not name fields of TokenStats, each once."""
+    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+        raise TypeError(f"outputs: got {outputs!r}, want a tuple of names")
+    for name in outputs:
+        if name not in TokenStats._fields:
+            raise ValueError(f"outputs: got {name!r}, want names of {', '.join(TokenStats._fields)}")
+    if not outputs or len(set(outputs)) < len(outputs):
+        raise ValueError(f"outputs: got {tuple(outputs)}, want at least one name, and each once")
 
 
 class _ComputeFields(NamedTuple):
@@ -151,10 +242,14 @@ def with_default_workspace(compute: ComputeOptions) -> ComputeOptions:
 
 
 class CallOptions(TypedDict, total=False):
-    """The fields of both as keyword arguments."""
+    """The fields of all three as keyword arguments."""
 
     reduction: str
     ignore_index: int | None
+    label_smoothing: float
+    logit_scale: float
+    softcap: float | None
+    z_loss: float
     schedule: str
     workspace_mb: float | None
     window: int | None
@@ -162,19 +257,28 @@ class CallOptions(TypedDict, total=False):
 
 def defaults() -> dict[str, Any]:
     """Every option's default, by its name."""
-    return {**LossOptions._field_defaults, **ComputeOptions._field_defaults}
+    return {name: value for kind in KINDS for name, value in kind._field_defaults.items()}
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[LossOptions, ComputeOptions]:
-    """Both objects of keyword arguments. Raises TypeError for a name that neither has."""
+def split_options(options: Mapping[str, Any]) -> tuple[LossOptions, TermOptions, ComputeOptions]:
+    """The objects of keyword arguments. Raises TypeError for a name that none has."""
     known = defaults()
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: not an option, want one of {', '.join(known)}")
+
+    def given(kind: type) -> dict[str, Any]:
+        return {name: options[name] for name in fields(kind) if name in options}
+
     return (
-        LossOptions(**{name: options[name] for name in LossOptions._fields if name in options}),
-        ComputeOptions(**{name: options[name] for name in ComputeOptions._fields if name in options}),
+        LossOptions(**given(LossOptions)),
+        TermOptions(**given(TermOptions)),
+        ComputeOptions(**given(ComputeOptions)),
     )
+
+
+KINDS = (LossOptions, TermOptions, ComputeOptions)
+"""In the order of their fields among a call's keyword arguments."""
 
 
 def fields(options: type) -> dict[str, Field]:

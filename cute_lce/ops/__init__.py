@@ -11,11 +11,26 @@ and have their own fake functions and autograd (autograd.py):
     grad_in_forward   the loss, and both gradients for an upstream of 1: "grad_in_forward"
     scale_gradients   its backward
 
+A call with terms (terms.py), and linear_logprob (logprob.py), call others (token_stats.py), which return
+numbers of each token.
+
 Their bodies call the implementation that `select.implementation` picks by device and dtype.
 """
 
 from .autograd import Destination, is_writable
 from .call import is_plain_eager, linear_cross_entropy
+from .logprob import linear_logprob
 from .select import implementation
+from .terms import TermTensors
+from .terms import linear_cross_entropy as linear_cross_entropy_with_terms
 
-__all__ = ["Destination", "implementation", "is_plain_eager", "is_writable", "linear_cross_entropy"]
+__all__ = [
+    "Destination",
+    "TermTensors",
+    "implementation",
+    "is_plain_eager",
+    "is_writable",
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_terms",
+    "linear_logprob",
+]

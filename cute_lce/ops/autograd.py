@@ -182,13 +182,23 @@ def add_gradients(
     saved: tuple[Tensor, Tensor],
     run: Callable[[tuple[bool, bool], Tensor | None], BothGradients],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a call with a destination, to which `run` adds one. saved: tensors that may be
-    subclasses after hooks. run: takes which gradients are needed and the tensor to add to."""
+    """The gradients of a call with a destination; arguments as in add_to_destination."""
     if dloss is None:
         return None, *_gradients(None, None)
+    return None, *_gradients(*add_to_destination(ctx, dloss, saved, run)[:2])
+
+
+def add_to_destination(
+    ctx,
+    dresult: Tensor,
+    saved: tuple[Tensor, Tensor],
+    run: Callable[[tuple[bool, bool], Tensor | None], tuple[Tensor | None, ...]],
+) -> tuple[Tensor | None, ...]:
+    """What `run` returns, with what autograd gets for linear_weight in second place. saved: tensors that may
+    be subclasses after hooks. run: takes which gradients are needed and the tensor to add to."""
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
-    if not is_plain_eager(dloss, *saved):
+    if not is_plain_eager(dresult, *saved):
         raise RuntimeError(_NO_DESTINATION)
     (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, _needed_now(ctx)
     if needs_dweight:
@@ -196,10 +206,12 @@ def add_gradients(
             raise RuntimeError(_OTHER_DESTINATION)
         # Kernels write to its address.
         torch.autograd.graph.increment_version(out)
-    dinput, _ = run((needs_dinput, needs_dweight), out if needs_dweight else None)
+    dinput, _, *others = run((needs_dinput, needs_dweight), out if needs_dweight else None)
     # Takes memory only where AccumulateGrad makes a .grad of it; what it adds to a .grad needs none.
-    dummy = dloss.new_zeros((), dtype=ctx.dtype).expand(out.shape) if with_dummy and needs_dweight else None
-    return None, *_gradients(dinput, dummy)
+    dummy = None
+    if with_dummy and needs_dweight:
+        dummy = dresult.new_zeros((), dtype=ctx.dtype).expand(out.shape)
+    return dinput, dummy, *others
 
 
 def _needed_now(ctx) -> tuple[bool, bool]:
@@ -285,7 +297,7 @@ def register(op, function: type[torch.autograd.Function], results: Callable[...,
             with _below_autograd():
                 return op(*operands, *arguments)
         transformed = innermost_transform() is not None
-        if transformed and function is GradInForwardFunction:
+        if transformed and issubclass(function, GradInForwardFunction):
             # Its gradients are constants for the levels below, whose second derivatives would omit them.
             raise RuntimeError(_NO_TRANSFORM)
         body = run_under_transform if transformed else run

@@ -15,17 +15,14 @@ from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import Request
-from ..options import ComputeOptions, LossOptions, split_options
+from ..options import NO_TERMS, ComputeOptions, LossOptions, split_options
 from ..plan.problem import Problem
-from . import autograd, inner, prepared, schemas
+from . import autograd, inner, prepared, schemas, terms
 from .autograd import Destination
+from .checks import autocast, check_tensors, flatten
 from .plain import is_plain_eager
 from .prepared import Prepared, key_of
-from .select import DTYPES, implementation
-
-TARGET_DTYPES = (torch.int64, torch.int32)
-
-_any_autocast = torch._C._is_any_autocast_enabled
+from .select import implementation
 
 
 class _Call(NamedTuple):
@@ -71,24 +68,8 @@ def linear_cross_entropy(
     run = call.run if destination is None else functools.partial(call.run, destination)
     if call.flat:
         return run(loss, input, linear_weight, target)
-    result = run(loss, *_flatten(Operands(input, linear_weight, target)))
+    result = run(loss, *flatten(Operands(input, linear_weight, target)))
     return result.view(target.shape) if loss.reduction == "none" else result
-
-
-def autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast cast as torch's own linear does: every floating tensor except float64."""
-    # Most calls run without autocast on any device, and stop here.
-    if not _any_autocast():
-        return input, linear_weight
-    device_type = input.device.type
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
-        return input, linear_weight
-    dtype = torch.get_autocast_dtype(device_type)
-    if input.is_floating_point() and input.dtype is not torch.float64:
-        input = input.to(dtype)
-    if linear_weight.is_floating_point() and linear_weight.dtype is not torch.float64:
-        linear_weight = linear_weight.to(dtype)
-    return input, linear_weight
 
 
 def needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
@@ -96,14 +77,6 @@ def needs_gradient(input: Tensor, linear_weight: Tensor) -> tuple[bool, bool]:
     if torch.is_grad_enabled():
         return input.requires_grad, linear_weight.requires_grad
     return False, False
-
-
-def _flatten(operands: Operands) -> Operands:
-    """(..., d) and (...) as (n, d) and (n,)."""
-    hidden, weight, target = operands
-    if hidden.dim() == 2:
-        return operands
-    return Operands(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1))
 
 
 def _prepare(
@@ -174,46 +147,23 @@ def _run_for_loss(run, loss: LossOptions, *operands: Tensor) -> Tensor:
     return run(Operands(*operands), loss).loss
 
 
-def check_tensors(operands: Operands) -> None:
-    input, linear_weight, target = operands
-    # First, since such tensors may have no shapes.
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        if tensor.is_nested:
-            raise ValueError(f"{name}: got a nested tensor, want a dense tensor")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor")
-    if input.dtype not in DTYPES:
-        raise TypeError(f"input: got {input.dtype}, want one of {', '.join(map(str, DTYPES))}")
-    if linear_weight.dtype is not input.dtype:
-        raise TypeError(f"linear_weight: got {linear_weight.dtype}, want input's dtype, {input.dtype}")
-    if target.dtype not in TARGET_DTYPES:
-        raise TypeError(f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32")
-    if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight: got shape {tuple(linear_weight.shape)}, want (V, d)")
-    V, d = linear_weight.shape
-    if V == 0 or d == 0:
-        raise ValueError(f"linear_weight: got shape {(V, d)}, want at least one class and one feature")
-    if input.dim() == 0 or input.shape[-1] != d:
-        raise ValueError(
-            f"input: got shape {tuple(input.shape)}, want (..., {d}) for linear_weight's shape {(V, d)}"
-        )
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"target: got shape {tuple(target.shape)}, want {tuple(input.shape[:-1])} "
-            f"for input's shape {tuple(input.shape)}"
-        )
-    device = input.device
-    if linear_weight.device != device:
-        raise ValueError(f"linear_weight: got device {linear_weight.device}, want input's device, {device}")
-    if target.device != device:
-        raise ValueError(f"target: got device {target.device}, want input's device, {device}")
-
-
 def _fused_linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
-    loss, compute = split_options(options)
+    loss, numbers, compute = split_options(options)
+    tensors = terms.TermTensors(linear_bias, weight, token_weight, denominator)
+    if tensors.any or numbers != NO_TERMS:
+        operands = Operands(input, linear_weight, target)
+        return terms.linear_cross_entropy(operands, tensors, loss, numbers, compute)
     watched = not is_plain_eager(input, linear_weight, target)
     return linear_cross_entropy(input, linear_weight, target, loss, compute, watched=watched)
 

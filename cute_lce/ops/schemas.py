@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..options import ComputeOptions, LossOptions, fields
+from ..options import KINDS, LossOptions, fields
 
 OPERANDS = "Tensor input, Tensor linear_weight, Tensor target"
 LIMITS = "SymInt window, SymInt workspace"
@@ -14,17 +14,15 @@ LOSS_FIELDS = len(LossOptions._fields)
 STATISTICS = "Tensor row_max, Tensor row_sum, Tensor num_valid"
 
 
-def _keywords(options: type[LossOptions] | type[ComputeOptions]) -> str:
+def _keywords(options: type) -> str:
     """The fields as keyword arguments with their defaults."""
     return ", ".join(
         f"{field.public} {name}={options._field_defaults[name]!r}" for name, field in fields(options).items()
     )
 
 
-PUBLIC = (
-    f"fused_linear_cross_entropy({OPERANDS}, *, {_keywords(LossOptions)}, {_keywords(ComputeOptions)})"
-    " -> Tensor"
-)
+TERMS = "Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weight=None, Tensor? denominator=None"
+PUBLIC = f"fused_linear_cross_entropy({OPERANDS}, *, {TERMS}, {', '.join(map(_keywords, KINDS))}) -> Tensor"
 FORWARD = f"forward({OPERANDS}, {LOSS}, {LIMITS}) -> (Tensor loss, {STATISTICS})"
 FORWARD_KEEP = (
     f"forward_keep({OPERANDS}, {LOSS}, {LIMITS}, SymInt kept_columns)"

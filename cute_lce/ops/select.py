@@ -7,10 +7,10 @@ import logging
 
 import torch
 
-from ..implementation import Implementation
+from ..implementation import Implementation, Statistics
 from ..launch import DTYPES as KERNEL_DTYPES
 from ..launch import KERNELS, serves
-from ..streaming import STREAMING
+from ..streaming import STATISTICS, STREAMING
 
 _logger = logging.getLogger("cute_lce")
 
@@ -22,6 +22,11 @@ _picked: dict[tuple[torch.device, torch.dtype], Implementation] = {}
 def implementation(device: torch.device, dtype: torch.dtype) -> Implementation:
     """The implementation that serves tensors of this device and dtype."""
     return _picked.get((device, dtype)) or _pick(device, dtype)
+
+
+def statistics(device: torch.device, dtype: torch.dtype) -> Statistics:
+    """What serves calls with terms and linear_logprob: the streaming path, on every device."""
+    return STATISTICS
 
 
 def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:

@@ -13,7 +13,8 @@ from ..arguments import Operands
 from ..implementation import Request
 from ..ops import Destination, inner, schemas
 from ..ops.autograd import apply_of
-from ..ops.call import autocast, check_tensors, needs_gradient
+from ..ops.call import needs_gradient
+from ..ops.checks import autocast, check_tensors
 from ..ops.plain import is_plain_eager
 from ..ops.select import implementation
 from ..options import ComputeOptions, LossOptions, split_options
@@ -185,7 +186,7 @@ def _sharded_linear_cross_entropy(
     **options: Any,
 ) -> Tensor:
     """The body of the op of a whole call."""
-    loss, compute = split_options(options)
+    loss, _, compute = split_options(options)
     spread = spread_of(group_of(group), vocab_start, sequence_dim, grad_input)
     watched = not is_plain_eager(input, linear_weight, target)
     return linear_cross_entropy(input, linear_weight, target, loss, compute, spread, watched=watched)

@@ -3,8 +3,8 @@
 It is what a CPU, a GPU without kernels, fp32 and float64 run. The contract is implementation.py's.
 """
 
-from ..implementation import Implementation
-from . import backward, forward, grad_in_forward, memory
+from ..implementation import Implementation, Statistics
+from . import backward, forward, grad_in_forward, memory, token_stats
 
 
 class Streaming:
@@ -17,3 +17,13 @@ class Streaming:
 
 
 STREAMING: Implementation = Streaming()
+
+
+class StreamingStatistics:
+    choose = staticmethod(memory.choose_with_terms)
+    forward = staticmethod(token_stats.forward)
+    backward = staticmethod(token_stats.backward)
+    grad_in_forward = staticmethod(token_stats.grad_in_forward)
+
+
+STATISTICS: Statistics = StreamingStatistics()

@@ -104,7 +104,7 @@ def _sweep(
         if dweight is not None and scaled_hidden is not None:
             stripe = dweight[low:high]
             if out is not None:
-                _add_product(stripe, dlogits.mT, scaled_hidden, weight_scale)
+                add_product(stripe, dlogits.mT, scaled_hidden, weight_scale)
             elif dtype is dlogits.dtype and weight_scale is None:
                 torch.mm(dlogits.mT, scaled_hidden, out=stripe)
             else:
@@ -119,7 +119,7 @@ def _sweep(
     return dinput, dweight if out is None else None
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None) -> None:
+def add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None) -> None:
     """Add scale a @ b to `out`, in acc and rounded once: where dtypes differ some rows at a time, beside the
     workspace."""
     acc = accumulate_dtype(b.dtype)

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from ..arguments import Operands
-from ..implementation import Request
+from ..implementation import Request, StatsOperands
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import MIB, Limits, Problem
 from .products import accumulate_dtype, multiplies_narrow
@@ -22,24 +22,33 @@ _WINDOW_MULTIPLE = 64
 _LEAST_CHUNK = 16
 # Bytes a row of the (n,) vectors that are alive at once: statistics, targets, masks and temporaries.
 ROW_BYTES = 128
+# Windows of logits, and vectors of the vocabulary's length, that are alive at once in token_stats.py.
+_TERM_COPIES = 5
+_TERM_VECTORS = 4
 # Bytes that CUDA's reductions over long rows allocate.
 _REDUCTION_BYTES = 4 * MIB
 
 
-def problem_of(operands: Operands, request: Request) -> Problem:
+def problem_of(operands: Operands | StatsOperands, request: Request) -> Problem:
     (n, d), V = operands.hidden.shape, operands.weight.shape[0]
     half = operands.hidden.dtype is torch.float16
     return Problem(n, d, V, half, request.need_dinput, request.need_dweight)
 
 
-def _costs(problem: Problem, dtype: torch.dtype, device_type: str):
-    """Bytes beyond the results of a sweep over windows: (fixed, for each column of a window)."""
+def _costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool = False):
+    """Bytes beyond the results of a sweep over windows: (fixed, for each column of a window).
+
+    terms: of token_stats.py, which has more of a window's logits alive at once.
+    """
     n, d = problem.n, problem.d
     acc = accumulate_dtype(dtype).itemsize
     narrow = dtype.itemsize < acc
     rounded = narrow and multiplies_narrow(device_type)
     widened = narrow and not rounded
     fixed, column = ROW_BYTES * n + (_REDUCTION_BYTES if device_type == "cuda" else 0), n * acc
+    if terms:
+        column *= _TERM_COPIES
+        fixed += n * d * dtype.itemsize + _TERM_VECTORS * problem.vocab * acc
     if widened:
         fixed += n * d * acc
         column += d * acc
@@ -56,15 +65,24 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str):
     return fixed, column
 
 
-def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str):
-    """Bytes of grad_in_forward beyond its loss: (fixed, each column of a window, each token of a chunk)."""
+def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool = False):
+    """Bytes of grad_in_forward beyond its loss: (fixed, each column of a window, each token of a chunk).
+
+    terms: as in _costs.
+    """
     n, d, V = problem.n, problem.d, problem.vocab
     acc = accumulate_dtype(dtype).itemsize
     narrow = dtype.itemsize < acc
     rounded = narrow and multiplies_narrow(device_type)
     fixed = ROW_BYTES * n + (n * d * acc if problem.need_dinput else 0)
     fixed += V * d * acc if problem.need_dweight else 0
-    token = V * acc + (V * dtype.itemsize if rounded else 0) + 2 * d * acc + ROW_BYTES
+    fixed += _TERM_VECTORS * V * acc if terms else 0
+    token = (
+        (_TERM_COPIES if terms else 1) * V * acc
+        + (V * dtype.itemsize if rounded else 0)
+        + 2 * d * acc
+        + ROW_BYTES
+    )
     return fixed, d * acc if narrow else 0, token
 
 
@@ -92,6 +110,25 @@ def choose(
     naming the least workspace_mb if the given one is too small, and naming schedule for "grad_in_forward"
     with a per-token upstream gradient and a weight that needs a gradient.
     """
+    return _choose(problem, dtype, device, schedule, reduction, limits, terms=False)
+
+
+def choose_with_terms(
+    problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
+) -> tuple[str, int]:
+    """The same for token_stats.py."""
+    return _choose(problem, dtype, device, schedule, reduction, limits, terms=True)
+
+
+def _choose(
+    problem: Problem,
+    dtype: torch.dtype,
+    device: torch.device,
+    schedule: str,
+    reduction: str,
+    limits: Limits,
+    terms: bool,
+) -> tuple[str, int]:
     n, V = problem.n, problem.vocab
     window, workspace = limits
     if schedule == "auto" and workspace:
@@ -104,14 +141,14 @@ def choose(
                 "'mean' or 'sum', a frozen linear_weight, or another schedule"
             )
         if workspace:
-            fixed, column, token = _chunk_costs(problem, dtype, device.type)
+            fixed, column, token = _chunk_costs(problem, dtype, device.type, terms)
             least = fixed + column * _least_window(V, window) + token * min(_LEAST_CHUNK, n)
             if workspace < least:
                 raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not problem.wants_gradient):
         return "recompute", 0
-    fixed, column = _costs(problem, dtype, device.type)
+    fixed, column = _costs(problem, dtype, device.type, terms)
     least = fixed + column * _least_window(V, window)
     if workspace and workspace < least:
         raise refuse_workspace(schedule, workspace, least)
@@ -125,7 +162,9 @@ def choose(
     return ("recompute", 0) if type(kept) is int and kept == 0 else ("keep", kept)
 
 
-def windows(operands: Operands, request: Request) -> list[tuple[int, int]]:
+def windows(
+    operands: Operands | StatsOperands, request: Request, terms: bool = False
+) -> list[tuple[int, int]]:
     """The half-open ranges of the vocabulary of one sweep; none crosses the end of the kept columns."""
     problem = problem_of(operands, request)
     dtype, device_type = operands.hidden.dtype, operands.hidden.device.type
@@ -133,7 +172,7 @@ def windows(operands: Operands, request: Request) -> list[tuple[int, int]]:
     if not window:
         logits = problem.n * accumulate_dtype(dtype).itemsize
         window = (CPU_LOGITS_BYTES if device_type == "cpu" else _GPU_LOGITS_BYTES) // max(logits, 1)
-        fixed, column = _costs(problem, dtype, device_type)
+        fixed, column = _costs(problem, dtype, device_type, terms)
         spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
         window = min(window, spare // max(column, 1))
         window = max(window // _WINDOW_MULTIPLE, 1) * _WINDOW_MULTIPLE
@@ -144,13 +183,15 @@ def windows(operands: Operands, request: Request) -> list[tuple[int, int]]:
     ]
 
 
-def chunks(operands: Operands, request: Request) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def chunks(
+    operands: Operands | StatsOperands, request: Request, terms: bool = False
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """The chunks of tokens of grad_in_forward and its windows: two lists of half-open ranges."""
     problem = problem_of(operands, request)
     n, V = problem.n, problem.vocab
     window, workspace = request.limits
     on_cpu = operands.hidden.device.type == "cpu"
-    fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type)
+    fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type, terms)
     if not window:
         # A window only bounds what 16-bit operands cost: the converted weight, or a product to be added.
         logits_bytes = CPU_LOGITS_BYTES if on_cpu else _GPU_LOGITS_BYTES

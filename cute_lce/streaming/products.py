@@ -22,8 +22,8 @@ def without_autocast(function):
 
     @functools.wraps(function)
     def wrapper(*args):
-        # The first argument that is a tensor, or holds one.
-        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        # The first argument is a tensor, or holds some.
+        first = args[0] if isinstance(args[0], Tensor) else next(t for t in args[0] if t is not None)
         device_type = first.device.type
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):

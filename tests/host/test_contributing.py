@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md shows as the change that adds an option is that change: it applies, and it works."""
+"""What CONTRIBUTING.md shows as the change that adds a term is that change: it applies, and it works."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def gradients(loss):
 
 
 operands = hidden.double(), weight.double(), target
-expected = gradients(reference.linear_cross_entropy(*operands, logit_scale=2.5))
+expected = gradients(reference.linear_cross_entropy(*operands, entropy_bonus=0.3))
 plain = gradients(reference.linear_cross_entropy(*operands))
 assert all(not torch.allclose(a, b, rtol=1e-2) for a, b in zip(expected, plain, strict=True))
 compiled = torch.compile(cute_lce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
-module = cute_lce.LinearCrossEntropy(8, 50, logit_scale=2.5)
+module = cute_lce.LinearCrossEntropy(8, 50, entropy_bonus=0.3)
 module.weight = torch.nn.Parameter(weight.detach())
 for schedule in ("recompute", "keep", "grad_in_forward"):
     for call in (cute_lce.linear_cross_entropy, torch.ops.cute_lce.fused_linear_cross_entropy, compiled):
-        found = gradients(call(hidden, weight, target, logit_scale=2.5, schedule=schedule))
+        found = gradients(call(hidden, weight, target, entropy_bonus=0.3, schedule=schedule))
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 torch.testing.assert_close(module(hidden, target).double(), expected[0], rtol=1e-4, atol=1e-6)
 """
 
 
-def test_the_documented_change_adds_an_option(tmp_path):
+def test_the_documented_change_adds_a_term(tmp_path):
     text = ROOT.joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
     (diff,) = re.findall(r"```diff\n(.*?)```", text, flags=re.DOTALL)
     files = re.findall(r"^\+\+\+ b/(.*)$", diff, flags=re.MULTILINE)

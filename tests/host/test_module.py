@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,24 @@ def test_forward_passes_every_option():
     assert "keep" in repr(head)
 
 
+def test_forward_passes_every_term():
+    case = numerics.make("leading", torch.float32)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 0.5, "softcap": 8.0, "z_loss": 0.1}
+    head: Any = LinearCrossEntropy(24, 77, bias=True, **options)
+    assert [name for name, _ in head.named_parameters()] == ["weight", "bias"]
+    tensors = {"weight": torch.rand(77), "token_weight": torch.rand(case.target.shape), "denominator": 7}
+    loss = head(case.input, case.target, **tensors)
+    options |= {"linear_bias": head.bias, **tensors}
+    assert torch.equal(loss, linear_cross_entropy(case.input, head.weight, case.target, **options))
+    loss.backward()
+    assert head.bias.grad is not None
+    assert head.bias.grad.any()
+    assert "softcap=8.0" in repr(head)
+    assert "bias=True" in repr(head)
+    head.softcap = None
+    assert head.terms.softcap is None
+
+
 def test_workspace_is_passed():
     head = LinearCrossEntropy(24, 77, workspace_mb=0.0001)
     case = numerics.make("leading", torch.float32)
@@ -70,7 +90,9 @@ def test_tied_embedding_trains():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"bias": True}, NotImplementedError, "bias: got True"),
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing: got 1\.5"),
+        ({"softcap": 0.0}, ValueError, r"softcap: got 0\.0"),
+        ({"logit_scale": None}, TypeError, "logit_scale: got NoneType"),
         ({"reduction": "max"}, ValueError, "reduction: got 'max'"),
         ({"schedule": "max"}, ValueError, "schedule: got 'max'"),
         ({"reduction": 1}, TypeError, "reduction: got int"),

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_lce
 from cute_lce import launch, linear_cross_entropy, ops, streaming
-from cute_lce.implementation import Backward, Forward, Implementation, Results, Saved
+from cute_lce.implementation import Backward, Forward, Implementation, Results, Saved, Statistics
 from cute_lce.launch import KERNELS
 from cute_lce.ops import prepared
-from cute_lce.options import ComputeOptions, LossOptions, fields
+from cute_lce.options import ComputeOptions, LossOptions, defaults, fields
 from cute_lce.plan.problem import Problem
 from cute_lce.streaming import STREAMING, Streaming, products
 from tests import numerics
@@ -210,7 +210,8 @@ def test_compile_fullgraph_with_dynamic_n(schedule, reduction):
         case = random_case(n, 24, 300, torch.float32, seed=n)
         case.target[3] = -100
         case.check(doubled, reduction=reduction, need_dweight=not frozen)
-    assert len(graphs) == 1
+    # With dynamic=True dynamo first tries the terms' numbers as inputs, and leaves an empty graph.
+    assert len([graph for graph in graphs if "cute_lce" in graph.code]) == 1
 
 
 def test_compile_with_a_workspace_and_a_window():
@@ -488,6 +489,7 @@ def methods_of(protocol: type) -> dict[str, list[str]]:
     [
         (Implementation, STREAMING),
         (Implementation, KERNELS),
+        (Statistics, streaming.STATISTICS),
         (Forward, streaming.forward.StreamingForward),
         (Forward, launch.forward.KernelForward),
         (Forward, launch.forward.EmptyForward),
@@ -560,23 +562,33 @@ def arguments_of(op) -> dict[str, tuple[str, Any]]:
 def test_the_public_ops_schema_names_every_option():
     """With the types of Python's function and its defaults, as keywords."""
     op = OPS.fused_linear_cross_entropy.default
-    options = {**LossOptions._field_defaults, **ComputeOptions._field_defaults}
+    options = defaults()
     assert options == {
         "reduction": "mean",
         "ignore_index": -100,
+        "label_smoothing": 0.0,
+        "logit_scale": 1.0,
+        "softcap": None,
+        "z_loss": 0.0,
         "schedule": "auto",
         "workspace_mb": None,
         "window": None,
     }
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
-    assert keywords == [*options]
+    tensors = ["linear_bias", "weight", "token_weight", "denominator"]
+    assert keywords == [*tensors, *options]
     found = arguments_of(op)
-    assert [*found] == ["input", "linear_weight", "target", *options]
+    assert [*found] == ["input", "linear_weight", "target", *tensors, *options]
+    assert all(found[name] == ("Tensor?", None) for name in tensors)
     assert {name: default for name, (_, default) in found.items() if name in options} == options
     types = {name: type_ for name, (type_, _) in found.items() if name in options}
     assert types == {
         "reduction": "str",
         "ignore_index": "SymInt?",
+        "label_smoothing": "float",
+        "logit_scale": "float",
+        "softcap": "float?",
+        "z_loss": "float",
         "schedule": "str",
         "workspace_mb": "float?",
         "window": "SymInt?",
@@ -640,9 +652,12 @@ def test_the_inner_ops_schemas_name_every_field_of_the_loss(name, before, behind
 def test_module_exports():
     assert set(cute_lce.__all__) == {
         "LinearCrossEntropy",
+        "LinearLogprob",
         "LossOptions",
+        "TokenStats",
         "__version__",
         "linear_cross_entropy",
+        "linear_logprob",
     }
 
 

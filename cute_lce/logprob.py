@@ -1,0 +1,148 @@
+"""Log-probabilities of tokens and what else one pass over the logits gives, as a call and as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops, options
+from .functional import check_types
+from .options import TokenStats
+
+_fused_linear_logprob = torch.ops.cute_lce.fused_linear_logprob.default
+
+
+def linear_logprob(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    outputs: tuple[str, ...] = ("logprob",),
+    topk_ids: Tensor | None = None,
+    entropy_grad: bool = True,
+    linear_bias: Tensor | None = None,
+    ignore_index: int | None = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    schedule: str = "auto",
+    workspace_mb: float | None = None,
+    window: int | None = None,
+) -> TokenStats:
+    """Numbers of each token from its logits, in one pass over them and without them in memory.
+
+    The logits are z = softcap((input @ linear_weight.T + linear_bias) logit_scale) / temperature, with
+    lse = log sum exp(z) and p = exp(z - lse); reference.linear_logprob is the definition.
+
+    Args:
+        input, linear_weight, target, linear_bias, ignore_index, logit_scale, softcap, workspace_mb, window:
+            as in linear_cross_entropy.
+        temperature: a positive number, or a tensor of target's shape, any floating dtype, on input's device,
+            which is not read on the host: a row whose temperature is 0 becomes nan or inf, and no other's
+            numbers and gradients by input do.
+        outputs: which numbers, of TokenStats' fields. What is not asked for costs nothing.
+        topk_ids: target's shape and K: int64 or int32, classes whose log-probabilities "topk_logprob" gives.
+            They may repeat, and be the target; one outside [0, V) gives 0 and has no gradient.
+        entropy_grad: whether entropy is differentiable.
+        schedule: "recompute", "keep" or "auto", as in linear_cross_entropy.
+
+    Returns:
+        TokenStats: each field that outputs names, the others None.
+
+    Errors as in linear_cross_entropy; the streaming path serves every call so far, GPUs included. Any
+    combination of the differentiable numbers may have an upstream gradient, and one without costs nothing.
+    A temperature that requires a gradient is refused.
+    """
+    if workspace_mb is None:
+        workspace_mb = options.DEFAULT_WORKSPACE_MB
+    check_types(input, linear_weight, target)
+    names = outputs if isinstance(outputs, str) else tuple(outputs)
+    tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+    plain = ops.is_plain_eager(input, linear_weight, target)
+    run = ops.linear_logprob if plain else _fused_linear_logprob
+    found = run(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        temperature=tensor,
+        topk_ids=topk_ids,
+        temperature_number=number,
+        outputs=names,
+        entropy_grad=entropy_grad,
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        schedule=schedule,
+        workspace_mb=workspace_mb,
+        window=window,
+    )
+    return TokenStats(**dict(zip(names, found, strict=True)))
+
+
+class LinearLogprob(nn.Linear):
+    """An nn.Linear whose forward is linear_logprob of its weight and bias: the logits are never in memory.
+
+    Args:
+        in_features: d.
+        num_classes: V.
+        bias: whether there is a parameter `bias` (num_classes,) too, the call's linear_bias.
+        device, dtype: of the parameters.
+        outputs, options: outputs, entropy_grad, ignore_index, logit_scale, softcap, schedule, workspace_mb,
+            window, as in linear_logprob, which checks them when the module is called.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        outputs: tuple[str, ...] = ("logprob",),
+        **options: Any,
+    ):
+        for name in options:
+            if name not in _MODULE_OPTIONS:
+                raise TypeError(f"{name}: not an option, want one of {', '.join(_MODULE_OPTIONS)}")
+        super().__init__(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.options = {"outputs": tuple(outputs), **options}
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        topk_ids: Tensor | None = None,
+    ) -> TokenStats:
+        """The numbers of input (..., d) for target (...)."""
+        return linear_logprob(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            temperature=temperature,
+            topk_ids=topk_ids,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, num_classes={self.out_features}, bias={bias}, {options}"
+
+
+_MODULE_OPTIONS = (
+    "outputs",
+    "entropy_grad",
+    "ignore_index",
+    "logit_scale",
+    "softcap",
+    "schedule",
+    "workspace_mb",
+    "window",
+)

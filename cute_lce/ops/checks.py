@@ -1,0 +1,103 @@
+"""What a call's tensors may be; autocast's casts, and the operands' common shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arguments import Operands
+from .select import DTYPES
+
+TARGET_DTYPES = (torch.int64, torch.int32)
+
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+def autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast cast as torch's own linear does: every floating tensor except float64."""
+    # Most calls run without autocast on any device, and stop here.
+    if not _any_autocast():
+        return input, linear_weight
+    return _cast(input, input), _cast(linear_weight, input)
+
+
+def autocast_bias(linear_bias: Tensor | None, input: Tensor) -> Tensor | None:
+    """The same for the bias of a projection of `input`."""
+    if linear_bias is None or not _any_autocast():
+        return linear_bias
+    return _cast(linear_bias, input)
+
+
+def _cast(tensor: Tensor, input: Tensor) -> Tensor:
+    device_type = input.device.type
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return tensor
+    if not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def flatten(operands: Operands) -> Operands:
+    """(..., d) and (...) as (n, d) and (n,)."""
+    hidden, weight, target = operands
+    if hidden.dim() == 2:
+        return operands
+    return Operands(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1))
+
+
+def check_tensors(operands: Operands) -> None:
+    input, linear_weight, target = operands
+    # First, since such tensors may have no shapes.
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        if tensor.is_nested:
+            raise ValueError(f"{name}: got a nested tensor, want a dense tensor")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor")
+    if input.dtype not in DTYPES:
+        raise TypeError(f"input: got {input.dtype}, want one of {', '.join(map(str, DTYPES))}")
+    if linear_weight.dtype is not input.dtype:
+        raise TypeError(f"linear_weight: got {linear_weight.dtype}, want input's dtype, {input.dtype}")
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32")
+    if linear_weight.dim() != 2:
+        raise ValueError(f"linear_weight: got shape {tuple(linear_weight.shape)}, want (V, d)")
+    V, d = linear_weight.shape
+    if V == 0 or d == 0:
+        raise ValueError(f"linear_weight: got shape {(V, d)}, want at least one class and one feature")
+    if input.dim() == 0 or input.shape[-1] != d:
+        raise ValueError(
+            f"input: got shape {tuple(input.shape)}, want (..., {d}) for linear_weight's shape {(V, d)}"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target: got shape {tuple(target.shape)}, want {tuple(input.shape[:-1])} "
+            f"for input's shape {tuple(input.shape)}"
+        )
+    device = input.device
+    if linear_weight.device != device:
+        raise ValueError(f"linear_weight: got device {linear_weight.device}, want input's device, {device}")
+    if target.device != device:
+        raise ValueError(f"target: got device {target.device}, want input's device, {device}")
+
+
+def check_term(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Check a tensor besides the operands. Raises TypeError and ValueError, by its name."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor or None")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        what = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ValueError(f"{name}: got {what}, want a dense tensor")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: got {tensor.dtype}, want one of {', '.join(map(str, dtypes))}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {tuple(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, want input's device, {device}")
+
+
+def refuse_gradient(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor by which nothing is differentiated here."""
+    if tensor.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires a gradient, want one that does not")

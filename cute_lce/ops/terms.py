@@ -1,0 +1,172 @@
+"""A loss with terms: checks, autocast, schedule, the op, and what is made of its numbers."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import Operands
+from ..implementation import Request, RowLoss, Stats, StatsOperands, StatsOptions
+from ..options import ComputeOptions, LossOptions, TermOptions
+from ..plan.problem import Problem
+from ..streaming.products import accumulate_dtype
+from .autograd import Destination, apply_of
+from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
+from .select import DTYPES, statistics
+from .token_stats import (
+    LossGradientsFunction,
+    StatsFunction,
+    StatsHow,
+    token_loss_gradients,
+    token_stats,
+)
+
+
+class TermTensors(NamedTuple):
+    """linear_bias, weight: (V,); token_weight: target's shape; denominator: ()."""
+
+    linear_bias: Tensor | None = None
+    weight: Tensor | None = None
+    token_weight: Tensor | None = None
+    denominator: Tensor | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return any(each is not None for each in self)
+
+
+_NUMBERS = (*DTYPES, torch.int64, torch.int32, torch.bool)
+
+
+def linear_cross_entropy(
+    operands: Operands,
+    tensors: TermTensors,
+    loss: LossOptions,
+    terms: TermOptions,
+    compute: ComputeOptions,
+    destination: Destination | None = None,
+) -> Tensor:
+    """The loss, in target's shape for "none"."""
+    operands, linear_bias = checked(operands, tensors.linear_bias)
+    _check(operands, tensors)
+    flat = flatten(operands)
+    V, acc = flat.weight.shape[0], accumulate_dtype(flat.hidden.dtype)
+    valid = flat.target.long() != loss.ignore_index
+    target_weight = token_weight = None
+    if tensors.weight is not None:
+        own = tensors.weight.to(acc)[flat.target.long().clamp(0, V - 1)]
+        target_weight = torch.where(valid, own, 0)
+    if tensors.token_weight is not None:
+        token_weight = torch.where(valid, tensors.token_weight.reshape(-1), 0).to(acc)
+    row_loss = RowLoss(terms, target_weight, token_weight)
+    options = StatsOptions.of(loss.ignore_index, terms)
+    given = StatsOperands(*flat, linear_bias, tensors.weight if "total_nll" in options.outputs else None)
+    schedule, how = decide(given, options, compute, loss.reduction, destination)
+    if schedule == "grad_in_forward":
+        total = _loss_gradients(given, row_loss, how, loss.reduction != "none")
+    else:
+        losses = row_loss.losses(stats_of(given, how), V)
+        total = losses if loss.reduction == "none" else losses.sum()
+    if loss.reduction == "none":
+        return total.view(operands.target.shape)
+    return _mean(total, valid, target_weight, tensors.denominator) if loss.reduction == "mean" else total
+
+
+def checked(operands: Operands, linear_bias: Tensor | None) -> tuple[Operands, Tensor | None]:
+    """The operands and the bias after autocast. Raises for what they may not be."""
+    hidden, weight = autocast(operands.hidden, operands.weight)
+    operands = Operands(hidden, weight, operands.target)
+    check_tensors(operands)
+    linear_bias = autocast_bias(linear_bias, hidden)
+    if linear_bias is not None:
+        check_term("linear_bias", linear_bias, (weight.shape[0],), (hidden.dtype,), hidden.device)
+    return operands, linear_bias
+
+
+def _check(operands: Operands, tensors: TermTensors) -> None:
+    device, V = operands.hidden.device, operands.weight.shape[0]
+    if tensors.weight is not None:
+        check_term("weight", tensors.weight, (V,), DTYPES, device)
+        refuse_gradient("weight", tensors.weight)
+    if tensors.token_weight is not None:
+        check_term("token_weight", tensors.token_weight, tuple(operands.target.shape), _NUMBERS, device)
+        refuse_gradient("token_weight", tensors.token_weight)
+    if tensors.denominator is not None:
+        check_term("denominator", tensors.denominator, (), _NUMBERS, device)
+        refuse_gradient("denominator", tensors.denominator)
+
+
+def decide(
+    operands: StatsOperands,
+    options: StatsOptions,
+    compute: ComputeOptions,
+    reduction: str,
+    destination: Destination | None,
+) -> tuple[str, StatsHow]:
+    """The schedule, and what the op runs with."""
+    hidden, weight = operands.hidden, operands.weight
+    need_dinput, need_dweight, need_dbias = _needs(operands)
+    limits, (V, d), dtype = compute.limits, weight.shape, hidden.dtype
+    problem = Problem(hidden.shape[0], d, V, dtype is torch.float16, need_dinput, need_dweight)
+    schedule, kept_columns = statistics(hidden.device, dtype).choose(
+        problem, dtype, hidden.device, compute.schedule, reduction, limits
+    )
+    if schedule == "grad_in_forward" and reduction == "none" and need_dbias:
+        raise ValueError(
+            "schedule: got 'grad_in_forward' with reduction='none' and a linear_bias that needs a gradient, "
+            "want reduction 'mean' or 'sum', or another schedule"
+        )
+    request = Request(limits, kept_columns, need_dinput, need_dweight, need_dbias=need_dbias)
+    return schedule, StatsHow(options, request, destination if need_dweight else None)
+
+
+def _needs(operands: StatsOperands) -> tuple[bool, bool, bool]:
+    """Whether input, linear_weight and linear_bias need a gradient."""
+    if not torch.is_grad_enabled():
+        return False, False, False
+    bias = operands.linear_bias
+    return (
+        operands.hidden.requires_grad,
+        operands.weight.requires_grad,
+        bias is not None and bias.requires_grad,
+    )
+
+
+def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
+    """The numbers that how.options name, the others None; differentiable."""
+    options, request = how.options, how.request
+    arguments = *options[:-1], list(options.outputs), *request.limits, request.kept_columns
+    if how.destination is None:
+        found = token_stats(*operands, *arguments)
+    else:
+        found = apply_of(StatsFunction)(functools.partial(_run, token_stats, arguments), how, *operands)
+    named = zip(Stats._fields, found, strict=True)
+    return Stats(**{name: value for name, value in named if name in options.outputs})
+
+
+def _run(op, arguments: tuple, operands: tuple) -> tuple[Tensor, ...]:
+    return op(*operands, *arguments)
+
+
+def _loss_gradients(operands: StatsOperands, row_loss: RowLoss, how: StatsHow, total: bool) -> Tensor:
+    """The rows' losses or their total by "grad_in_forward"."""
+    request = how.request
+    tensors = *operands, row_loss.target_weight, row_loss.token_weight
+    needed = request.need_dinput, request.need_dweight, request.need_dbias
+    arguments = how.options.ignore_index, *row_loss.terms, *request.limits, *needed, total
+    if how.destination is None:
+        return token_loss_gradients(*tensors, *arguments)[0]
+    run = functools.partial(_run, token_loss_gradients, arguments)
+    return apply_of(LossGradientsFunction)(run, how, *tensors)[0]
+
+
+def _mean(total: Tensor, valid: Tensor, target_weight: Tensor | None, denominator: Tensor | None) -> Tensor:
+    """torch's: over the valid rows, or their classes' weights; 0 where that is 0. Or over the denominator."""
+    if denominator is not None:
+        return total / denominator.to(total.dtype)
+    count = valid.sum() if target_weight is None else target_weight.sum()
+    return torch.where(count != 0, total / torch.where(count != 0, count, 1), 0)

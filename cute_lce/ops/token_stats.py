@@ -1,0 +1,333 @@
+"""The inner ops of numbers of each token, and their autograd.
+
+    token_stats                what implementation.Stats holds; what was not asked for is empty
+    token_stats_backward       the gradients by the first five of them
+    token_loss_gradients       the rows' losses or their sum, and all gradients for an upstream of 1
+
+Their bodies call what `select.statistics` picks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import Operands
+from ..implementation import (
+    Accumulated,
+    AllGradients,
+    Request,
+    RowLoss,
+    Stats,
+    StatsOperands,
+    StatsOptions,
+    StatsSaved,
+    StatsUpstream,
+)
+from ..options import LossOptions, TermOptions, fields
+from ..plan.problem import Limits
+from ..streaming.products import accumulate_dtype
+from . import inner
+from .autograd import (
+    NO_DOUBLE_BACKWARD,
+    Destination,
+    GradientFunction,
+    GradInForwardFunction,
+    add_to_destination,
+    kind_of,
+    register,
+)
+from .prepared import CHECK_TARGETS, check_targets
+from .select import implementation, statistics
+
+_OPERANDS = (
+    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
+    "Tensor? temperature, Tensor? topk_ids"
+)
+_OPTIONS = "SymInt ignore_index, float logit_scale, float? softcap, float temperature_number, str[] outputs"
+_NEEDED = "bool need_dinput, bool need_dweight, bool need_dbias"
+_RESULTS = ", ".join(f"Tensor {name}" for name in Stats._fields)
+_UPSTREAM = ", ".join(f"Tensor? d{name}" for name in StatsUpstream._fields)
+_LIMITS = "SymInt window, SymInt workspace"
+
+TOKEN_STATS = f"token_stats({_OPERANDS}, {_OPTIONS}, {_LIMITS}, SymInt kept_columns) -> ({_RESULTS})"
+TOKEN_STATS_BACKWARD = (
+    f"token_stats_backward({_UPSTREAM}, {_OPERANDS}, Tensor row_max, Tensor row_sum, Tensor? mean_gap, "
+    f"Tensor? kept, {_OPTIONS}, {_LIMITS}, {_NEEDED})"
+    " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
+)
+_TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
+TOKEN_LOSS_GRADIENTS = (
+    f"token_loss_gradients({_OPERANDS}, Tensor? target_weight, Tensor? token_weight, SymInt ignore_index, "
+    f"{_TERMS}, {_LIMITS}, {_NEEDED}, bool total)"
+    " -> (Tensor loss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator, "
+    "Tensor dbias_accumulator)"
+)
+
+_TENSORS = len(StatsOperands._fields)
+_NUMBERS = len(StatsOptions._fields)
+_DTYPES = {"argmax": torch.int64, "is_top1": torch.bool}
+
+
+def _options_of(arguments: tuple) -> tuple[StatsOptions, tuple]:
+    """The options that begin the arguments, and the rest."""
+    options = StatsOptions._make(arguments[:_NUMBERS])
+    return options._replace(outputs=tuple(options.outputs)), arguments[_NUMBERS:]
+
+
+def _terms_of(arguments: tuple) -> tuple[StatsOptions, TermOptions, tuple]:
+    """Those of token_loss_gradients behind its tensors, and the rest."""
+    end = 1 + len(TermOptions._fields)
+    terms = TermOptions._make(arguments[1:end])
+    return StatsOptions.of(arguments[0], terms), terms, arguments[end:]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Fakes
+
+
+def _fake_token_stats(input, linear_weight, target, linear_bias, class_weight, temperature, ids, *arguments):
+    options, (_, _, kept_columns) = _options_of(arguments)
+    n, acc = input.shape[0], accumulate_dtype(input.dtype)
+    shapes: dict[str, tuple[int, ...]] = {name: (n,) for name in (*options.outputs, "row_max", "row_sum")}
+    if "entropy" in options.outputs:
+        shapes["mean_gap"] = (n,)
+    if "topk_logprob" in options.outputs:
+        shapes["topk_logprob"] = tuple(ids.shape)
+    shapes["kept"] = (n, kept_columns)
+    return tuple(
+        input.new_empty(shapes.get(name, (0,)), dtype=_DTYPES.get(name, acc)) for name in Stats._fields
+    )
+
+
+def _fake_gradients(needed, dtype, input, linear_weight, linear_bias) -> tuple[Tensor, ...]:
+    return tuple(
+        input.new_empty(like.shape if need else (0,), dtype=dtype)
+        for need, like in zip(needed, (input, linear_weight, linear_bias), strict=True)
+    )
+
+
+def _fake_backward(*arguments):
+    operands = StatsOperands(*arguments[len(StatsUpstream._fields) :][:_TENSORS])
+    hidden = operands.hidden
+    return _fake_gradients(arguments[-3:], hidden.dtype, hidden, operands.weight, operands.linear_bias)
+
+
+def _fake_loss_gradients(*arguments):
+    operands, (*needed, total) = StatsOperands(*arguments[:_TENSORS]), arguments[-4:]
+    hidden, acc = operands.hidden, accumulate_dtype(operands.hidden.dtype)
+    return (
+        hidden.new_empty(() if total else hidden.shape[:1], dtype=acc),
+        hidden.new_empty((), dtype=torch.int64),
+        *_fake_gradients(needed, acc, hidden, operands.weight, operands.linear_bias),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Ops
+
+
+def _check(operands: StatsOperands, ignore_index: int) -> None:
+    if CHECK_TARGETS:
+        check_targets(Operands(*operands[:3]), LossOptions("none", ignore_index))
+
+
+@inner.define(TOKEN_STATS, _fake_token_stats)
+def token_stats(*arguments):
+    operands = StatsOperands(*arguments[:_TENSORS])
+    options, (window, workspace, kept_columns) = _options_of(arguments[_TENSORS:])
+    _check(operands, options.ignore_index)
+    hidden = operands.hidden
+    acc = accumulate_dtype(hidden.dtype)
+    request = Request(Limits(window, workspace), kept_columns)
+    found = statistics(hidden.device, hidden.dtype).forward(operands, options, request)
+    if found.kept is None:
+        found = found._replace(kept=hidden.new_empty((hidden.shape[0], 0), dtype=acc))
+    return tuple(
+        hidden.new_empty((0,), dtype=_DTYPES.get(name, acc)) if value is None else value
+        for name, value in found._asdict().items()
+    )
+
+
+def _run_backward(
+    upstream: StatsUpstream,
+    operands: StatsOperands,
+    saved: StatsSaved,
+    options: StatsOptions,
+    request: Request,
+    out: Tensor | None = None,
+) -> AllGradients:
+    hidden, kept = operands.hidden, saved.kept
+    if kept is not None and kept.shape[1] == 0:
+        saved = saved._replace(kept=None)
+    request = request._replace(kept_columns=0 if saved.kept is None else saved.kept.shape[1])
+    return statistics(hidden.device, hidden.dtype).backward(upstream, operands, saved, options, request, out)
+
+
+@inner.define(TOKEN_STATS_BACKWARD, _fake_backward)
+def token_stats_backward(*arguments):
+    count = len(StatsUpstream._fields)
+    upstream, arguments = StatsUpstream(*arguments[:count]), arguments[count:]
+    operands, arguments = StatsOperands(*arguments[:_TENSORS]), arguments[_TENSORS:]
+    count = len(StatsSaved._fields)
+    saved, arguments = StatsSaved(*arguments[:count]), arguments[count:]
+    options, (window, workspace, need_dinput, need_dweight, need_dbias) = _options_of(arguments)
+    request = Request(Limits(window, workspace), 0, need_dinput, need_dweight, need_dbias=need_dbias)
+    found = _run_backward(upstream, operands, saved, options, request)
+    return inner.present(found, operands.hidden, operands.hidden.dtype)
+
+
+@inner.define(TOKEN_LOSS_GRADIENTS, _fake_loss_gradients)
+def token_loss_gradients(*arguments):
+    operands, arguments = StatsOperands(*arguments[:_TENSORS]), arguments[_TENSORS:]
+    (target_weight, token_weight), arguments = arguments[:2], arguments[2:]
+    options, terms, (window, workspace, *needed, total) = _terms_of(arguments)
+    _check(operands, options.ignore_index)
+    hidden = operands.hidden
+    request = Request(Limits(window, workspace), 0, *needed[:2], need_dbias=needed[2])
+    losses, *gradients = statistics(hidden.device, hidden.dtype).grad_in_forward(
+        operands, options, RowLoss(terms, target_weight, token_weight), request
+    )
+    num_valid = (operands.target != options.ignore_index).sum()
+    loss = losses.sum() if total else losses
+    return loss, num_valid, *inner.present(tuple(gradients), hidden, losses.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+class StatsHow(NamedTuple):
+    """What a Function runs with besides tensors: options, and Request apart from the gradients needed.
+
+    destination: of an eager call, whose `run` is the implementation.
+    """
+
+    options: StatsOptions
+    request: Request
+    destination: Destination | None = None
+
+
+class StatsFunction(torch.autograd.Function):
+    """token_stats. run: of the operands, gives Stats' fields."""
+
+    @staticmethod
+    def forward(ctx, run, how, *operands):
+        results = run(operands)
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        saved = results[Stats._fields.index("row_max") :]
+        ctx.save_for_backward(*operands, *saved)
+        ctx.mark_non_differentiable(*results[len(StatsUpstream._fields) :])
+        if how.destination is not None:
+            _keep_destination(ctx, how.destination, operands[1].dtype)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
+        upstream = StatsUpstream(*dresults[: len(StatsUpstream._fields)])
+        operands = StatsOperands(*ctx.saved_tensors[:_TENSORS])
+        saved, how = StatsSaved(*ctx.saved_tensors[_TENSORS:]), ctx.how
+        given = next((each for each in upstream if each is not None), None)
+        if given is None:
+            return _by_operands(None, None, None)
+        needs = ctx.needs_input_grad[2:]
+        needed = needs[0], needs[1], needs[3]
+        if how.destination is None:
+            found = token_stats_backward(
+                *upstream,
+                *operands,
+                *saved,
+                *how.options[:-1],
+                list(how.options.outputs),
+                *how.request.limits,
+                *needed,
+            )
+            return _by_operands(*(each if need else None for each, need in zip(found, needed, strict=True)))
+
+        def run(wanted: tuple[bool, bool], out: Tensor | None) -> AllGradients:
+            request = how.request._replace(
+                need_dinput=wanted[0], need_dweight=wanted[1], need_dbias=needed[2]
+            )
+            return _run_backward(upstream, operands, saved, how.options, request, out)
+
+        return _by_operands(*add_to_destination(ctx, given, (operands.hidden, operands.weight), run))
+
+
+def _keep_destination(ctx, destination: Destination, dtype: torch.dtype) -> None:
+    ctx.destination, ctx.kind, ctx.dtype = destination, kind_of(destination.out), dtype
+
+
+def _by_operands(dinput: Tensor | None, dweight: Tensor | None, dbias: Tensor | None):
+    """By the arguments of a Function: run, how, and the operands."""
+    return None, None, dinput, dweight, None, dbias, None, None, None
+
+
+class LossGradientsFunction(GradInForwardFunction):
+    """token_loss_gradients, whose backward is scale_gradients. run: of the op's tensors."""
+
+    @staticmethod
+    def forward(ctx, run, how, *operands):  # pyright: ignore[reportIncompatibleMethodOverride]
+        results = run(operands)
+        ctx.how, ctx.dtype = how, operands[0].dtype
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*results[1:])
+        ctx.mark_non_differentiable(*results[1:])
+        if how.destination is not None:
+            _keep_destination(ctx, how.destination, operands[1].dtype)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
+        dloss = dresults[0]
+        if dloss is None:
+            return *_by_operands(None, None, None), None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_DOUBLE_BACKWARD)
+        num_valid, dinput, dweight, dbias = ctx.saved_tensors
+        request, dtype = ctx.how.request, ctx.dtype
+        reduction = "none" if dloss.dim() else "sum"
+        loss = LossOptions(reduction, ctx.how.options.ignore_index)
+        dbias = (torch.where(num_valid > 0, dloss, 0) * dbias).to(dtype) if request.need_dbias else None
+        needed = request.need_dinput, request.need_dweight
+        if ctx.how.destination is None:
+            found = inner.scale_gradients(dloss, num_valid, dinput, dweight, *loss, dtype, *needed)
+            found = *(each if need else None for each, need in zip(found, needed, strict=True)), dbias
+        else:
+
+            def run(wanted: tuple[bool, bool], out: Tensor | None) -> AllGradients:
+                present = (
+                    each if need else None for each, need in zip((dinput, dweight), wanted, strict=True)
+                )
+                accumulated = Accumulated(dloss, num_valid, *present)
+                scaling = implementation(dloss.device, dtype)
+                return *scaling.scale_gradients(dloss, accumulated, loss, dtype, out), dbias
+
+            found = add_to_destination(ctx, dloss, (num_valid, num_valid), run)
+        return *_by_operands(*found), None, None
+
+
+def _stats_how(arguments: tuple) -> tuple[StatsHow]:
+    options, (window, workspace, *_) = _options_of(arguments)
+    return (StatsHow(options, Request(Limits(window, workspace))),)
+
+
+def _loss_gradients_how(arguments: tuple) -> tuple[StatsHow]:
+    options, _, (window, workspace, need_dinput, need_dweight, need_dbias, _) = _terms_of(arguments)
+    request = Request(Limits(window, workspace), 0, need_dinput, need_dweight, need_dbias=need_dbias)
+    return (StatsHow(options, request),)
+
+
+def _as_given(*results: Tensor) -> tuple[Tensor, ...]:
+    return results
+
+
+def _nothing(arguments: tuple) -> tuple[()]:
+    return ()
+
+
+register(token_stats, StatsFunction, _as_given, _stats_how)
+register(token_stats_backward, GradientFunction, _as_given, _nothing)
+register(token_loss_gradients, LossGradientsFunction, _as_given, _loss_gradients_how)

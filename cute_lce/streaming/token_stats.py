@@ -1,0 +1,366 @@
+"""Numbers of each token from logits with terms, window by window, and the gradients by them.
+
+z = softcap((hidden @ weight.T + bias) scale) / temperature. The gradient by z of any combination of the
+numbers is, with coefficients of each row,
+
+    p (softmax + gap_factor (z - row_max)) + uniform class_weight + onehots
+
+and the gradient by the product is that times dz / d(product).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import maths
+from ..implementation import (
+    AllGradients,
+    Request,
+    RowLoss,
+    Stats,
+    StatsOperands,
+    StatsOptions,
+    StatsSaved,
+    StatsUpstream,
+)
+from . import memory
+from .backward import add_product
+from .products import Products, add_mm, mm, without_autocast
+from .rows import classify, in_window, is_ignored
+
+
+class _Logits:
+    """z of a window of products, and its derivative by them."""
+
+    def __init__(self, operands: StatsOperands, options: StatsOptions, ignored: Tensor, acc: torch.dtype):
+        self._options = options
+        self._bias = None if operands.linear_bias is None else operands.linear_bias.to(acc)
+        self._temperature: Tensor | float = options.temperature
+        if operands.temperature is not None:
+            # That of an ignored row does not matter.
+            self._temperature = operands.temperature.to(acc).masked_fill(ignored, 1).unsqueeze(1)
+
+    def of(self, product: Tensor, low: int, high: int) -> tuple[Tensor, Tensor | None]:
+        """(z, the derivative by what the softcap was applied to; None: 1). The product is not changed."""
+        z, slope = product, None
+        if self._bias is not None:
+            z = z + self._bias[low:high]
+        z = z * self._options.logit_scale
+        if self._options.softcap is not None:
+            z, slope = maths.capped(z, self._options.softcap, torch.tanh)
+        return z / self._temperature, slope
+
+    @property
+    def factor(self) -> Tensor | float:
+        """What the derivative by the product is besides the slope: a number, or (n, 1)."""
+        return self._options.logit_scale / self._temperature
+
+
+class _Running:
+    """The numbers over the windows so far; sums of exponentials are relative to exp(row_max)."""
+
+    def __init__(self, operands: StatsOperands, options: StatsOptions, classes: Tensor, acc: torch.dtype):
+        rows = operands.hidden.new_zeros((operands.hidden.shape[0],), dtype=acc)
+        self._outputs, self._classes, self._ids = options.outputs, classes, operands.topk_ids
+        self._class_weight = None if operands.class_weight is None else operands.class_weight.to(acc)
+        # Not -inf, with which a window of -inf would become nan.
+        self.row_max = torch.full_like(rows, torch.finfo(acc).min)
+        self.row_sum, self.gap_sum, self.square_sum, self.logit_sum = (torch.zeros_like(rows) for _ in "abcd")
+        # The sum of class_weight (row_max - z), and of class_weight.
+        self.weighted_gap, self.weight_sum = torch.zeros_like(rows), rows.new_zeros(())
+        self.target_logit = torch.zeros_like(rows)
+        self.argmax = torch.zeros_like(rows, dtype=torch.int64)
+        self.topk_logit = None if self._ids is None else rows.new_zeros(self._ids.shape)
+
+    def add(self, z: Tensor, low: int, high: int) -> None:
+        inside, column = in_window(self._classes, low, high)
+        self.target_logit = torch.where(inside, z.gather(1, column).squeeze(1), self.target_logit)
+        if self._ids is not None and self.topk_logit is not None:
+            inside, column = _ids_in_window(self._ids, low, high)
+            self.topk_logit = torch.where(inside, z.gather(1, column), self.topk_logit)
+        highest, index = z.max(1)
+        if "argmax" in self._outputs:
+            # The first of equal ones wins.
+            self.argmax = torch.where(highest > self.row_max, index + low, self.argmax)
+        before, self.row_max = self.row_max, torch.maximum(self.row_max, highest)
+        rise, row_max = self.row_max - before, self.row_max.unsqueeze(1)
+        shrunk = torch.exp(-rise)
+        if "mean_logit" in self._outputs:
+            self.logit_sum = self.logit_sum + z.sum(1)
+        gap = row_max - z
+        if "total_nll" in self._outputs:
+            weight = None if self._class_weight is None else self._class_weight[low:high]
+            self.weighted_gap = self.weighted_gap + self.weight_sum * rise
+            self.weighted_gap = self.weighted_gap + (gap if weight is None else gap * weight).sum(1)
+            self.weight_sum = self.weight_sum + (high - low if weight is None else weight.sum())
+        exponentials = maths.exponential(z, row_max, torch.exp_)
+        if "entropy" in self._outputs:
+            # 0 times inf is 0 here.
+            gaps = gap.clamp_(max=torch.finfo(gap.dtype).max).mul_(exponentials).sum(1)
+            self.gap_sum = shrunk * (self.gap_sum + rise * self.row_sum) + gaps
+        if "log_sum_sq_probs" in self._outputs:
+            self.square_sum = shrunk * shrunk * self.square_sum + exponentials.square().sum(1)
+        self.row_sum = shrunk * self.row_sum + exponentials.sum(1)
+
+
+def _ids_in_window(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Whether each id is in the window, and its column there, 0 if it is not."""
+    inside = (ids >= low) & (ids < high)
+    return inside, torch.where(inside, ids - low, 0).long()
+
+
+@without_autocast
+def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
+    hidden, weight, target = operands[:3]
+    n, V = hidden.shape[0], weight.shape[0]
+    valid, classes, out_of_range = classify(target, options.ignore_index, V)
+    products = Products(_without_ignored(hidden, ~valid), weight)
+    logits = _Logits(operands, options, ~valid, products.acc)
+    kept_columns = request.kept_columns
+    kept = hidden.new_empty((n, kept_columns), dtype=products.acc) if kept_columns else None
+    running = _Running(operands, options, classes, products.acc)
+    for low, high in memory.windows(operands, request, terms=True):
+        out = hidden.new_empty((n, high - low), dtype=products.acc)
+        if kept is not None and low < kept_columns:
+            out = kept[:, low:high]
+        product = mm(products.hidden, products.weight(low, high).mT, out)
+        running.add(logits.of(product, low, high)[0], low, high)
+    return _numbers(running, operands, options, valid, out_of_range)._replace(kept=kept)
+
+
+def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
+    """Zeros instead of ignored rows, in which a nan would spoil others' gradients."""
+    return hidden.masked_fill(ignored.unsqueeze(1), 0)
+
+
+def _numbers(
+    running: _Running, operands: StatsOperands, options: StatsOptions, valid: Tensor, out_of_range: Tensor
+) -> Stats:
+    row_max, row_sum = running.row_max, running.row_sum.masked_fill(out_of_range, torch.nan)
+    log_row_sum, V = row_sum.log(), operands.weight.shape[0]
+    mean_gap = running.gap_sum / row_sum
+    found = Stats(
+        logprob=maths.logprob(log_row_sum, row_max, running.target_logit),
+        lse=maths.lse(log_row_sum, row_max),
+        entropy=maths.entropy(log_row_sum, mean_gap),
+        total_nll=running.weight_sum * log_row_sum + running.weighted_gap,
+        argmax=running.argmax,
+        is_top1=running.argmax == operands.target,
+        log_sum_sq_probs=maths.log_sum_sq_probs(log_row_sum, running.square_sum.log()),
+        mean_logit=running.logit_sum / V,
+    )
+    wanted = {
+        name: torch.where(valid, value, torch.zeros_like(value))
+        for name, value in found._asdict().items()
+        if name in options.outputs and value is not None
+    }
+    if running.topk_logit is not None and operands.topk_ids is not None:
+        each = maths.logprob(log_row_sum.unsqueeze(1), row_max.unsqueeze(1), running.topk_logit)
+        wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & _are_classes(operands.topk_ids, V), each, 0)
+    has_entropy = "entropy" in options.outputs
+    return Stats(**wanted, row_max=row_max, row_sum=row_sum, mean_gap=mean_gap if has_entropy else None)
+
+
+def _are_classes(ids: Tensor, V: int) -> Tensor:
+    return (ids >= 0) & (ids < V)
+
+
+class _Coefficients(NamedTuple):
+    """See the file's docstring; (n,), but topk (n, K): what is added at an id's first occurrence in its row.
+    0 in ignored rows."""
+
+    softmax: Tensor
+    gap_factor: Tensor | None
+    uniform: Tensor | None
+    target: Tensor | None
+    topk: Tensor | None
+
+    def times(self, factor: Tensor) -> _Coefficients:
+        gap_factor, uniform, target = (None if each is None else each * factor for each in self[1:4])
+        topk = None if self.topk is None else self.topk * factor.unsqueeze(1)
+        return _Coefficients(self.softmax * factor, gap_factor, uniform, target, topk)
+
+    def size(self) -> Tensor:
+        """A bound of the coefficients."""
+        total = self.softmax.abs()
+        for each in self[1:4]:
+            total = total if each is None else total + each.abs()
+        return total if self.topk is None else total + self.topk.abs().sum(1)
+
+
+def _coefficients(
+    upstream: StatsUpstream, operands: StatsOperands, saved: StatsSaved, valid: Tensor
+) -> _Coefficients:
+    given = StatsUpstream(
+        *(None if each is None else _of_valid(each, valid, saved.row_max.dtype) for each in upstream)
+    )
+    softmax = torch.zeros_like(saved.row_max)
+    gap_factor = uniform = topk = None
+    if given.logprob is not None:
+        softmax = softmax - given.logprob
+    if given.lse is not None:
+        softmax = softmax + given.lse
+    if given.entropy is not None and saved.mean_gap is not None:
+        constant, gap_factor = maths.entropy_upstream(given.entropy, saved.mean_gap)
+        softmax = softmax + torch.where(valid, constant, 0)
+    if given.total_nll is not None:
+        every = operands.class_weight
+        total = operands.weight.shape[0] if every is None else every.to(softmax.dtype).sum()
+        softmax, uniform = softmax + given.total_nll * total, -given.total_nll
+    if given.topk_logprob is not None and operands.topk_ids is not None:
+        classes = _are_classes(operands.topk_ids, operands.weight.shape[0])
+        each = torch.where(classes, given.topk_logprob, 0)
+        softmax, topk = softmax - each.sum(1), _at_first(operands.topk_ids, each)
+    return _Coefficients(softmax, gap_factor, uniform, given.logprob, topk)
+
+
+def _of_valid(upstream: Tensor, valid: Tensor, acc: torch.dtype) -> Tensor:
+    return torch.where(valid if upstream.dim() == 1 else valid.unsqueeze(1), upstream, 0).to(acc)
+
+
+def _at_first(ids: Tensor, values: Tensor) -> Tensor:
+    """The sum of the values of equal ids, where the id occurs first in its row; 0 elsewhere. Adding these in
+    any order gives the same bits."""
+    sums = torch.zeros_like(values)
+    for k in range(ids.shape[1]):
+        same = ids == ids[:, k : k + 1]
+        first = ~same[:, :k].any(1)
+        sums[:, k] = torch.where(first, torch.where(same, values, 0).sum(1), 0)
+    return sums
+
+
+@without_autocast
+def backward(
+    upstream: StatsUpstream,
+    operands: StatsOperands,
+    saved: StatsSaved,
+    options: StatsOptions,
+    request: Request,
+    out: Tensor | None = None,
+) -> AllGradients:
+    dtype = operands.hidden.dtype
+    dinput, dweight, dbias = _gradients(upstream, operands, saved, options, request, out)
+    return None if dinput is None else dinput.to(dtype), dweight, None if dbias is None else dbias.to(dtype)
+
+
+def _gradients(
+    upstream: StatsUpstream,
+    operands: StatsOperands,
+    saved: StatsSaved,
+    options: StatsOptions,
+    request: Request,
+    out: Tensor | None,
+) -> AllGradients:
+    """dinput and dbias in acc, dweight in its dtype or added to `out`."""
+    hidden, weight, target = operands[:3]
+    (n, d), V, dtype = hidden.shape, weight.shape[0], hidden.dtype
+    valid = ~is_ignored(target, options.ignore_index)
+    products = Products(_without_ignored(hidden, ~valid), weight)
+    acc = products.acc
+    logits = _Logits(operands, options, ~valid, acc)
+    coefficients, factor, outer = _coefficients(upstream, operands, saved, valid), logits.factor, None
+    scaled_hidden, weight_scale = products.hidden, None
+    if products.rounded and dtype is torch.float16:
+        # Its range is too small for upstream / n: the rows' factors are applied in float32.
+        outer = coefficients.size() * (factor.squeeze(1) if isinstance(factor, Tensor) else factor)
+        weight_scale = outer.abs().amax().clamp(min=torch.finfo(acc).tiny) if n else outer.new_ones(())
+        scaled_hidden = (products.hidden * (outer / weight_scale).unsqueeze(1)).to(dtype)
+        size = coefficients.size()
+        coefficients, factor = coefficients.times(torch.where(size == 0, 0, 1 / size)), 1.0
+    each_weight = None if operands.class_weight is None else operands.class_weight.to(acc)
+    softmax = torch.where(valid, maths.softmax_factor(coefficients.softmax, saved.row_sum), 0)
+    gap_factor = coefficients.gap_factor
+    if gap_factor is not None:
+        gap_factor = torch.where(valid, maths.softmax_factor(gap_factor, saved.row_sum), 0).unsqueeze(1)
+    classes = target.long().clamp(0, V - 1)
+    dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
+    dweight = None if not request.need_dweight else weight.new_empty((V, d)) if out is None else out
+    dbias = hidden.new_empty((V,), dtype=acc) if request.need_dbias else None
+    for low, high in memory.windows(operands, request, terms=True):
+        window = products.weight(low, high)
+        if saved.kept is not None and low < request.kept_columns:
+            product = saved.kept[:, low:high]
+        else:
+            product = mm(products.hidden, window.mT, hidden.new_empty((n, high - low), dtype=acc))
+        z, slope = logits.of(product, low, high)
+        del product
+        gap = z.sub_(saved.row_max.unsqueeze(1))
+        dlogits = gap.exp()
+        if gap_factor is None:
+            dlogits.mul_(softmax.unsqueeze(1))
+        else:
+            # 0 times -inf is 0 here.
+            gap.clamp_(min=torch.finfo(acc).min).mul_(gap_factor).add_(softmax.unsqueeze(1))
+            dlogits.mul_(gap)
+        del z, gap
+        if coefficients.uniform is not None:
+            row = coefficients.uniform.unsqueeze(1)
+            dlogits.add_(row if each_weight is None else row * each_weight[low:high])
+        if coefficients.target is not None:
+            inside, column = in_window(classes, low, high)
+            dlogits.scatter_add_(1, column, torch.where(inside, coefficients.target, 0).unsqueeze(1))
+        if coefficients.topk is not None and operands.topk_ids is not None:
+            inside, column = _ids_in_window(operands.topk_ids, low, high)
+            dlogits.scatter_add_(1, column, torch.where(inside, coefficients.topk, 0))
+        dlogits.mul_(factor)
+        if slope is not None:
+            dlogits.mul_(slope)
+        del slope
+        dlogits.masked_fill_(~valid.unsqueeze(1), 0)
+        if dbias is not None:
+            torch.sum(dlogits if outer is None else dlogits * outer.unsqueeze(1), 0, out=dbias[low:high])
+        if products.rounded:
+            dlogits = dlogits.to(dtype)
+        if dinput is not None:
+            add_mm(dinput, dlogits, window)
+        if dweight is not None and out is not None:
+            add_product(dweight[low:high], dlogits.mT, scaled_hidden, weight_scale)
+        elif dweight is not None:
+            found = mm(dlogits.mT, scaled_hidden, hidden.new_empty((high - low, d), dtype=acc))
+            dweight[low:high] = found if weight_scale is None else found * weight_scale
+    if dinput is not None and outer is not None:
+        dinput.mul_(outer.unsqueeze(1))
+    return dinput, dweight if out is None else None, dbias
+
+
+@without_autocast
+def grad_in_forward(
+    operands: StatsOperands, options: StatsOptions, row_loss: RowLoss, request: Request
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The paper's Algorithms 3 and 4: chunk by chunk over tokens, a forward that keeps, and its backward."""
+    hidden, weight = operands.hidden, operands.weight
+    (n, d), V = hidden.shape, weight.shape[0]
+    acc = Products(hidden[:0], weight).acc
+    token_ranges, ranges = memory.chunks(operands, request, terms=True)
+    window = max((high - low for low, high in ranges), default=1)
+    request = request._replace(limits=request.limits._replace(window=window), kept_columns=V)
+    losses = hidden.new_empty((n,), dtype=acc)
+    dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
+    dweight = weight.new_zeros((V, d), dtype=acc) if request.need_dweight else None
+    dbias = hidden.new_zeros((V,), dtype=acc) if request.need_dbias else None
+    for start, stop in token_ranges:
+        part = operands._replace(
+            hidden=hidden[start:stop],
+            target=operands.target[start:stop],
+            temperature=None if operands.temperature is None else operands.temperature[start:stop],
+        )
+        own = row_loss._replace(
+            target_weight=None if row_loss.target_weight is None else row_loss.target_weight[start:stop],
+            token_weight=None if row_loss.token_weight is None else row_loss.token_weight[start:stop],
+        )
+        stats = forward(part, options, request)
+        assert stats.row_max is not None
+        assert stats.row_sum is not None
+        losses[start:stop] = own.losses(stats, V)
+        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept)
+        upstream = own.upstream(stats, V)
+        del stats
+        dinput_part, _, dbias_part = _gradients(upstream, part, saved, options, request, dweight)
+        if dinput is not None and dinput_part is not None:
+            dinput[start:stop] = dinput_part
+        if dbias is not None and dbias_part is not None:
+            dbias += dbias_part
+    return losses, dinput, dweight, dbias

@@ -1,0 +1,359 @@
+"""Losses with terms on the streaming path: every pair of terms, reduction and schedule against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cute_lce import linear_cross_entropy, parallel, reference
+from cute_lce.options import NO_TERMS, TermOptions
+from tests.numerics import assert_close, random_case
+
+N, D, V = 11, 8, 70
+
+CALL = torch.ops.cute_lce.fused_linear_cross_entropy
+
+
+def values(dtype: torch.dtype) -> dict:
+    """Every term, by its name; tensors in float64 but for the bias."""
+    generator = torch.Generator().manual_seed(3)
+
+    def numbers(*shape):
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "linear_bias": (numbers(V) * 2 - 1).to(dtype),
+        "weight": numbers(V),
+        "label_smoothing": 0.1,
+        "logit_scale": 0.6,
+        "softcap": 1.5,
+        "z_loss": 0.05,
+        "token_weight": numbers(N) * 2 - 0.5,
+        "denominator": torch.tensor(7),
+    }
+
+
+TERMS = tuple(values(torch.float64))
+PAIRS = [*itertools.combinations(TERMS, 2), TERMS]
+SCHEDULES = ("recompute", "keep", "grad_in_forward")
+
+
+def case_of(dtype: torch.dtype):
+    case = random_case(N, D, V, dtype, scale=2.0)
+    case.target[2] = -100
+    case.target[7] = -100
+    return case
+
+
+def wide(terms: dict, dtype: torch.dtype) -> dict:
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in terms.items()
+    }
+
+
+def leaves_of(case, terms: dict) -> tuple[list[torch.Tensor], dict]:
+    leaves = [case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()]
+    if "linear_bias" in terms:
+        leaves.append(terms["linear_bias"].detach().requires_grad_())
+        terms = {**terms, "linear_bias": leaves[2]}
+    return leaves, terms
+
+
+def expected_of(case, terms, upstream, reduction, dtype):
+    return reference.gradients(
+        case.input.to(dtype),
+        case.linear_weight.to(dtype),
+        case.target,
+        upstream,
+        reduction=reduction,
+        **wide(terms, dtype),
+    )
+
+
+def check(case, terms: dict, reduction: str, call=linear_cross_entropy, **options) -> None:
+    """The loss and all gradients against float64."""
+    dtype = case.input.dtype
+    upstream = case.upstream(reduction)
+    leaves, given = leaves_of(case, terms)
+    if options.get("schedule") == "grad_in_forward" and reduction == "none":
+        leaves = leaves[:1]
+        given = {name: value.detach() if name == "linear_bias" else value for name, value in given.items()}
+        weight = case.linear_weight
+    else:
+        weight = leaves[1]
+    loss = call(leaves[0], weight, case.target, reduction=reduction, **given, **options)
+    found = loss.detach(), *torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+    expected = expected_of(case, terms, upstream, reduction, torch.float64)
+    plain = torch.float64 if dtype is torch.float64 else torch.float32
+    baseline = expected_of(case, terms, upstream.to(plain), reduction, plain)
+    for i, (name, actual) in enumerate(zip(("loss", "dinput", "dweight", "dbias"), found, strict=False)):
+        assert actual.dtype is (plain if i == 0 else dtype)
+        assert_close(name, actual, expected[i], baseline[i].to(actual.dtype))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_pairs(reduction, schedule):
+    """Every two terms together, and all, in float64, with a ragged last window."""
+    case, every = case_of(torch.float64), values(torch.float64)
+    for names in PAIRS:
+        terms = {name: every[name] for name in names}
+        check(case, terms, reduction, schedule=schedule, window=32)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype, schedule):
+    case, every = case_of(dtype), values(dtype)
+    for names in (*((name,) for name in TERMS), TERMS):
+        terms = {name: every[name] for name in names}
+        for reduction in ("mean", "none"):
+            check(case, terms, reduction, schedule=schedule)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2, 1.0])
+def test_is_torchs(label_smoothing, weighted, reduction):
+    case, every = case_of(torch.float64), values(torch.float64)
+    weight, bias = every["weight"] if weighted else None, every["linear_bias"]
+    expected = F.cross_entropy(
+        F.linear(case.input, case.linear_weight, bias),
+        case.target,
+        weight,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    terms = {"linear_bias": bias, "weight": weight, "label_smoothing": label_smoothing}
+    for call in (linear_cross_entropy, reference.linear_cross_entropy):
+        found = call(case.input, case.linear_weight, case.target, reduction=reduction, **terms)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradcheck(schedule):
+    case = random_case(4, 3, 9, torch.float64)
+    case.target[1] = -100
+    terms = {name: value for name, value in values(torch.float64).items() if name != "linear_bias"}
+    terms |= {"weight": terms["weight"][:9], "token_weight": terms["token_weight"][:4]}
+    bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
+
+    def call(hidden, weight, bias):
+        return linear_cross_entropy(
+            hidden, weight, case.target, linear_bias=bias, **terms, schedule=schedule, window=4
+        )
+
+    inputs = case.input.requires_grad_(), case.linear_weight.requires_grad_(), bias
+    assert torch.autograd.gradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ignored_rows_do_not_matter(schedule):
+    """Whatever stands in them: nan in input, token_weight."""
+    case, every = case_of(torch.float64), values(torch.float64)
+    clean, terms = leaves_of(case, every)
+    plain = linear_cross_entropy(clean[0], clean[1], case.target, **terms, schedule=schedule)
+    leaves, terms = leaves_of(case, every)
+    with torch.no_grad():
+        leaves[0] = leaves[0].index_fill(0, torch.tensor([2, 7]), torch.nan)
+    leaves[0].requires_grad_()
+    terms["token_weight"] = terms["token_weight"].index_fill(0, torch.tensor([2, 7]), torch.inf)
+    found = linear_cross_entropy(leaves[0], leaves[1], case.target, **terms, schedule=schedule)
+    for one, other in zip(
+        (found, *torch.autograd.grad(found, leaves)), (plain, *torch.autograd.grad(plain, clean)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "names", [("weight",), ("label_smoothing", "z_loss"), ("linear_bias", "token_weight")]
+)
+def test_all_ignored_is_zero(names, schedule):
+    case, every = case_of(torch.float64), values(torch.float64)
+    case.target[:] = -100
+    terms = {name: every[name] for name in names}
+    leaves, terms = leaves_of(case, terms)
+    loss = linear_cross_entropy(leaves[0], leaves[1], case.target, **terms, schedule=schedule)
+    for each in (loss, *torch.autograd.grad(loss, leaves)):
+        assert not each.any()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_columns_of_minus_infinity(weighted):
+    """Without smoothing they do not matter; with it torch's inf, and nan with weight 0."""
+    case = case_of(torch.float64)
+    case.target[:] = 3
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[40:60] = -torch.inf
+    weight = torch.ones(V, dtype=torch.float64)
+    if weighted:
+        weight[40:60] = 0
+    for smoothing in (0.0, 0.1):
+        terms = {"linear_bias": bias, "weight": weight, "label_smoothing": smoothing}
+        expected = F.cross_entropy(
+            F.linear(case.input, case.linear_weight, bias),
+            case.target,
+            weight,
+            reduction="none",
+            label_smoothing=smoothing,
+        )
+        for window in (20, 64):
+            found = linear_cross_entropy(
+                case.input, case.linear_weight, case.target, **terms, reduction="none", window=window
+            )
+            torch.testing.assert_close(found, expected, equal_nan=True)
+    leaves, terms = leaves_of(case, {"linear_bias": bias, "z_loss": 0.1})
+    loss = linear_cross_entropy(leaves[0], leaves[1], case.target, **terms)
+    assert all(bool(each.isfinite().all()) for each in torch.autograd.grad(loss, leaves))
+
+
+def test_token_weight_does_not_divide_and_denominator_does():
+    case = case_of(torch.float64)
+    rows = linear_cross_entropy(case.input, case.linear_weight, case.target, reduction="none")
+    given = case.input, case.linear_weight, case.target
+    ones = torch.full_like(rows, 3)
+    torch.testing.assert_close(linear_cross_entropy(*given, token_weight=ones), 3 * rows.sum() / 9)
+    for denominator in (5, 5.0, torch.tensor(5), torch.tensor(5.0)):
+        torch.testing.assert_close(linear_cross_entropy(*given, denominator=denominator), rows.sum() / 5)
+        torch.testing.assert_close(
+            linear_cross_entropy(*given, denominator=denominator, reduction="sum"), rows.sum()
+        )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_gradient_of_the_weight_is_added_to_a_buffer(schedule):
+    case, every = case_of(torch.float64), values(torch.float64)
+    leaves, terms = leaves_of(case, every)
+    loss = linear_cross_entropy(leaves[0], leaves[1], case.target, **terms, schedule=schedule)
+    expected = torch.autograd.grad(loss, leaves)
+    out = torch.ones_like(leaves[1])
+    leaves, terms = leaves_of(case, every)
+    loss = linear_cross_entropy(
+        leaves[0],
+        leaves[1],
+        case.target,
+        **terms,
+        schedule=schedule,
+        grad_weight_out=out,
+        grad_weight_dummy=True,
+    )
+    loss.backward()
+    assert leaves[1].grad is not None
+    assert not leaves[1].grad.any()
+    for found, want in zip((leaves[0].grad, out - 1, leaves[2].grad), expected, strict=True):
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compiles_in_one_graph(schedule):
+    torch._dynamo.reset()
+    case, every = case_of(torch.float32), values(torch.float32)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    check(case, every, "mean", compiled, schedule=schedule)
+    check(case, every, "mean", CALL, schedule=schedule)
+
+
+def test_autocast_casts_the_bias():
+    case, every = case_of(torch.float32), values(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(case.input, case.linear_weight, case.target, **every)
+    terms = {**every, "linear_bias": every["linear_bias"].bfloat16()}
+    want = linear_cross_entropy(case.input.bfloat16(), case.linear_weight.bfloat16(), case.target, **terms)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("op", ["token_stats", "token_loss_gradients"])
+def test_opcheck(op):
+    case, every = case_of(torch.float32), values(torch.float32)
+    leaves, terms = leaves_of(case, every)
+    schedule = "recompute" if op == "token_stats" else "grad_in_forward"
+    torch.library.opcheck(CALL.default, (leaves[0], leaves[1], case.target), {**terms, "schedule": schedule})
+
+
+def test_a_second_derivative_is_refused():
+    case = case_of(torch.float64)
+    hidden = case.input.requires_grad_()
+    loss = linear_cross_entropy(hidden, case.linear_weight, case.target, z_loss=0.1)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_small_workspace_gives_the_same(schedule):
+    case, every = random_case(64, 8, 900, torch.float64), values(torch.float64)
+    terms = {name: every[name] for name in ("softcap", "z_loss", "label_smoothing")}
+    (hidden, weight), _ = leaves_of(case, terms)
+    with pytest.raises(ValueError, match="workspace_mb: got") as refused:
+        linear_cross_entropy(hidden, weight, case.target, schedule=schedule, workspace_mb=0.01, **terms)
+    least = float(str(refused.value).split("at least ")[1].split()[0])
+    check(case, terms, "sum", schedule=schedule, workspace_mb=least)
+
+
+ONES = torch.ones(V, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "message"),
+    [
+        ({"label_smoothing": -0.1}, ValueError, r"label_smoothing: got -0\.1, want a number in \[0, 1\]"),
+        ({"label_smoothing": "a"}, TypeError, "label_smoothing: got str"),
+        ({"logit_scale": float("inf")}, ValueError, "logit_scale: got inf"),
+        ({"z_loss": float("nan")}, ValueError, "z_loss: got nan"),
+        ({"softcap": 0}, ValueError, "softcap: got 0"),
+        ({"softcap": -3.0}, ValueError, r"softcap: got -3\.0"),
+        ({"softcap": float("nan")}, ValueError, "softcap: got nan"),
+        ({"softcap": float("inf")}, ValueError, "softcap: got inf"),
+        ({"denominator": 0}, ValueError, "denominator: got 0"),
+        ({"denominator": torch.ones(1)}, ValueError, r"denominator: got shape \(1,\), want \(\)"),
+        (
+            {"denominator": torch.tensor(1.0, requires_grad=True)},
+            ValueError,
+            "denominator: got a tensor that",
+        ),
+        ({"linear_bias": ONES[1:]}, ValueError, r"linear_bias: got shape \(69,\), want \(70,\)"),
+        ({"linear_bias": ONES.float()}, TypeError, r"linear_bias: got torch\.float32, want one of"),
+        ({"linear_bias": 3}, TypeError, "linear_bias: got int, want a torch.Tensor"),
+        ({"weight": ONES.long()}, TypeError, r"weight: got torch\.int64"),
+        ({"weight": ONES[None]}, ValueError, r"weight: got shape \(1, 70\)"),
+        (
+            {"weight": ONES.clone().requires_grad_()},
+            ValueError,
+            "weight: got a tensor that requires a gradient",
+        ),
+        ({"weight": ONES.to_sparse()}, ValueError, "weight: got layout"),
+        ({"token_weight": ONES}, ValueError, r"token_weight: got shape \(70,\), want \(11,\)"),
+        ({"token_weight": ONES[:N].clone().requires_grad_()}, ValueError, "token_weight: got a tensor that"),
+        ({"token_weight": ONES[:N].to("meta")}, ValueError, "token_weight: got device meta"),
+    ],
+)
+def test_refused(terms, error, message):
+    case = case_of(torch.float64)
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(case.input, case.linear_weight, case.target, **terms)
+
+
+def test_defaults_are_no_terms():
+    """A call that gives them is the plain one."""
+    assert TermOptions() == NO_TERMS == (0.0, 1.0, None, 0.0)
+    case = case_of(torch.float32)
+    given = case.input, case.linear_weight, case.target
+    assert torch.equal(
+        linear_cross_entropy(*given, label_smoothing=0, logit_scale=1, z_loss=0.0, softcap=None),
+        linear_cross_entropy(*given),
+    )
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_several_ranks_refuse_terms(name, monkeypatch):
+    monkeypatch.setattr(parallel, "spread_of", lambda *arguments: object())
+    case, terms = case_of(torch.float64), values(torch.float64)
+    with pytest.raises(ValueError, match=f"{name}: got one in a call over several ranks"):
+        linear_cross_entropy(
+            case.input, case.linear_weight, case.target, vocab_start=0, **{name: terms[name]}
+        )
