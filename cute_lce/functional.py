@@ -153,6 +153,8 @@ def linear_cross_entropy(
     if spread is not None:
         check_types(input, linear_weight, target)
         _refuse_terms(terms, tensors)
+        if _is_distributed(Operands(input, linear_weight, target)):
+            raise ValueError("tp_group: got a group beside a DTensor, want None: its placements say it")
         if destination is None:
             return _parallel().call(input, linear_weight, target, loss, compute, spread, plain)
         return _parallel().linear_cross_entropy(
@@ -181,6 +183,9 @@ def call_with_terms(
 ) -> Tensor:
     """linear_cross_entropy of the fields of ops.TermTensors, of which denominator may be a number, and of
     TermOptions. plain: ops.is_plain_eager of the operands."""
+    if not plain and _is_distributed(operands):
+        _refuse_terms(terms, tensors)
+        return _of_dtensors(operands, loss, compute)
     linear_bias, weight, token_weight, denominator = tensors
     denominator = _denominator(denominator, operands.hidden)
     given = ops.TermTensors(linear_bias, weight, token_weight, denominator)
@@ -212,9 +217,27 @@ def _denominator(denominator: Any, input: Tensor) -> Tensor | None:
 
 def _parallel() -> Any:
     """Imported when asked for: torch may be built without torch.distributed."""
-    from . import parallel
+    from .parallel import call
 
-    return parallel
+    return call
+
+
+def _is_distributed(operands: Operands) -> bool:
+    """Whether one of them is a DTensor, whose class this does not import."""
+    return any(hasattr(tensor, "device_mesh") for tensor in operands)
+
+
+def _of_dtensors(operands: Operands, loss: LossOptions, compute: ComputeOptions) -> Tensor:
+    """A call with DTensors: each rank's with its own parts."""
+    from .parallel import dtensor
+
+    local = dtensor.local_call(operands, loss)
+    plain = ops.is_plain_eager(*local.operands)
+    if local.spread is None:
+        found = call_with_terms(local.operands, _NO_TENSORS, loss, NO_TERMS, compute, plain)
+    else:
+        found = _parallel().call(*local.operands, loss, compute, local.spread, plain)
+    return local.global_loss(found)
 
 
 def _destination(operands: Operands, out: Tensor | None, dummy: bool, plain: bool) -> ops.Destination:

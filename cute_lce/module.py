@@ -21,6 +21,7 @@ from .options import (
     split_options,
     with_default_workspace,
 )
+from .reference import logits
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -56,13 +57,17 @@ class LinearCrossEntropy(nn.Linear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input: Tensor,
-        target: Tensor,
+        target: Tensor | None = None,
         *,
         weight: Tensor | None = None,
         token_weight: Tensor | None = None,
         denominator: Tensor | float | None = None,
     ) -> Tensor:
-        """The loss of input (..., d) for target (...). weight: class weights, (V,), not the projection's."""
+        """The loss of input (..., d) for target (...); without a target the logits (..., V). weight: class
+        weights, (V,), not the projection's."""
+        if target is None:
+            terms = self.terms
+            return logits(input, self.weight, self.bias, logit_scale=terms.logit_scale, softcap=terms.softcap)
         plain = is_plain_eager(input, self.weight, target)
         compute = with_default_workspace(self.compute)
         tensors = self.bias, weight, token_weight, denominator

@@ -1,5 +1,5 @@
 """Calls over several ranks of torch.distributed: the vocabulary in shards, and the tokens in slices."""
 
-from .call import call, linear_cross_entropy, spread_of
+from .modules import VocabParallelLoss, gathered_weight
 
-__all__ = ["call", "linear_cross_entropy", "spread_of"]
+__all__ = ["VocabParallelLoss", "gathered_weight"]

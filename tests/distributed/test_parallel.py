@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism over processes: gloo on a CPU, and NCCL on as many GPUs as there are."""
+"""Tensor, sequence and data parallelism over processes: gloo on a CPU, and NCCL on as many GPUs as there are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ import torch
 from cute_lce import linear_cross_entropy
 from tests.distributed import ranks, tensor_cases
 
-GLOO = {2: tensor_cases.CASES, 3: (tensor_cases.uneven_shards, tensor_cases.targets_in_no_shard)}
+CASES = (*tensor_cases.CASES, *dtensor_cases.CASES)
+GLOO = {
+    2: CASES,
+    3: (tensor_cases.uneven_shards, tensor_cases.targets_in_no_shard, dtensor_cases.a_sharded_weight),
+    4: (
+        tensor_cases.uneven_shards,
+        tensor_cases.slices_of_tokens,
+        dtensor_cases.fully_sharded_and_tensor_parallel,
+        dtensor_cases.tokens_and_vocabulary_sharded,
+    ),
+}
 
 
 def check(count: int, backend: str, cases: Sequence[ranks.Case]) -> None:
@@ -29,7 +39,7 @@ def test_gloo(count: int):
 
 @pytest.mark.gpu_multi
 def test_nccl():
-    check(torch.cuda.device_count(), "nccl", tensor_cases.CASES)
+    check(torch.cuda.device_count(), "nccl", CASES)
 
 
 def _call_with_one_rank_gone(rank: int, port: int, queue) -> None:
