@@ -1,4 +1,4 @@
-"""Tensor, sequence and data parallelism over processes: gloo on a CPU, and NCCL on as many GPUs as there are."""
+"""Tensor, sequence and data parallelism over processes: gloo on a CPU, NCCL on as many GPUs as there are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_lce import linear_cross_entropy
-from tests.distributed import ranks, tensor_cases
+from tests.distributed import dtensor_cases, ranks, tensor_cases
 
 CASES = (*tensor_cases.CASES, *dtensor_cases.CASES)
 GLOO = {

@@ -61,7 +61,7 @@ def test_imports_run_downwards():
         ("streaming", {"arguments", "implementation", "maths", "options", "plan"}),
         (
             "parallel",
-            {"arguments", "implementation", "maths", "ops", "options", "plan", "streaming"},
+            {"arguments", "implementation", "maths", "module", "ops", "options", "plan", "streaming"},
         ),
         ("launch", {"arch", "arguments", "compile", "implementation", "options", "plan", "streaming"}),
     ],
