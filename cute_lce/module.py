@@ -66,8 +66,10 @@ class LinearCrossEntropy(nn.Linear):
         """The loss of input (..., d) for target (...); without a target the logits (..., V). weight: class
         weights, (V,), not the projection's."""
         if target is None:
-            terms = self.terms
-            return logits(input, self.weight, self.bias, logit_scale=terms.logit_scale, softcap=terms.softcap)
+            if self.terms == NO_TERMS:
+                return super().forward(input)
+            scale, softcap = self.terms.logit_scale, self.terms.softcap
+            return logits(input, self.weight, self.bias, logit_scale=scale, softcap=softcap)
         plain = is_plain_eager(input, self.weight, target)
         compute = with_default_workspace(self.compute)
         tensors = self.bias, weight, token_weight, denominator
