@@ -9,7 +9,8 @@ swapped addresses have the same type and would go unnoticed.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+import functools
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 Tensor = Any
 Int32 = Annotated[int, 32]
@@ -48,15 +49,29 @@ class Operands(NamedTuple):
 
 class LossArguments(NamedTuple):
     """The fields of options.LossOptions that kernels read at run time: its numbers, by their names, and the
-    reduction as a number of REDUCTIONS."""
+    reduction as a number of REDUCTIONS. `terms`: names of further numbers, which `with_terms` adds."""
 
     reduction: Int32
     ignore_index: Int64
 
+    terms = ()
+
     @classmethod
     def of(cls, loss: Any) -> LossArguments:
         """loss: LossOptions."""
-        return cls(REDUCTIONS[loss.reduction], *[getattr(loss, name) for name in cls._fields[1:]])
+        kind = with_terms(loss.terms)
+        return kind(REDUCTIONS[loss.reduction], *[getattr(loss, name) for name in kind._fields[1:]])
+
+
+@functools.cache
+def with_terms(terms: tuple[str, ...]) -> Any:
+    """LossArguments with a number for each of the terms, by its name."""
+    if not terms:
+        return LossArguments
+    fields = {**get_type_hints(LossArguments, include_extras=True), **dict.fromkeys(terms, Float32)}
+    kind: Any = NamedTuple("LossArguments", [*fields.items()])  # pyright: ignore[reportArgumentType]
+    kind.terms = terms
+    return kind
 
 
 class GemmPlan(NamedTuple):

@@ -134,13 +134,13 @@ def linear_cross_entropy(
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB
-    values = reduction, ignore_index, schedule, workspace_mb, window
+    values = reduction, ignore_index, logit_scale, schedule, workspace_mb, window
     plain = ops.is_plain_eager(input, linear_weight, target)
     loss, compute = _remembered_options(values) if plain else _options(*values)
     spread = None
     if tp_group is not None or vocab_start is not None or sequence_dim is not None or grad_input != "reduced":
         spread = _parallel().spread_of(tp_group, vocab_start, sequence_dim, grad_input)
-    terms = label_smoothing, logit_scale, softcap, z_loss
+    terms = label_smoothing, softcap, z_loss
     tensors = linear_bias, weight, token_weight, denominator
     destination = None
     if grad_weight_out is not None or grad_weight_dummy is not False:

@@ -236,9 +236,9 @@ class StatsOptions(NamedTuple):
     outputs: tuple[str, ...]
 
     @classmethod
-    def of(cls, ignore_index: int, terms: TermOptions) -> StatsOptions:
+    def of(cls, loss: LossOptions, terms: TermOptions) -> StatsOptions:
         """Of the numbers that RowLoss makes a loss of."""
-        return cls(ignore_index, terms.logit_scale, terms.softcap, 1.0, outputs_of(terms))
+        return cls(loss.ignore_index, loss.logit_scale, terms.softcap, 1.0, outputs_of(terms))
 
 
 class Stats(NamedTuple):

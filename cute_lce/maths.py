@@ -51,16 +51,18 @@ HALF_LEAST = float(2**-60)
 
 
 def logits(product, loss):
-    """What a product of hidden and weight becomes before the softmax: itself. A tensor is changed in place.
+    """What a product of hidden and weight becomes before the softmax. A tensor is changed in place.
 
-    loss: LossOptions, or in kernels arguments.LossArguments, which has its numbers.
+    loss: LossOptions, or in kernels arguments.LossArguments, which has its numbers: those in `terms` matter.
     """
+    if "logit_scale" in loss.terms:
+        product *= loss.logit_scale
     return product
 
 
 def product_gradient(gradient, loss):
-    """The gradient by a product, of one by its logit: the same."""
-    return gradient
+    """The gradient by a product, of one by its logit."""
+    return gradient * loss.logit_scale if "logit_scale" in loss.terms else gradient
 
 
 def capped(x, cap, tanh):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
 
 import torch
@@ -21,6 +20,8 @@ REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
 IGNORE_INDEX = -100
 """The ignore_index that ``None`` stands for, as in torch."""
+NO_SCALE = 1.0
+"""The logit_scale of a call that gives none."""
 MOST_WORKSPACE_MB = 1 << 42
 MOST_WINDOW = (1 << 31) - 1
 """More of either is taken as this much, which no machine has and which fits the ops' int64."""
@@ -37,6 +38,7 @@ class Field(NamedTuple):
 class _LossFields(NamedTuple):
     reduction: Annotated[str, Field("str", "str", static=True)] = "mean"
     ignore_index: Annotated[int, Field("SymInt?", "SymInt", static=False)] = IGNORE_INDEX
+    logit_scale: Annotated[float, Field("float", "float", static=False)] = NO_SCALE
 
 
 class LossOptions(_LossFields):
@@ -44,37 +46,47 @@ class LossOptions(_LossFields):
 
     reduction: "mean" (over the targets that are not ignored), "sum" or "none".
     ignore_index: the target value whose rows have loss 0 and no gradient; ``None`` means -100.
+    logit_scale: a finite number that multiplies the logits.
 
-    Raises ValueError for an unknown reduction and TypeError for a value of the wrong type.
+    Raises ValueError for an unknown reduction or a number out of range, and TypeError for a value of the
+    wrong type. Numbers may be symbolic.
     """
 
     __slots__ = ()
 
-    def __new__(cls, reduction: str = "mean", ignore_index: int | None = IGNORE_INDEX) -> LossOptions:
+    def __new__(
+        cls, reduction: str = "mean", ignore_index: int | None = IGNORE_INDEX, logit_scale: float = NO_SCALE
+    ) -> LossOptions:
         if type(reduction) is not str or reduction not in REDUCTIONS:
             _check_choice("reduction", reduction, REDUCTIONS)
+        if logit_scale != NO_SCALE:
+            _check_finite("logit_scale", logit_scale)
         if ignore_index is None:
             ignore_index = IGNORE_INDEX
         elif isinstance(ignore_index, torch.SymInt):
-            return tuple.__new__(cls, (reduction, ignore_index))
+            return tuple.__new__(cls, (reduction, ignore_index, logit_scale))
         elif isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
             raise TypeError(f"ignore_index: got {type(ignore_index).__name__}, want an int or None")
         if not -(1 << 63) <= ignore_index < 1 << 63:
             raise ValueError(f"ignore_index: got {ignore_index}, want a number in the range of int64")
-        return tuple.__new__(cls, (reduction, ignore_index))
+        return tuple.__new__(cls, (reduction, ignore_index, logit_scale))
 
     def _replace(self, **changes: Any) -> LossOptions:
         return LossOptions(**{**self._asdict(), **changes})
 
     @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of the numbers that are no default: kernels are compiled for them."""
+        return () if self.logit_scale == NO_SCALE else ("logit_scale",)
+
+    @property
     def static(self) -> Any:
-        """The fields that a cache's key holds."""
-        return _static_fields(self)
+        """What a cache's key holds: the static fields, and which terms there are."""
+        return (self.reduction, self.terms) if self.logit_scale != NO_SCALE else self.reduction
 
 
 class _TermFields(NamedTuple):
     label_smoothing: Annotated[float, Field("float", "float", static=False)] = 0.0
-    logit_scale: Annotated[float, Field("float", "float", static=False)] = 1.0
     softcap: Annotated[float | None, Field("float?", "float?", static=False)] = None
     z_loss: Annotated[float, Field("float", "float", static=False)] = 0.0
 
@@ -83,7 +95,6 @@ class TermOptions(_TermFields):
     """The numbers of a loss's terms; the defaults mean that there is no such term.
 
     label_smoothing: in [0, 1], the part of the target's probability that is spread over all classes.
-    logit_scale: a finite number that multiplies the logits.
     softcap: c of z = c tanh(z / c), positive and finite, or None.
     z_loss: the coefficient of lse^2, finite.
 
@@ -95,18 +106,16 @@ class TermOptions(_TermFields):
     def __new__(
         cls,
         label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
         softcap: float | None = None,
         z_loss: float = 0.0,
     ) -> TermOptions:
         _check_number("label_smoothing", label_smoothing)
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
-        _check_finite("logit_scale", logit_scale)
         _check_finite("z_loss", z_loss)
         if softcap is not None:
             check_positive("softcap", softcap)
-        return tuple.__new__(cls, (label_smoothing, logit_scale, softcap, z_loss))
+        return tuple.__new__(cls, (label_smoothing, softcap, z_loss))
 
     def _replace(self, **changes: Any) -> TermOptions:
         return TermOptions(**{**self._asdict(), **changes})
@@ -246,8 +255,8 @@ class CallOptions(TypedDict, total=False):
 
     reduction: str
     ignore_index: int | None
-    label_smoothing: float
     logit_scale: float
+    label_smoothing: float
     softcap: float | None
     z_loss: float
     schedule: str
@@ -285,9 +294,6 @@ def fields(options: type) -> dict[str, Field]:
     """Name -> how it is passed, in the order of the fields."""
     hints = get_type_hints(options.__base__, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
-
-
-_static_fields = itemgetter(*(i for i, field in enumerate(fields(LossOptions).values()) if field.static))
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -55,17 +55,17 @@ def assert_close(
 
 @dataclass(frozen=True)
 class Case:
-    """One call: input (..., d), linear_weight (V, d), target (...)."""
+    """One call: input (..., d), linear_weight (V, d), target (...); what of its loss the kernels serve."""
 
     input: Tensor
     linear_weight: Tensor
     target: Tensor
     ignore_index: int = -100
+    logit_scale: float = 1.0
 
     def to(self, device: str) -> Case:
-        return Case(
-            self.input.to(device), self.linear_weight.to(device), self.target.to(device), self.ignore_index
-        )
+        moved = (each.to(device) for each in (self.input, self.linear_weight, self.target))
+        return Case(*moved, self.ignore_index, self.logit_scale)
 
     def expected(self, dloss: Tensor | float = 1.0, reduction: str = "mean"):
         """(loss, dinput, dlinear_weight) in float64."""
@@ -76,6 +76,7 @@ class Case:
             dloss,
             reduction=reduction,
             ignore_index=self.ignore_index,
+            logit_scale=self.logit_scale,
         )
 
     @property
@@ -103,6 +104,7 @@ class Case:
             dloss,
             reduction=reduction,
             ignore_index=self.ignore_index,
+            logit_scale=self.logit_scale,
         )
         return loss, dinput.to(dtype), dweight.to(dtype)
 
@@ -112,10 +114,11 @@ class Case:
         target = self.target.flatten().long()
         valid = target != self.ignore_index
         onehot = torch.nn.functional.one_hot(target.where(valid, 0), weight.shape[0])
-        dlogits = (hidden @ weight.mT).softmax(1) - onehot
+        dlogits = (hidden @ weight.mT * self.logit_scale).softmax(1) - onehot
         upstream = torch.as_tensor(dloss, dtype=torch.float32, device=hidden.device)
         if reduction == "mean":
             upstream = upstream / valid.sum().clamp(min=1)
+        upstream = upstream * self.logit_scale
         factor = torch.where(valid, upstream.expand(self.target.shape).flatten(), 0).unsqueeze(1)
         before, after = (factor, 1.0) if dtype is torch.bfloat16 else (1.0, factor)
         dlogits = (before * dlogits).to(dtype).float()

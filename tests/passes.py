@@ -17,7 +17,7 @@ def operands_of(case: Case) -> Operands:
 
 
 def loss_of(case: Case, reduction: str) -> LossOptions:
-    return LossOptions(reduction, case.ignore_index)
+    return LossOptions(reduction, case.ignore_index, case.logit_scale)
 
 
 def statistics_of(results: Results) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,7 +33,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
-from cute_lce.arguments import LossArguments
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.row_stats import fma
@@ -71,7 +70,7 @@ class References:
         self.kept = kept
 
     @cute.jit
-    def __call__(self, hidden, weight, target, keep: KeepTensors, loss: LossArguments, stream: cuda.CUstream):
+    def __call__(self, hidden, weight, target, keep: KeepTensors, loss, stream: cuda.CUstream):
         n = cute.size(target)
         self.kernel(hidden, weight, target, keep, loss).launch(
             grid=(cute.ceil_div(n, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
@@ -84,7 +83,7 @@ class References:
         weight: cute.Tensor,
         target: cute.Tensor,
         keep: KeepTensors,
-        loss: LossArguments,
+        loss,
     ):
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
@@ -153,7 +152,7 @@ class Finish:
         target_logit: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
-        loss: LossArguments,
+        loss,
     ):
         thread = cute.arch.thread_idx()[0]
         rows, columns, _ = cute.arch.block_idx()

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_lce import maths
-from cute_lce.arguments import REDUCTIONS, LossArguments
+from cute_lce.arguments import REDUCTIONS
 
 
 def exp(exponent):
@@ -19,7 +19,7 @@ def exp(exponent):
 
 
 @cute.jit
-def grad_scale(dloss: cute.Tensor, num_valid: cute.Tensor, loss: LossArguments, row: Int32) -> Float32:
+def grad_scale(dloss: cute.Tensor, num_valid: cute.Tensor, loss, row: Int32) -> Float32:
     """The gradient of the loss by a valid row's products, but for the softmax: dloss, over num_valid for
     "mean"."""
     scale = dloss[row]

@@ -98,7 +98,8 @@ class KernelBackward:
         problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
         chosen = plan or backward_plan.plan(gpu_of(device), problem, kept, request.limits)
         configs = chosen.tokens, chosen.dweight
-        self.function = cache.get(BackwardKey(*configs, dtype_name(dtype), dtype_name(target.dtype), added))
+        dtypes = dtype_name(dtype), dtype_name(target.dtype)
+        self.function = cache.get(BackwardKey(*configs, *dtypes, added, loss.terms))
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None

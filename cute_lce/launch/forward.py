@@ -85,8 +85,8 @@ class KernelForward:
         self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         gpu, limits = gpu_of(device), request.limits
         chosen = plan or forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, kept=kept)
-        key = ForwardKey(chosen.config, dtype_name(hidden.dtype), dtype_name(target.dtype), keeps=kept > 0)
-        self.function = cache.get(key)
+        dtypes = dtype_name(hidden.dtype), dtype_name(target.dtype)
+        self.function = cache.get(ForwardKey(chosen.config, *dtypes, keeps=kept > 0, terms=loss.terms))
         self.gemm, self.nothing_kept = freeze(chosen.gemm), freeze(_NOTHING_KEPT)
         self.wants_statistics, self.kept_columns = request.statistics, kept
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
@@ -211,5 +211,5 @@ class ShardForward(KernelForward):
                 columns=self.kept_columns,
             )
         # One loss and one count are written, whatever is asked for.
-        summed = loss_arguments(LossOptions("sum", loss.ignore_index))
+        summed = loss_arguments(loss._replace(reduction="sum"))
         self.function(*operands, summed, outputs, self.gemm, keep)

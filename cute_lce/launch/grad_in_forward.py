@@ -36,12 +36,13 @@ class _Chunk:
     Losses are asked for by row, and the gradients are those of their sum: the upstream gradient is 1.
     """
 
-    def __init__(self, plan: plans.ChunkPlan, dtype: str, target_dtype: str, problem: Problem):
+    def __init__(self, plan: plans.ChunkPlan, dtypes: tuple[str, str], terms: tuple, problem: Problem):
+        """terms: LossOptions.terms."""
         forward, backward = plan.forward, plan.backward
         n, d, vocab = forward.n, problem.d, problem.vocab
-        self.forward = cache.get(ForwardKey(forward.config, dtype, target_dtype, keeps=True))
+        self.forward = cache.get(ForwardKey(forward.config, *dtypes, keeps=True, terms=terms))
         self.backward = cache.get(
-            BackwardKey(backward.tokens, backward.dweight, dtype, target_dtype, added="float32")
+            BackwardKey(backward.tokens, backward.dweight, *dtypes, added="float32", terms=terms)
         )
         (stripe,) = backward.stripes
         self.paced = bool(stripe.dhidden.paced or stripe.dweight.paced)
@@ -75,7 +76,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     problem = Problem(n, d, vocab, half, request.need_dinput, request.need_dweight)
     plan = plans.plan(gpu_of(device), problem, request.limits)
     names = dtype_name(hidden.dtype), dtype_name(target.dtype)
-    chunks = {tokens: _Chunk(each, *names, problem) for tokens, each in plan.chunks.items()}
+    chunks = {tokens: _Chunk(each, names, loss.terms, problem) for tokens, each in plan.chunks.items()}
 
     def rows(count: int) -> Tensor:
         return torch.empty((count, d), dtype=torch.float32, device=device)

@@ -1,9 +1,9 @@
 """torch.library: schemas, fakes, autograd and the choice of an implementation. No arithmetic.
 
-`torch.ops.cute_lce.fused_linear_cross_entropy` is the public op, a composite (call.py): it checks its
-arguments, casts under autocast, determines which gradients are needed and which schedule to use, and calls
-one of the inner ops (inner.py). These are functional, take as ints all sizes that their tensors do not show,
-and have their own fake functions and autograd (autograd.py):
+`torch.ops.cute_lce.fused_linear_cross_entropy` (public.py) is the public op, a composite (call.py): it checks
+its arguments, casts under autocast, determines which gradients are needed and which schedule to use, and
+calls one of the inner ops (inner.py). These are functional, take as ints all sizes that their tensors do not
+show, and have their own fake functions and autograd (autograd.py):
 
     forward           the loss and the row statistics: "recompute"
     forward_keep      the same, and what the backward then does not recompute: "keep"
@@ -18,8 +18,9 @@ Their bodies call the implementation that `select.implementation` picks by devic
 """
 
 from .autograd import Destination, is_writable
-from .call import is_plain_eager, linear_cross_entropy
+from .call import linear_cross_entropy
 from .logprob import linear_logprob
+from .public import is_plain_eager
 from .select import implementation
 from .terms import TermTensors
 from .terms import linear_cross_entropy as linear_cross_entropy_with_terms

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import Request
-from ..options import NO_TERMS, ComputeOptions, LossOptions, split_options
+from ..options import ComputeOptions, LossOptions
 from ..plan.problem import Problem
-from . import autograd, inner, prepared, schemas, terms
+from . import autograd, inner, prepared
 from .autograd import Destination
 from .checks import autocast, check_tensors, flatten
-from .plain import is_plain_eager
 from .prepared import Prepared, key_of
 from .select import implementation
 
@@ -145,28 +144,3 @@ def _bind_eager(schedule: str, operands: Operands, request: Request, adds: bool)
 
 def _run_for_loss(run, loss: LossOptions, *operands: Tensor) -> Tensor:
     return run(Operands(*operands), loss).loss
-
-
-def _fused_linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    denominator: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
-    loss, numbers, compute = split_options(options)
-    tensors = terms.TermTensors(linear_bias, weight, token_weight, denominator)
-    if tensors.any or numbers != NO_TERMS:
-        operands = Operands(input, linear_weight, target)
-        return terms.linear_cross_entropy(operands, tensors, loss, numbers, compute)
-    watched = not is_plain_eager(input, linear_weight, target)
-    return linear_cross_entropy(input, linear_weight, target, loss, compute, watched=watched)
-
-
-inner.library.define(schemas.PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
-inner.library.impl("fused_linear_cross_entropy", _fused_linear_cross_entropy, "CompositeImplicitAutograd")

@@ -11,7 +11,7 @@ from ..options import ComputeOptions, LossOptions, TermOptions, check_outputs, c
 from . import inner
 from .checks import TARGET_DTYPES, check_term, flatten, refuse_gradient
 from .select import DTYPES
-from .terms import checked, decide, stats_of
+from .terms import checked, decide, plain_losses, stats_of
 
 _SCHEMA = (
     "fused_linear_logprob(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
@@ -49,15 +49,21 @@ def linear_logprob(
         raise TypeError(f"entropy_grad: got {type(entropy_grad).__name__}, want a bool")
     if schedule == "grad_in_forward":
         raise ValueError("schedule: got 'grad_in_forward', want 'recompute', 'keep' or 'auto'")
-    loss, compute = LossOptions("none", ignore_index), ComputeOptions(schedule, workspace_mb, window)
-    terms = TermOptions(logit_scale=logit_scale, softcap=softcap)
+    loss, compute = (
+        LossOptions("none", ignore_index, logit_scale),
+        ComputeOptions(schedule, workspace_mb, window),
+    )
+    terms = TermOptions(softcap=softcap)
     operands, linear_bias = checked(Operands(input, linear_weight, target), linear_bias)
     _check(operands, temperature, topk_ids, outputs)
     flat = flatten(operands)
     n, shape = flat.hidden.shape[0], target.shape
-    options = StatsOptions(
-        loss.ignore_index, terms.logit_scale, terms.softcap, temperature_number, tuple(outputs)
-    )
+    if tuple(outputs) == ("logprob",) and linear_bias is None and softcap is None and temperature is None:
+        # A plain call's, which the kernels serve.
+        scaled = loss._replace(logit_scale=logit_scale / temperature_number)
+        return [-plain_losses(flat, scaled, compute).view(shape)]
+    numbers = loss.ignore_index, loss.logit_scale, terms.softcap, temperature_number
+    options = StatsOptions(*numbers, tuple(outputs))
     given = StatsOperands(
         *flat,
         linear_bias,

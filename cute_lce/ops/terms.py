@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import Request, RowLoss, Stats, StatsOperands, StatsOptions
+from ..implementation import Request, RowLoss, Stats, StatsOperands, StatsOptions, outputs_of
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..plan.problem import Problem
 from ..streaming.products import accumulate_dtype
+from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
+from .plain import is_plain_eager
 from .select import DTYPES, statistics
 from .token_stats import (
     LossGradientsFunction,
@@ -54,6 +56,10 @@ def linear_cross_entropy(
     operands, linear_bias = checked(operands, tensors.linear_bias)
     _check(operands, tensors)
     flat = flatten(operands)
+    weighs = tensors.weight is not None or tensors.token_weight is not None
+    # What changes no number of a token but its factor is a plain call, which the kernels serve.
+    plainly = outputs_of(terms) == ("logprob",) and terms.softcap is None and linear_bias is None
+    plainly = plainly and not (weighs and compute.schedule == "grad_in_forward")
     V, acc = flat.weight.shape[0], accumulate_dtype(flat.hidden.dtype)
     valid = flat.target.long() != loss.ignore_index
     target_weight = token_weight = None
@@ -63,17 +69,44 @@ def linear_cross_entropy(
     if tensors.token_weight is not None:
         token_weight = torch.where(valid, tensors.token_weight.reshape(-1), 0).to(acc)
     row_loss = RowLoss(terms, target_weight, token_weight)
-    options = StatsOptions.of(loss.ignore_index, terms)
-    given = StatsOperands(*flat, linear_bias, tensors.weight if "total_nll" in options.outputs else None)
-    schedule, how = decide(given, options, compute, loss.reduction, destination)
-    if schedule == "grad_in_forward":
-        total = _loss_gradients(given, row_loss, how, loss.reduction != "none")
+    if plainly and not weighs and loss.reduction != "none":
+        total = plain_losses(flat, loss._replace(reduction="sum"), compute, destination)
+    elif plainly:
+        nll = plain_losses(flat, loss._replace(reduction="none"), compute, destination)
+        total = row_loss.losses(Stats(logprob=-nll), V)
+        total = total if loss.reduction == "none" else total.sum()
     else:
-        losses = row_loss.losses(stats_of(given, how), V)
-        total = losses if loss.reduction == "none" else losses.sum()
+        total = _from_stats(flat, linear_bias, tensors.weight, row_loss, loss, compute, destination)
     if loss.reduction == "none":
         return total.view(operands.target.shape)
     return _mean(total, valid, target_weight, tensors.denominator) if loss.reduction == "mean" else total
+
+
+def plain_losses(
+    operands: Operands, loss: LossOptions, compute: ComputeOptions, destination: Destination | None = None
+) -> Tensor:
+    """A call without terms but loss.logit_scale, of operands in two dimensions."""
+    watched = not is_plain_eager(*operands)
+    return call.linear_cross_entropy(*operands, loss, compute, watched=watched, destination=destination)
+
+
+def _from_stats(
+    operands: Operands,
+    linear_bias: Tensor | None,
+    class_weight: Tensor | None,
+    row_loss: RowLoss,
+    loss: LossOptions,
+    compute: ComputeOptions,
+    destination: Destination | None,
+) -> Tensor:
+    """The rows' losses, or their sum, from numbers of each token."""
+    options = StatsOptions.of(loss, row_loss.terms)
+    given = StatsOperands(*operands, linear_bias, class_weight if "total_nll" in options.outputs else None)
+    schedule, how = decide(given, options, compute, loss.reduction, destination)
+    if schedule == "grad_in_forward":
+        return _loss_gradients(given, row_loss, how, loss.reduction != "none")
+    losses = row_loss.losses(stats_of(given, how), operands.weight.shape[0])
+    return losses if loss.reduction == "none" else losses.sum()
 
 
 def checked(operands: Operands, linear_bias: Tensor | None) -> tuple[Operands, Tensor | None]:
@@ -157,7 +190,8 @@ def _loss_gradients(operands: StatsOperands, row_loss: RowLoss, how: StatsHow, t
     request = how.request
     tensors = *operands, row_loss.target_weight, row_loss.token_weight
     needed = request.need_dinput, request.need_dweight, request.need_dbias
-    arguments = how.options.ignore_index, *row_loss.terms, *request.limits, *needed, total
+    numbers = how.options.ignore_index, how.options.logit_scale, *row_loss.terms
+    arguments = *numbers, *request.limits, *needed, total
     if how.destination is None:
         return token_loss_gradients(*tensors, *arguments)[0]
     run = functools.partial(_run, token_loss_gradients, arguments)

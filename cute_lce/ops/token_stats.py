@@ -61,7 +61,7 @@ TOKEN_STATS_BACKWARD = (
 _TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
 TOKEN_LOSS_GRADIENTS = (
     f"token_loss_gradients({_OPERANDS}, Tensor? target_weight, Tensor? token_weight, SymInt ignore_index, "
-    f"{_TERMS}, {_LIMITS}, {_NEEDED}, bool total)"
+    f"float logit_scale, {_TERMS}, {_LIMITS}, {_NEEDED}, bool total)"
     " -> (Tensor loss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator, "
     "Tensor dbias_accumulator)"
 )
@@ -79,9 +79,9 @@ def _options_of(arguments: tuple) -> tuple[StatsOptions, tuple]:
 
 def _terms_of(arguments: tuple) -> tuple[StatsOptions, TermOptions, tuple]:
     """Those of token_loss_gradients behind its tensors, and the rest."""
-    end = 1 + len(TermOptions._fields)
-    terms = TermOptions._make(arguments[1:end])
-    return StatsOptions.of(arguments[0], terms), terms, arguments[end:]
+    end = 2 + len(TermOptions._fields)
+    loss, terms = LossOptions._make(("none", *arguments[:2])), TermOptions._make(arguments[2:end])
+    return StatsOptions.of(loss, terms), terms, arguments[end:]
 
 
 # ----------------------------------------------------------------------------------------------------------

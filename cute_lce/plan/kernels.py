@@ -10,13 +10,15 @@ from ..arch import KernelConfig, architecture
 class ForwardKey(NamedTuple):
     """The key of a kernels.entry.forward.Forward.
 
-    dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64".
+    dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64". terms: names of the
+    loss's numbers that are no default (options.LossOptions.terms), whose values are arguments.
     """
 
     config: KernelConfig
     dtype: str = "bfloat16"
     target_dtype: str = "int64"
     keeps: bool = False
+    terms: tuple[str, ...] = ()
 
 
 class BackwardKey(NamedTuple):
@@ -31,19 +33,22 @@ class BackwardKey(NamedTuple):
     dtype: str = "bfloat16"
     target_dtype: str = "int64"
     added: str = ""
+    terms: tuple[str, ...] = ()
 
 
 Key = ForwardKey | BackwardKey
 
 
-def kernels(arch: str, dtype: str, target_dtype: str, added: str = "") -> list[Key]:
+def kernels(
+    arch: str, dtype: str, target_dtype: str, added: str = "", terms: tuple[str, ...] = ()
+) -> list[Key]:
     """The keys of all kernels that calls with these types may need; added: see BackwardKey."""
     row = architecture(arch)
     keys: dict[Key, None] = {}
     for configs in row.configs:
         for config in configs.tokens:
             for keeps in (False, True):
-                keys[ForwardKey(config, dtype, target_dtype, keeps)] = None
+                keys[ForwardKey(config, dtype, target_dtype, keeps, terms)] = None
             for dweight in configs.dweight:
-                keys[BackwardKey(config, dweight, dtype, target_dtype, added)] = None
+                keys[BackwardKey(config, dweight, dtype, target_dtype, added, terms)] = None
     return list(keys)

@@ -475,7 +475,7 @@ def test_any_window_however_wide(window, schedule):
 
 
 def test_replace_checks_as_the_call_does():
-    assert LossOptions()._replace(reduction="sum", ignore_index=None) == ("sum", -100)
+    assert LossOptions()._replace(reduction="sum", ignore_index=None) == ("sum", -100, 1.0)
     assert ComputeOptions()._replace(window=3) == ComputeOptions(window=3)
     with pytest.raises(ValueError, match="reduction: got 'batchmean'"):
         LossOptions()._replace(reduction="batchmean")

@@ -57,19 +57,19 @@ def test_opcheck_public(schedule, reduction):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_forward(dtype, reduction, requires_grad):
     operands = sample(dtype, requires_grad)
-    torch.library.opcheck(OPS.forward.default, (*operands, reduction, -100, 0, 0))
+    torch.library.opcheck(OPS.forward.default, (*operands, reduction, -100, 1.0, 0, 0))
     for kept in (0, 64, 100):
-        torch.library.opcheck(OPS.forward_keep.default, (*operands, reduction, -100, 0, 0, kept))
+        torch.library.opcheck(OPS.forward_keep.default, (*operands, reduction, -100, 1.0, 0, 0, kept))
 
 
 @pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_opcheck_backward(reduction, needed):
     hidden, weight, target = sample(torch.bfloat16, False)
-    loss, *statistics, kept, scale = OPS.forward_keep(hidden, weight, target, reduction, -100, 0, 0, 64)
+    loss, *statistics, kept, scale = OPS.forward_keep(hidden, weight, target, reduction, -100, 1.0, 0, 0, 64)
     dloss = torch.ones_like(loss)
     for what in ((None, None), (kept, scale)):
-        arguments = (dloss, hidden, weight, target, *statistics, *what, reduction, -100, 0, 0, *needed)
+        arguments = (dloss, hidden, weight, target, *statistics, *what, reduction, -100, 1.0, 0, 0, *needed)
         torch.library.opcheck(OPS.backward.default, arguments)
 
 
@@ -79,23 +79,38 @@ def test_opcheck_grad_in_forward(needed, requires_grad):
     operands = sample(torch.bfloat16, False)
     for tensor, need in zip(operands, needed, strict=False):
         tensor.requires_grad_(requires_grad and need)
-    arguments = (*operands, "mean", -100, 0, 0, *needed)
+    arguments = (*operands, "mean", -100, 1.0, 0, 0, *needed)
     torch.library.opcheck(OPS.grad_in_forward.default, arguments)
     loss, *saved = OPS.grad_in_forward(*(t.detach() for t in operands), *arguments[3:])
-    torch.library.opcheck(OPS.scale_gradients.default, (loss, *saved, "mean", -100, torch.bfloat16, *needed))
+    torch.library.opcheck(
+        OPS.scale_gradients.default, (loss, *saved, "mean", -100, 1.0, torch.bfloat16, *needed)
+    )
 
 
 def test_inner_ops_refuse_double_backward():
     hidden, weight, target = sample()
-    loss, *statistics = OPS.forward(hidden, weight, target, "mean", -100, 0, 0)
+    loss, *statistics = OPS.forward(hidden, weight, target, "mean", -100, 1.0, 0, 0)
     dinput, _ = OPS.backward(
-        torch.ones_like(loss), hidden, weight, target, *statistics, None, None, "mean", -100, 0, 0, True, True
+        torch.ones_like(loss),
+        hidden,
+        weight,
+        target,
+        *statistics,
+        None,
+        None,
+        "mean",
+        -100,
+        1.0,
+        0,
+        0,
+        True,
+        True,
     )
     with pytest.raises(RuntimeError, match="double backward"):
         dinput.sum().backward()
-    loss, *saved = OPS.grad_in_forward(hidden, weight, target, "mean", -100, 0, 0, True, True)
+    loss, *saved = OPS.grad_in_forward(hidden, weight, target, "mean", -100, 1.0, 0, 0, True, True)
     dloss = torch.ones((), requires_grad=True)
-    arguments = (*(t.detach() for t in saved), "mean", -100, torch.float32, True, True)
+    arguments = (*(t.detach() for t in saved), "mean", -100, 1.0, torch.float32, True, True)
     dinput, _ = OPS.scale_gradients(dloss, *arguments)
     with pytest.raises(RuntimeError, match="double backward"):
         dinput.sum().backward()
@@ -104,10 +119,10 @@ def test_inner_ops_refuse_double_backward():
 @pytest.mark.parametrize("name", [*STATISTICS[:2], "kept", "kept_scale"])
 def test_the_backward_refuses_the_derivative_by_any_tensor(name):
     hidden, weight, target = sample(requires_grad=False)
-    loss, *others = OPS.forward_keep(hidden, weight, target, "mean", -100, 0, 0, 64)
+    loss, *others = OPS.forward_keep(hidden, weight, target, "mean", -100, 1.0, 0, 0, 64)
     given = dict(zip([*STATISTICS, "kept", "kept_scale"], others, strict=True))
     given[name].requires_grad_()
-    arguments = (torch.ones_like(loss), hidden, weight, target, *given.values(), "mean", -100, 0, 0)
+    arguments = (torch.ones_like(loss), hidden, weight, target, *given.values(), "mean", -100, 1.0, 0, 0)
     for gradient in OPS.backward(*arguments, True, True):
         with pytest.raises(RuntimeError, match="double backward"):
             gradient.sum().backward()
@@ -115,10 +130,10 @@ def test_the_backward_refuses_the_derivative_by_any_tensor(name):
 
 @pytest.mark.parametrize("name", ["dinput_accumulator", "dweight_accumulator"])
 def test_scale_gradients_refuses_the_derivative_by_its_accumulators(name):
-    loss, *saved = OPS.grad_in_forward(*sample(requires_grad=False), "mean", -100, 0, 0, True, True)
+    loss, *saved = OPS.grad_in_forward(*sample(requires_grad=False), "mean", -100, 1.0, 0, 0, True, True)
     given = dict(zip(["num_valid", "dinput_accumulator", "dweight_accumulator"], saved, strict=True))
     given[name].requires_grad_()
-    arguments = (torch.ones_like(loss), *given.values(), "mean", -100, torch.float32)
+    arguments = (torch.ones_like(loss), *given.values(), "mean", -100, 1.0, torch.float32)
     for gradient in OPS.scale_gradients(*arguments, True, True):
         with pytest.raises(RuntimeError, match="double backward"):
             gradient.sum().backward()
@@ -127,7 +142,7 @@ def test_scale_gradients_refuses_the_derivative_by_its_accumulators(name):
 def test_only_the_loss_is_differentiable():
     operands = sample()
     for name, more in (("forward", ()), ("forward_keep", (64,)), ("grad_in_forward", (True, True))):
-        loss, *others = getattr(OPS, name)(*operands, "mean", -100, 0, 0, *more)
+        loss, *others = getattr(OPS, name)(*operands, "mean", -100, 1.0, 0, 0, *more)
         assert loss.requires_grad
         assert not any(tensor.requires_grad for tensor in others)
 
@@ -514,6 +529,8 @@ def test_only_the_reduction_of_the_loss_is_static():
     assert all(field.static for field in fields(ComputeOptions).values())
     assert LossOptions("sum", 3).static == LossOptions("sum", 4).static
     assert LossOptions("sum", 3).static != LossOptions("none", 3).static
+    # But for which terms there are, for which kernels are compiled.
+    assert LossOptions(logit_scale=2.0).static == LossOptions(logit_scale=3.0).static != LossOptions().static
 
 
 @pytest.mark.parametrize("need_dweight", [True, False])
@@ -566,8 +583,8 @@ def test_the_public_ops_schema_names_every_option():
     assert options == {
         "reduction": "mean",
         "ignore_index": -100,
-        "label_smoothing": 0.0,
         "logit_scale": 1.0,
+        "label_smoothing": 0.0,
         "softcap": None,
         "z_loss": 0.0,
         "schedule": "auto",
@@ -640,7 +657,7 @@ def test_the_inner_ops_schemas_name_every_field_of_the_loss(name, before, behind
     found = arguments_of(getattr(OPS, name).default)
     assert [*found] == [*before, *LossOptions._fields, *behind]
     types = {key: found[key][0] for key in LossOptions._fields}
-    assert types == {"reduction": "str", "ignore_index": "SymInt"}
+    assert types == {"reduction": "str", "ignore_index": "SymInt", "logit_scale": "float"}
     assert all(default is None for _, default in found.values())
     if name == "backward":
         assert [argument for argument in found if argument in Saved._fields or argument in OPERANDS] == [

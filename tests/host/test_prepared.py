@@ -113,16 +113,16 @@ def test_the_ops_of_a_kind_are_planned_once(kept: int, launches: Launches, monke
     ops = torch.ops.cute_lce
     for _ in range(3):
         if kept:
-            loss, *saved = ops.forward_keep(hidden, weight, target, "mean", -100, 0, 0, kept)
+            loss, *saved = ops.forward_keep(hidden, weight, target, "mean", -100, 1.0, 0, 0, kept)
         else:
-            loss, *saved = *ops.forward(hidden, weight, target, "mean", -100, 0, 0), None, None
-        ops.backward(loss, hidden, weight, target, *saved, "mean", -100, 0, 0, True, True)
+            loss, *saved = *ops.forward(hidden, weight, target, "mean", -100, 1.0, 0, 0), None, None
+        ops.backward(loss, hidden, weight, target, *saved, "mean", -100, 1.0, 0, 0, True, True)
         assert (forward.call_count, backward.call_count, len(prepared.cache)) == (1, 1, 1)
     assert len(launches.forward) == 3
     stripes = 2 if kept == 512 else 1
     assert len(launches.backward) == 3 * stripes
     for _ in range(2):
-        ops.backward(loss, hidden, weight, target, *saved, "mean", -100, 0, 0, False, True)
+        ops.backward(loss, hidden, weight, target, *saved, "mean", -100, 1.0, 0, 0, False, True)
         assert (forward.call_count, backward.call_count, len(prepared.cache)) == (1, 2, 1)
     wanted = [tuple(address != 0 for address in arguments[6][:2]) for arguments in launches.backward]
     assert wanted == [(True, True)] * 3 * stripes + [(False, True)] * 2 * stripes

@@ -17,10 +17,10 @@ from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
     GradientOperands,
     Gradients,
-    LossArguments,
     Statistics,
     Stripe,
     Upstream,
+    with_terms,
 )
 from cute_lce.kernels.entry.types import (
     ELEMENTS,
@@ -74,7 +74,7 @@ class Backward:
         hidden: cute.Tensor,  # (n, d)
         weight: cute.Tensor,  # (V, d)
         target: cute.Tensor,  # (n,)
-        loss: LossArguments,
+        loss,  # LossArguments, or with_terms
         upstream: Upstream,
         statistics: Statistics,
         gradients: Gradients,
@@ -184,6 +184,7 @@ def compile_backward(
     dtype: str,
     target_dtype: str,
     added: str,
+    terms: tuple[str, ...],
     *,
     options: str,
 ):
@@ -191,7 +192,7 @@ def compile_backward(
     return cute.compile(
         Backward(tokens, dweight, half=dtype == "float16", added=ADDED[added]),
         *example_operands(dtype, target_dtype),
-        example(LossArguments),
+        example(with_terms(terms)),
         example(Upstream),
         example(Statistics),
         example(Gradients),

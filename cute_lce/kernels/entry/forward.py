@@ -12,8 +12,8 @@ from cute_lce.arguments import (
     ForwardOutputs,
     GemmPlan,
     KeepOutputs,
-    LossArguments,
     units,
+    with_terms,
 )
 from cute_lce.kernels.combine import Combine, CombineTensors
 from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
@@ -60,7 +60,7 @@ class Forward:
         hidden: cute.Tensor,  # (n, d)
         weight: cute.Tensor,  # (V, d)
         target: cute.Tensor,  # (n,)
-        loss: LossArguments,
+        loss,  # LossArguments, or with_terms
         outputs: ForwardOutputs,
         grid: GemmPlan,
         keep: KeepOutputs,
@@ -139,13 +139,19 @@ class Forward:
 
 
 def compile_forward(
-    config: KernelConfig, dtype: str, target_dtype: str, keeps: bool = False, *, options: str
+    config: KernelConfig,
+    dtype: str,
+    target_dtype: str,
+    keeps: bool = False,
+    terms: tuple[str, ...] = (),
+    *,
+    options: str,
 ):
     """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
         Forward(config, maths.KEPT_RANGES[dtype] if keeps else None),
         *example_operands(dtype, target_dtype),
-        example(LossArguments),
+        example(with_terms(terms)),
         example(ForwardOutputs),
         example(GemmPlan),
         example(KeepOutputs),

@@ -1,0 +1,39 @@
+"""The public op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import Operands
+from ..options import NO_TERMS, split_options
+from . import inner, schemas, terms
+from .call import linear_cross_entropy
+from .plain import is_plain_eager
+
+
+def _fused_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
+    loss, numbers, compute = split_options(options)
+    tensors = terms.TermTensors(linear_bias, weight, token_weight, denominator)
+    if tensors.any or numbers != NO_TERMS:
+        operands = Operands(input, linear_weight, target)
+        return terms.linear_cross_entropy(operands, tensors, loss, numbers, compute)
+    watched = not is_plain_eager(input, linear_weight, target)
+    return linear_cross_entropy(input, linear_weight, target, loss, compute, watched=watched)
+
+
+inner.library.define(schemas.PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
+inner.library.impl("fused_linear_cross_entropy", _fused_linear_cross_entropy, "CompositeImplicitAutograd")
