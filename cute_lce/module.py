@@ -66,9 +66,9 @@ class LinearCrossEntropy(nn.Linear):
         """The loss of input (..., d) for target (...); without a target the logits (..., V). weight: class
         weights, (V,), not the projection's."""
         if target is None:
-            if self.terms == NO_TERMS:
+            if self.terms == NO_TERMS and not self.options.terms:
                 return super().forward(input)
-            scale, softcap = self.terms.logit_scale, self.terms.softcap
+            scale, softcap = self.options.logit_scale, self.terms.softcap
             return logits(input, self.weight, self.bias, logit_scale=scale, softcap=softcap)
         plain = is_plain_eager(input, self.weight, target)
         compute = with_default_workspace(self.compute)

@@ -64,8 +64,8 @@ class Case:
     logit_scale: float = 1.0
 
     def to(self, device: str) -> Case:
-        moved = (each.to(device) for each in (self.input, self.linear_weight, self.target))
-        return Case(*moved, self.ignore_index, self.logit_scale)
+        tensors = {name: getattr(self, name).to(device) for name in ("input", "linear_weight", "target")}
+        return replace(self, **tensors)
 
     def expected(self, dloss: Tensor | float = 1.0, reduction: str = "mean"):
         """(loss, dinput, dlinear_weight) in float64."""

@@ -35,7 +35,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
-from cute_lce.kernels.row_stats import fma
+from cute_lce.kernels.row_stats import fma, to_logits
 from cute_lce.maths import LOG2_E
 
 WARPS = 4
@@ -110,7 +110,7 @@ class References:
             for k in cutlass.range_constexpr(count):
                 totals[k] = cute.arch.warp_reduction(totals[k], lambda a, b: a + b)
             if lane == 0:
-                totals.store(maths.logits(totals.load(), loss))
+                to_logits(totals, loss)
                 guess = totals[0] * Float32(LOG2_E)
                 if cutlass.const_expr(self.kept.samples > 0):
                     least = totals[1]

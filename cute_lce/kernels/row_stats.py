@@ -28,6 +28,19 @@ def grad_scale(dloss: cute.Tensor, num_valid: cute.Tensor, loss, row: Int32) -> 
     return maths.product_gradient(scale, loss)
 
 
+def to_logits(products: cute.Tensor, loss):
+    """Products in registers become logits. loss: LossArguments, perhaps with terms.
+
+    Terms take them one by one: of a vector times a number LLVM leaves half of a packed register unwritten.
+    Without terms a vector is loaded and stored, which costs nothing, and is what was measured.
+    """
+    if loss.terms:
+        for i in range(cute.size(products)):
+            products[i] = maths.logits(products[i], loss)
+    else:
+        products.store(maths.logits(products.load(), loss))
+
+
 def fma(a, b: float, c):
     """a b + c in one instruction."""
     return cute.math.fma(a, Float32(b), c)

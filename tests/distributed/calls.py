@@ -57,6 +57,7 @@ def check(
         *(hidden, weight, target),
         reduction=reduction,
         ignore_index=case.ignore_index,
+        logit_scale=case.logit_scale,
         tp_group=here.group,
         vocab_start=None if sizes is None else start,
         sequence_dim=sequence_dim,

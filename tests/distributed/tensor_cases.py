@@ -47,6 +47,8 @@ def uneven_shards(here: Rank) -> None:
     for name in ("ragged", "confident", "jumps", "leading", "strided", "int32"):
         case = make(name, here.dtypes[0])
         check(here, case, sizes=shard_sizes(case.linear_weight.shape[0], here.ranks), reduction="none")
+    case = replace(case, logit_scale=0.3)
+    check(here, case, sizes=shard_sizes(case.linear_weight.shape[0], here.ranks), reduction="mean")
     # A rank with a single class, and padded features.
     case = random_case(33, 37, 200 + here.ranks, torch.bfloat16)
     sizes = [200 + here.ranks - (here.ranks - 1), *[1] * (here.ranks - 1)]

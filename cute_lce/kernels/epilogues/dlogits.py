@@ -96,7 +96,7 @@ class DlogitsEpilogue:
         split: Int32,
     ):
         fragment = self.fragment
-        frag.store(maths.logits(frag.load(), tensors.loss))
+        row_stats.to_logits(frag, tensors.loss)
         for c in cutlass.range_constexpr(fragment.count):
             ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
             factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)

@@ -140,7 +140,7 @@ class ForwardEpilogue:
         """Products become logits, rows beyond the vocabulary -inf; the targets' logits in the fragment are
         stored."""
         fragment = self.fragment
-        frag.store(maths.logits(frag.load(), tensors.loss))
+        row_stats.to_logits(frag, tensors.loss)
         if row + fragment.rows[-1] >= tensors.vocab:
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 if row + fragment.rows[r] >= tensors.vocab:
