@@ -275,7 +275,8 @@ def fill_cache(args: argparse.Namespace) -> int:
     print(f"into {cache.cache_dir()}", flush=True)
     added = ["" if name == "none" else name for name in args.grad_weight_out]
     types = itertools.product(args.dtype, args.target_dtype, added)
-    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names))]
+    terms = ("logit_scale",) if args.logit_scale else ()
+    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, terms))]
     started = time.perf_counter()
     try:
         for seconds, key in _compiled(keys, min(args.jobs or _cores(), len(keys))):
@@ -360,6 +361,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="backwards that add to a grad_weight_out: one or more of none, float32 (grad_in_forward's too), "
         "bfloat16, float16 (none)",
+    )
+    command.add_argument(
+        "--logit-scale",
+        action="store_true",
+        help="kernels of calls with a logit_scale, or a temperature, other than 1, whatever its value",
     )
     command.add_argument("--jobs", type=_positive, help="processes that compile (one for each core)")
     command.set_defaults(run=fill_cache)

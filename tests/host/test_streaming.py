@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from cute_lce import linear_cross_entropy, streaming
+from cute_lce import linear_cross_entropy, reference, streaming
 from cute_lce.arguments import Operands
 from cute_lce.implementation import Request
 from cute_lce.ops import prepared
@@ -162,9 +163,9 @@ def narrow_products(monkeypatch):
 
     for module in (memory, products):
         monkeypatch.setattr(module, "multiplies_narrow", lambda device_type: True)
-    for module in (streaming.forward, streaming.backward, streaming.grad_in_forward):
+    for module in (streaming.forward, streaming.backward, streaming.grad_in_forward, streaming.token_stats):
         monkeypatch.setattr(module, "mm", mm)
-    for module in (streaming.backward, streaming.grad_in_forward):
+    for module in (streaming.backward, streaming.grad_in_forward, streaming.token_stats):
         monkeypatch.setattr(module, "add_mm", add_mm)
     monkeypatch.setattr(torch, "mm", rounding_mm)
     # What was prepared for this device's products is not for those.
@@ -178,6 +179,29 @@ def test_narrow_products(narrow_products, name, dtype):
     for schedule in ("recompute", "keep", "grad_in_forward"):
         case.check(linear_cross_entropy, schedule=schedule, window=100, rounded_dlogits=True)
     case.check(linear_cross_entropy, reduction="none", window=100, rounded_dlogits=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+def test_narrow_products_of_terms(narrow_products, schedule, dtype):
+    """The errors of dlogits, rounded before the products, beside those of float32 logits."""
+    case = random_case(40, 16, 90, dtype, scale=2.0)
+    case.target[3::4] = -100
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(90, generator=generator).to(dtype)
+    terms: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01, "logit_scale": 0.7}
+    leaves = [each.detach().requires_grad_() for each in (case.input, case.linear_weight, bias)]
+    for upstream in (1.0, 1e-5):
+        loss = linear_cross_entropy(
+            leaves[0], leaves[1], case.target, linear_bias=leaves[2], schedule=schedule, window=50, **terms
+        )
+        found = torch.autograd.grad(loss, leaves, torch.tensor(upstream))
+        wide = case.input.double(), case.linear_weight.double(), case.target, upstream
+        expected = reference.gradients(*wide, linear_bias=bias.double(), **terms)[1:]
+        for one, want in zip(found, expected, strict=True):
+            # Below float16's normal numbers the result itself is coarse.
+            floor = 2.0**-24 / float(want.abs().mean()) if dtype is torch.float16 else 0.0
+            assert numerics.relative_error(one, want) < 2 * 2.0**-8 + floor
 
 
 def test_narrow_float16_mean_of_many_tokens(narrow_products):

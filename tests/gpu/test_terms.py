@@ -1,0 +1,206 @@
+"""On a GPU: terms of the loss and linear_logprob, by the kernels where they serve them and else by the
+streaming path, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import cute_lce
+import cute_lce.reference
+from cute_lce import TokenStats, linear_cross_entropy
+from tests.gpu.test_forward import device_case
+from tests.numerics import assert_close
+
+# A test reads what it asked for: no field is None.
+linear_logprob: Any = cute_lce.linear_logprob
+reference: Any = cute_lce.reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+N, D, V = 300, 96, 1003
+SCHEDULES = ("recompute", "keep", "grad_in_forward")
+dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+def terms_of(dtype):
+    generator = torch.Generator().manual_seed(3)
+
+    def numbers(*shape):
+        return torch.rand(shape, generator=generator).cuda()
+
+    return {
+        "linear_bias": (numbers(V) * 2 - 1).to(dtype),
+        "weight": numbers(V),
+        "label_smoothing": 0.1,
+        "logit_scale": 0.6,
+        "softcap": 5.0,
+        "z_loss": 0.01,
+        "token_weight": numbers(N) + 0.5,
+        "denominator": torch.tensor(177, device="cuda"),
+    }
+
+
+NAMES = (
+    "linear_bias",
+    "weight",
+    "label_smoothing",
+    "logit_scale",
+    "softcap",
+    "z_loss",
+    "token_weight",
+    "denominator",
+)
+
+
+def case_of(dtype):
+    case = device_case(N, D, V, dtype)
+    case.target[::3] = case.ignore_index
+    return case
+
+
+def check(case, terms, reduction, **options):
+    """Beside the error of torch with fp32 logits whose gradients are rounded last, that of dlogits, which are
+    rounded to the dtype before the products."""
+    dtype = case.input.dtype
+    upstream = case.upstream(reduction)
+    leaves = [case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()]
+    given = dict(terms)
+    if "linear_bias" in given:
+        leaves.append(given["linear_bias"].detach().requires_grad_())
+        given["linear_bias"] = leaves[2]
+    loss = linear_cross_entropy(leaves[0], leaves[1], case.target, reduction=reduction, **given, **options)
+    found = loss.detach(), *torch.autograd.grad(loss, leaves, upstream.float())
+
+    def by_reference(wide):
+        cast = {
+            name: value.to(wide) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in terms.items()
+        }
+        operands = case.input.to(wide), case.linear_weight.to(wide), case.target
+        return reference.gradients(*operands, upstream.to(wide), reduction=reduction, **cast)
+
+    expected, baseline = by_reference(torch.float64), by_reference(FP32)
+    for i, name in enumerate(("loss", "dinput", "dweight", "dbias")[: len(found)]):
+        rounding = 2 * 2.0**-8 if i in (1, 2) else 0.0
+        assert_close(name, found[i], expected[i], baseline[i].to(found[i].dtype), rounding=rounding)
+    assert found[1].dtype is dtype
+
+
+@dtypes
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_pairs(dtype, schedule, reduction):
+    if schedule == "grad_in_forward" and reduction == "none":
+        schedule = "auto"
+    case, every = case_of(dtype), terms_of(dtype)
+    for names in (*((name,) for name in NAMES), *itertools.combinations(NAMES, 2), NAMES):
+        check(case, {name: every[name] for name in names}, reduction, schedule=schedule)
+
+
+@dtypes
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
+def test_the_kernels_scale_logits(dtype, schedule):
+    """By values that are no powers of two, and with factors of rows."""
+    case, every = case_of(dtype), terms_of(dtype)
+    for scale in (0.37, 3.1, -1.3):
+        check(case, {"logit_scale": scale}, "mean", schedule=schedule)
+        check(case, {"logit_scale": scale, "denominator": every["denominator"]}, "mean", schedule=schedule)
+        if schedule != "grad_in_forward":
+            check(
+                case, {"logit_scale": scale, "token_weight": every["token_weight"]}, "sum", schedule=schedule
+            )
+
+
+def test_nothing_waits_for_the_device():
+    case, every = case_of(BF16), terms_of(BF16)
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    for _ in range(2):
+        loss = linear_cross_entropy(hidden, weight, case.target, **every)
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            linear_cross_entropy(hidden, weight, case.target, **every).backward()
+            names = ("logprob", "entropy", "lse")
+            found = linear_logprob(hidden, weight, case.target, outputs=names, temperature=0.7)
+            (found.entropy + found.logprob).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0, "tensor"])
+def test_logprob(dtype, temperature):
+    """All numbers, and the gradients by each alone and by all."""
+    case = case_of(dtype)
+    if temperature == "tensor":
+        temperature = torch.linspace(0.3, 3, N, device="cuda")
+    ids = torch.randint(-3, V + 3, (N, 20), device="cuda")
+    ids[:, 1] = ids[:, 0]
+    ids[:, 2] = case.target.clamp(min=0)
+    names = TokenStats._fields
+
+    def gradients(found, leaves, chosen, upstream):
+        outputs = [found[i] for i in chosen]
+        dloss = [upstream[i].to(output.dtype) for i, output in zip(chosen, outputs, strict=True)]
+        return torch.autograd.grad(outputs, leaves, dloss, retain_graph=True)
+
+    def by_reference(wide):
+        leaves = [each.detach().to(wide).requires_grad_() for each in (case.input, case.linear_weight)]
+        number = temperature.to(wide) if isinstance(temperature, torch.Tensor) else temperature
+        return leaves, reference.linear_logprob(*leaves, case.target, temperature=number, topk_ids=ids)
+
+    leaves = [each.detach().requires_grad_() for each in (case.input, case.linear_weight)]
+    found = linear_logprob(*leaves, case.target, temperature=temperature, topk_ids=ids, outputs=names)
+    (wide, expected), (narrow, baseline) = by_reference(torch.float64), by_reference(FP32)
+    for name, one, want, plain in zip(names, found, expected, baseline, strict=True):
+        if name not in ("argmax", "is_top1"):
+            assert_close(name, one.detach(), want.detach(), plain.detach())
+    agree = (found.argmax == expected.argmax).double().mean()
+    assert agree > 0.99
+    upstream = [torch.randn(each.shape, device="cuda") for each in found[:4]]
+    for chosen in ((0,), (1,), (2,), (3,), (0, 1, 2, 3)):
+        rounding = 0.0 if dtype is FP32 else 2 * 2.0**-8
+        for name, one, want, plain in zip(
+            ("dinput", "dweight"),
+            gradients(found, leaves, chosen, upstream),
+            gradients(expected, wide, chosen, upstream),
+            gradients(baseline, narrow, chosen, upstream),
+            strict=True,
+        ):
+            assert_close(f"{name} of {chosen}", one, want, plain.to(dtype), rounding=rounding)
+
+
+@dtypes
+def test_logprob_alone_is_the_kernels(dtype):
+    case = replace(case_of(dtype), logit_scale=1 / 0.7)
+    hidden = case.input.detach().requires_grad_()
+    found = linear_logprob(hidden, case.linear_weight, case.target, temperature=0.7).logprob
+    loss = linear_cross_entropy(
+        hidden, case.linear_weight, case.target, logit_scale=1 / 0.7, reduction="none"
+    )
+    assert torch.equal(found, -loss)
+
+
+def test_two_runs_give_the_same_bits():
+    case, every = case_of(BF16), terms_of(BF16)
+    ids = torch.randint(0, 30, (N, 40), device="cuda")
+
+    def run():
+        leaves = [case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()]
+        loss = linear_cross_entropy(leaves[0], leaves[1], case.target, **every)
+        found = linear_logprob(
+            *leaves, case.target, topk_ids=ids, outputs=("logprob", "entropy", "topk_logprob")
+        )
+        total = loss + found.logprob.sum() + found.entropy.sum() + found.topk_logprob.sum()
+        return total.detach(), *torch.autograd.grad(total, leaves)
+
+    for one, other in zip(run(), run(), strict=True):
+        assert torch.equal(one, other)
