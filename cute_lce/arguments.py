@@ -23,6 +23,10 @@ REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 """LossArguments.reduction."""
 COMBINE_ROWS = 8
 """Rows that a block of the combine kernel processes: a partial of each, together 64 consecutive bytes."""
+MERGE_ROWS = 256
+"""Rows that a block of the merge of ranks processes."""
+ELSEWHERE, IGNORED = -1, -100
+"""Targets counted from a shard's first class: of another shard, and of an ignored token."""
 KEPT_TILE = 128
 """Columns that are kept, or not, together."""
 UNIT = 32
@@ -118,6 +122,39 @@ class KeepOutputs(NamedTuple):
     workspace: Address
     pitch: Int64
     columns: Int32
+
+
+class ShardTargets(NamedTuple):
+    """Targets counted from a shard's first class; all 0 where ranks are merged instead (RankStatistics).
+
+    Written: local (n,) in the target's dtype, ELSEWHERE outside the shard and IGNORED for ignore_index;
+    header (1,) fp32, the number `count`; arrived (1,) int32, 0. start, columns: of the shard.
+    """
+
+    local: Address
+    header: Address
+    arrived: Address
+    start: Int64
+    columns: Int32
+    count: Int32
+
+
+class RankStatistics(NamedTuple):
+    """The gathered statistics of `ranks` shards, each 3 n + 1 fp32 (kernels/merge.py), and their merge; all 0
+    where targets are counted instead.
+
+    Written: row_max, row_sum (n,) fp32; loss, num_valid as in ForwardOutputs. Scratch: blocks, 2
+    fp32 for each MERGE_ROWS tokens; arrived: as ShardTargets' left it.
+    """
+
+    gathered: Address
+    ranks: Int32
+    row_max: Address
+    row_sum: Address
+    loss: Address
+    num_valid: Address
+    blocks: Address
+    arrived: Address
 
 
 class Upstream(NamedTuple):

@@ -102,11 +102,8 @@ class Forward(Protocol):
         ...
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        """The complete results: what of the loss and the kept columns depends on the merged statistics.
-
-        results: what `statistics` returned, of a shard with row_max, row_sum and the target logits of the
-        whole vocabulary; nan among the latter makes its row's loss and row_sum nan.
-        """
+        """The complete results. Of a shard: results with what is kept complete; they are what `statistics`
+        returned, with row_max and row_sum of the whole vocabulary."""
         ...
 
 
@@ -147,6 +144,25 @@ class Backward(Protocol):
     ) -> BothGradients:
         """Both gradients, complete; of a shard, dinput as it is. gradients: what `dinput` returned."""
         ...
+
+
+class LocalTargets(NamedTuple):
+    """Targets counted from a shard's first class: local (n,), arguments.ELSEWHERE outside its columns and
+    IGNORED for ignore_index. header (1,) fp32: begins the shard's statistics. scratch: for `merge`."""
+
+    local: Tensor
+    header: Tensor
+    scratch: Tensor | None = None
+
+
+class Merged(NamedTuple):
+    """Of the whole vocabulary, as in Results. Where no shard has the target, or several have, or the headers
+    differ, a row's loss and row_sum are nan."""
+
+    loss: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    num_valid: Tensor
 
 
 class Accumulated(NamedTuple):
@@ -202,6 +218,18 @@ class Implementation(Protocol):
 
         out: as in Backward, for dweight's.
         """
+        ...
+
+    def localize(
+        self, target: Tensor, ignore_index: int, start: int, columns: int, equal: bool
+    ) -> LocalTargets:
+        """Targets (n,) as the shard of classes [start, start + columns) has them. equal: whether start was
+        derived from the rank, which is right if all shards have as many classes."""
+        ...
+
+    def merge(self, gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
+        """Fold shards in their order. gathered: acc (shards, 3 n + 1), of each the header, row_max, row_sum
+        and target logits. loss: with arguments.IGNORED for ignore_index. Once for what `localize` gave."""
         ...
 
 

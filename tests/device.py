@@ -37,7 +37,7 @@ def planned_for(
     forget_device()
     with contextlib.ExitStack() as stack:
         stack.callback(forget_device)
-        for module in (launch.forward, launch.backward, launch.choose, launch.grad_in_forward):
+        for module in (launch.forward, launch.backward, launch.choose, launch.grad_in_forward, launch.merge):
             stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
         if functions is not None:
             stack.enter_context(mock.patch.object(cache, "_functions", functions))
@@ -50,6 +50,7 @@ def forget_device() -> None:
     """Empty the caches that do not expect a device to change."""
     launch.device.gpu_of.cache_clear()
     launch.device.template.cache_clear()
+    launch.merge._function.cache_clear()
     prepared.cache.clear()
 
 

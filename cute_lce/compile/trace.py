@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan.kernels import BackwardKey, ForwardKey, Key
+from ..plan.kernels import BackwardKey, ForwardKey, Key, MergeKey
 
 
 def compile_options(arch: str) -> str:
@@ -25,4 +25,8 @@ def trace(key: Key, extra_options: str = "") -> Any:
         from ..kernels.entry.backward import compile_backward
 
         return compile_backward(*key, options=f"{compile_options(key.tokens.arch)} {extra_options}".strip())
-    raise TypeError(f"key: got {type(key).__name__}, want a ForwardKey or BackwardKey")
+    if isinstance(key, MergeKey):
+        from ..kernels.entry.merge import compile_merge
+
+        return compile_merge(key.target_dtype, options=f"{compile_options(key.arch)} {extra_options}".strip())
+    raise TypeError(f"key: got {type(key).__name__}, want a ForwardKey, BackwardKey or MergeKey")

@@ -6,7 +6,7 @@ without a product, is the streaming implementation's.
 
 from ..implementation import Implementation
 from ..streaming import STREAMING
-from . import backward, choose, forward, grad_in_forward
+from . import backward, choose, forward, grad_in_forward, merge
 from .device import DTYPES, serves
 
 
@@ -17,6 +17,8 @@ class Kernels:
     backward = staticmethod(backward.backward)
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
     scale_gradients = staticmethod(STREAMING.scale_gradients)
+    localize = staticmethod(merge.localize)
+    merge = staticmethod(merge.merge)
 
 
 KERNELS: Implementation = Kernels()

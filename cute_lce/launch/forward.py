@@ -16,7 +16,6 @@ from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
 from ..plan.memory import keep_workspace_bytes
 from ..plan.problem import round_up
-from ..streaming.forward import finish_shard
 from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 
 _NOTHING_KEPT = KeepOutputs(kept=0, kept_scale=0, workspace=0, pitch=0, columns=0)
@@ -64,7 +63,7 @@ class EmptyForward:
         )
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        return finish_shard(operands, loss, results) if self.shard else results
+        return results
 
 
 class KernelForward:
@@ -150,8 +149,7 @@ class KernelForward:
 
 
 class ShardForward(KernelForward):
-    """The same of a shard of the vocabulary: `finish` computes losses from merged statistics in a few of
-    torch's kernels, and completes what is kept in one of ours."""
+    """The same of a shard of the vocabulary: `finish` completes what is kept."""
 
     def __init__(self, operands: Operands, loss: LossOptions, request: Request):
         # Then the workspace has room for a loss and a count, of which a shard has none.
@@ -168,14 +166,11 @@ class ShardForward(KernelForward):
         return results
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        finished = finish_shard(operands, loss, results)
         if results.kept is None:
-            return finished
+            return results
         kept_scale = torch.empty_like(self.row)
-        self._launch(
-            operands, loss, finished._replace(loss=results.loss, kept_scale=results.kept_scale), kept_scale
-        )
-        return finished._replace(kept_scale=kept_scale)
+        self._launch(operands, loss, results, kept_scale)
+        return results._replace(kept_scale=kept_scale)
 
     def _launch(
         self,

@@ -16,17 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..arguments import Operands
+from ..arguments import IGNORED, Operands
 from ..implementation import BothGradients, Halfway, Request, Results, Saved
 from ..ops.prepared import Prepared
 from ..ops.select import implementation
-from ..options import IGNORE_INDEX, LossOptions
-from ..streaming.rows import is_ignored
+from ..options import LossOptions
 from .collectives import gather, start_scatter, start_sum
-from .merge import merge
-
-ELSEWHERE = -1
-"""A target in another rank's shard, counted from this one's first class."""
 
 
 class Shard(NamedTuple):
@@ -57,22 +52,23 @@ class ShardedPasses(Prepared):
         """The results; hidden of all tokens, None: as given; and the targets as this shard has them."""
         hidden, weight, target = operands
         shard, group = self.shard, self.shard.group
-        local, here = local_loss(loss), local_target(target, loss.ignore_index, shard.start, weight.shape[0])
+        local, columns = local_loss(loss), weight.shape[0]
+        targets = self._implementation.localize(target, loss.ignore_index, shard.start, columns, shard.equal)
         if shard.sliced:
             hidden = gather(hidden.contiguous(), group).flatten(0, 1)
-        operands = Operands(hidden, weight, here)
+        operands = Operands(hidden, weight, targets.local)
         forward = self._forward
         if forward is None:
             forward = self._forward = self._implementation.forward(operands, local, self.request)
         found = forward.statistics(operands, local)
         assert found.row_max is not None
         assert found.row_sum is not None
-        row_max, row_sum, target_logit = merge(
-            found.row_max, found.row_sum, found.loss, weight.shape[0], shard.equal, group
-        )
-        merged = found._replace(loss=target_logit, row_max=row_max, row_sum=row_sum)
-        finished = forward.finish(operands, local, merged)
-        return finished, hidden if shard.sliced else None, here
+        own = torch.cat((targets.header.to(found.loss.dtype), found.row_max, found.row_sum, found.loss))
+        total, row_max, row_sum, num_valid = self._implementation.merge(gather(own, group), targets, local)
+        found = found._replace(row_max=row_max, row_sum=row_sum)
+        finished = forward.finish(operands, local, found)
+        finished = finished._replace(loss=total, num_valid=num_valid)
+        return finished, hidden if shard.sliced else None, targets.local
 
     def backward(
         self,
@@ -102,12 +98,5 @@ class ShardedPasses(Prepared):
 
 @functools.lru_cache(maxsize=256)
 def local_loss(loss: LossOptions) -> LossOptions:
-    """The loss for targets as `local_target` numbers them."""
-    return loss._replace(ignore_index=IGNORE_INDEX)
-
-
-def local_target(target: Tensor, ignore_index: int, start: int, columns: int) -> Tensor:
-    """Targets counted from a shard's first class: ELSEWHERE outside its columns, IGNORE_INDEX if ignored."""
-    here = target - start
-    here = torch.where((target >= start) & (target < start + columns), here, ELSEWHERE)
-    return torch.where(is_ignored(target, ignore_index), IGNORE_INDEX, here)
+    """The loss for targets that are counted from a shard's first class."""
+    return loss._replace(ignore_index=IGNORED)

@@ -36,7 +36,14 @@ class BackwardKey(NamedTuple):
     terms: tuple[str, ...] = ()
 
 
-Key = ForwardKey | BackwardKey
+class MergeKey(NamedTuple):
+    """The key of a kernels.entry.merge.Merging."""
+
+    arch: str
+    target_dtype: str = "int64"
+
+
+Key = ForwardKey | BackwardKey | MergeKey
 
 
 def kernels(

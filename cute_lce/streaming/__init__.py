@@ -4,7 +4,7 @@ It is what a CPU, a GPU without kernels, fp32 and float64 run. The contract is i
 """
 
 from ..implementation import Implementation, Statistics
-from . import backward, forward, grad_in_forward, memory, token_stats
+from . import backward, forward, grad_in_forward, memory, shards, token_stats
 
 
 class Streaming:
@@ -14,6 +14,8 @@ class Streaming:
     backward = staticmethod(backward.StreamingBackward)
     scale_gradients = staticmethod(grad_in_forward.scale_gradients)
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
+    localize = staticmethod(shards.localize)
+    merge = staticmethod(shards.merge)
 
 
 STREAMING: Implementation = Streaming()

@@ -13,7 +13,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from .memory import windows
 from .products import LogitsBuffer, Products, accumulate_dtype, mm, without_autocast
-from .rows import classify, in_window, is_ignored, reduce
+from .rows import classify, in_window, reduce
 
 
 def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
@@ -35,18 +35,7 @@ class StreamingForward:
         return _sweep(operands, loss, self._request)
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        return finish_shard(operands, loss, results) if self._request.shard else results
-
-
-def finish_shard(operands: Operands, loss: LossOptions, results: Results) -> Results:
-    """Forward.finish of a shard, but for what was kept."""
-    target_logit, row_max, row_sum, *_ = results
-    assert row_max is not None
-    assert row_sum is not None
-    valid = ~is_ignored(operands.target, loss.ignore_index)
-    nowhere = valid & target_logit.isnan()
-    total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, nowhere, loss.reduction)
-    return results._replace(loss=total, row_sum=row_sum, num_valid=num_valid)
+        return results
 
 
 @without_autocast

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cute_lce.arch import ARCHITECTURES, KernelConfig
 from cute_lce.compile.trace import trace
-from cute_lce.plan.kernels import BackwardKey, Key, kernels
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key, kernels
 
 DTYPES, TARGET_DTYPES = ("bfloat16", "float16"), ("int64", "int32")
 SAME = ("same", "same but for names", "same but for names and registers")
@@ -37,7 +37,7 @@ def ptx(key: Key) -> str:
         return trace(key, f"--keep-ptx --dump-dir {dump}").__ptx__
 
 
-def pass_of(key: Key) -> str:
+def pass_of(key: ForwardKey | BackwardKey) -> str:
     """Also its tiles: how many side by side, and how wide."""
     if isinstance(key, BackwardKey):
         return f"backward{_tiles(key.tokens)}-{_tiles(key.dweight)}"

@@ -23,6 +23,8 @@ from cute_lce.arguments import (
     KeepOutputs,
     LossArguments,
     Operands,
+    RankStatistics,
+    ShardTargets,
     Statistics,
     Stripe,
     Upstream,
@@ -43,6 +45,8 @@ GROUPS = [
     Gradients,
     GradientOperands,
     Stripe,
+    ShardTargets,
+    RankStatistics,
 ]
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cute_lce.arguments import Operands
-from cute_lce.implementation import Halfway, Request, Results, Saved
+from cute_lce.implementation import Halfway, LocalTargets, Request, Results, Saved
 from cute_lce.launch import KERNELS
 from cute_lce.options import LossOptions
-from cute_lce.parallel.merge import fold
-from cute_lce.parallel.tensor import local_loss, local_target
+from cute_lce.parallel.tensor import local_loss
 from cute_lce.plan.problem import Limits
+from cute_lce.streaming import STREAMING
 from tests.device import forget_plans, two_sweeps
 from tests.emulated.backward import device, narrow_plans
 from tests.emulated.forward import ignoring
@@ -36,7 +36,14 @@ def _narrow(monkeypatch) -> Iterator[None]:
 
 
 def train(
-    case: Case, arch: str, sizes: list[int], kept: list[int], *, window: int = 0, reduction: str = "none"
+    case: Case,
+    arch: str,
+    sizes: list[int],
+    kept: list[int],
+    *,
+    window: int = 0,
+    reduction: str = "none",
+    equal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[str]]:
     """(loss, dinput, dweight, kernels launched) of a vocabulary in shards of these sizes, which keep so many
     columns. dinput is the shards' sum, rounded once."""
@@ -45,18 +52,20 @@ def train(
     with device(arch, 4) as counts:
         shards: list[tuple[Operands, Any, Results]] = []
         for start, size, columns in zip(starts, sizes, kept, strict=True):
-            here = local_target(case.target, case.ignore_index, start, size)
-            operands = Operands(case.input, case.linear_weight[start : start + size], here)
+            targets = KERNELS.localize(case.target, case.ignore_index, start, size, equal)
+            operands = Operands(case.input, case.linear_weight[start : start + size], targets.local)
             request = Request(Limits(window), columns, shard=True)
             forward = KERNELS.forward(operands, loss, request)
-            shards.append((operands, (forward, request), forward.statistics(operands, local_loss(loss))))
-        merged = fold(*(torch.stack(parts) for parts in _statistics(shards)))
+            found = forward.statistics(operands, local_loss(loss))
+            shards.append((operands, (forward, request, targets), found))
+        gathered = torch.stack([_packed(targets, found) for _, (_, _, targets), found in shards])
         dloss = case.upstream(reduction).float()
         total, dinput, dweights = None, torch.zeros_like(case.input, dtype=torch.float32), []
-        for operands, (forward, request), found in shards:
-            row_max, row_sum, target_logit = merged
-            found = found._replace(loss=target_logit, row_max=row_max, row_sum=row_sum)
+        for operands, (forward, request, targets), found in shards:
+            merged = KERNELS.merge(gathered, targets, local_loss(loss))
+            found = found._replace(row_max=merged.row_max, row_sum=merged.row_sum)
             results = forward.finish(operands, local_loss(loss), found)
+            results = results._replace(loss=merged.loss, num_valid=merged.num_valid)
             # To the last bit, nan included.
             assert total is None or torch.equal(total.view(torch.int32), results.loss.view(torch.int32))
             total = results.loss
@@ -76,9 +85,11 @@ def train(
     return total, dinput.to(case.input.dtype), torch.cat(dweights), counts.launched
 
 
-def _statistics(shards):
-    for name in ("row_max", "row_sum", "loss"):
-        yield [getattr(found, name) for _, _, found in shards]
+def _packed(targets: LocalTargets, found: Results) -> Tensor:
+    """A shard's statistics, as the ranks gather them."""
+    assert found.row_max is not None
+    assert found.row_sum is not None
+    return torch.cat((targets.header, found.row_max, found.row_sum, found.loss))
 
 
 def check(case: Case, arch: str, sizes: list[int], kept: list[int], **options: Any) -> list[str]:
@@ -164,3 +175,42 @@ def test_an_empty_call():
     assert dinput.shape == (0, 64)
     assert dweight is not None
     assert not dweight.any()
+
+
+def test_shards_that_are_said_to_be_equal_and_are_not():
+    loss, dinput, _, _ = train(random_case(40, 64, 300, BF16), "sm_90a", [160, 140], [0, 0], equal=True)
+    assert loss.isnan().all()
+    assert dinput.isnan().all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_the_merge_of_many_tokens_and_ranks(reduction: str):
+    """The kernels of the merge against torch's: blocks of tokens, shards of -inf, targets in none or two."""
+    n, ranks, columns = 600, 5, 70
+    torch.manual_seed(1)
+    target = torch.randint(0, ranks * columns, (n,), dtype=torch.int32)
+    target[::7], target[3] = -100, ranks * columns + 5
+    row_max = torch.randn(ranks, n) * 30
+    row_max[1], row_max[:, 9] = -torch.inf, -torch.inf
+    row_sum = torch.rand(ranks, n) + 1
+    row_sum[row_max.isinf()] = 0
+    starts = [columns * rank for rank in range(ranks)]
+    for starts_at in (starts, [0, *starts[:-1]]):
+        loss = local_loss(LossOptions(reduction, -100))
+        found = []
+        for implementation in (KERNELS, STREAMING):
+            with device("sm_90a", 4):
+                own = target.clone()
+                shards = [implementation.localize(own, -100, start, columns, True) for start in starts_at]
+                logits = torch.where(torch.stack([each.local for each in shards]) >= 0, 1.5, torch.nan)
+                parts = zip(shards, row_max, row_sum, logits, strict=True)
+                gathered = torch.stack([torch.cat((each.header, *rows)) for each, *rows in parts])
+                found.append((shards, implementation.merge(gathered, shards[0], loss)))
+        (shards, merged), (want_shards, want) = found
+        for one, other in zip(shards, want_shards, strict=True):
+            assert torch.equal(one.local, other.local)
+            assert torch.equal(one.header, other.header)
+        for got, wanted in zip(merged, want, strict=True):
+            assert torch.allclose(got.double(), wanted.double(), rtol=2e-6, equal_nan=True)
+        assert merged.row_sum[3].isnan()
+        assert int(merged.num_valid) == int((target != -100).sum())

@@ -1,0 +1,185 @@
+"""What a shard of the vocabulary adds to a forward: targets counted from the shard's first class before it,
+and the merge of the ranks' statistics after their gather. One kernel each.
+
+A rank's statistics are `3 n + 1` fp32: its number of classes if its first class was derived from its rank,
+else 0; row_max, row_sum and the target's logit of each token, nan where the target is not in its shard.
+"""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Float64, Int32, Int64
+
+from cute_lce import maths
+from cute_lce.arguments import ELSEWHERE, IGNORED, MERGE_ROWS, REDUCTIONS, LossArguments
+from cute_lce.kernels import row_stats
+
+WARPS = MERGE_ROWS // 32
+
+
+class LocalizeTensors(NamedTuple):
+    """Global memory and numbers of Localize.
+
+    Read: target (n,). Written: local (n,) in its dtype, ELSEWHERE for a class outside [start, start +
+    columns), IGNORED for ignore_index; header (1,) fp32, `count`; arrived (1,) int32, 0.
+    """
+
+    target: cute.Tensor
+    local: cute.Tensor
+    header: cute.Tensor
+    arrived: cute.Tensor
+    start: Int64
+    columns: Int32
+    count: Int32
+    ignore_index: Int64
+
+
+class Localize:
+    """A thread a token."""
+
+    @cute.jit
+    def __call__(self, tensors: LocalizeTensors, stream: cuda.CUstream):
+        blocks = cute.ceil_div(cute.size(tensors.target), MERGE_ROWS)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(MERGE_ROWS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: LocalizeTensors):
+        row = cute.arch.block_idx()[0] * MERGE_ROWS + cute.arch.thread_idx()[0]
+        if row == 0:
+            tensors.header[0] = Float32(tensors.count)
+            tensors.arrived[0] = Int32(0)
+        if row < cute.size(tensors.target):
+            target = Int64(tensors.target[row])
+            here = target - tensors.start
+            if here < 0 or here >= Int64(tensors.columns):
+                here = Int64(ELSEWHERE)
+            if target == tensors.ignore_index:
+                here = Int64(IGNORED)
+            tensors.local[row] = here.to(tensors.local.element_type)
+
+
+class MergeTensors(NamedTuple):
+    """Global memory and numbers of Merge.
+
+    Read: gathered (ranks, 3 n + 1) fp32; local (n,), of which only IGNORED matters.
+    Written: row_max, row_sum (n,) fp32; losses fp32, (n,) or (1,); num_valid (1,) int64. A row's loss and
+    row_sum are nan, unless it is ignored, where no shard or several have its target, or the ranks' numbers of
+    classes differ.
+    Scratch: blocks (blocks, 2) fp32; arrived (1,) int32, zero before the launch.
+    """
+
+    gathered: cute.Tensor
+    local: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    losses: cute.Tensor
+    num_valid: cute.Tensor
+    blocks: cute.Tensor
+    arrived: cute.Tensor
+    loss: LossArguments
+
+
+class Merge:
+    """A thread a token, which folds the ranks in their order, so that every rank has the same bits; the last
+    block adds up the blocks' losses in a fixed order, in float64."""
+
+    @cute.jit
+    def __call__(self, tensors: MergeTensors, stream: cuda.CUstream):
+        @cute.struct
+        class SharedStorage:
+            sums: cute.struct.MemRange[Float64, WARPS * 2]
+            last: cute.struct.MemRange[Int32, 1]
+
+        self.storage = SharedStorage
+        blocks = cute.ceil_div(cute.size(tensors.local), MERGE_ROWS)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(MERGE_ROWS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: MergeTensors):
+        thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        blocks, n = cute.arch.grid_dim()[0], cute.size(tensors.local)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        sums = storage.sums.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
+        last = storage.last.get_tensor(cute.make_layout(1))
+        row = block * MERGE_ROWS + thread
+        loss, valid = Float64(0.0), Float64(0.0)
+        if row < n:
+            own, is_valid = self._row(tensors, row, n)
+            loss, valid = Float64(own), Float64(is_valid)
+            if tensors.loss.reduction == REDUCTIONS["none"]:
+                tensors.losses[row] = own
+        self._add(sums, loss, valid)
+        if thread == 0:
+            loss, valid = self._total(sums)
+            tensors.blocks[block, 0] = Float32(loss)
+            tensors.blocks[block, 1] = Float32(valid)
+            before = cute.arch.atomic_add(tensors.arrived.iterator, Int32(1), sem="acq_rel", scope="gpu")
+            last[0] = Int32(before == blocks - 1)
+        cute.arch.sync_threads()
+        if last[0] == 1:
+            cute.arch.fence_acq_rel_gpu()
+            loss, valid = Float64(0.0), Float64(0.0)
+            for each in cutlass.range(thread, blocks, MERGE_ROWS, unroll=1):
+                loss += Float64(tensors.blocks[each, 0])
+                valid += Float64(tensors.blocks[each, 1])
+            self._add(sums, loss, valid)
+            if thread == 0:
+                loss, valid = self._total(sums)
+                tensors.num_valid[0] = Int64(valid)
+                if tensors.loss.reduction == REDUCTIONS["sum"]:
+                    tensors.losses[0] = Float32(loss)
+                if tensors.loss.reduction == REDUCTIONS["mean"]:
+                    tensors.losses[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))
+
+    @cute.jit
+    def _row(self, tensors: MergeTensors, row: Int32, n: Int32):
+        """(a row's loss, 1 if it is valid)."""
+        ranks = cute.size(tensors.gathered, mode=[0])
+        row_max = -Float32.inf
+        for rank in cutlass.range(ranks, unroll=1):
+            row_max = cute.arch.fmax(row_max, tensors.gathered[rank, 1 + row])
+        reference = row_stats.finite_max(row_max)
+        row_sum, logit = Float32(0.0), Float32.nan
+        owners, uneven = Int32(0), Int32(0)
+        for rank in cutlass.range(ranks, unroll=1):
+            term = tensors.gathered[rank, 1 + n + row]
+            row_sum += maths.rescaled(term, tensors.gathered[rank, 1 + row], reference, row_stats.exp)
+            other = tensors.gathered[rank, 1 + 2 * n + row]
+            if other == other:
+                logit = other
+                owners += 1
+            if tensors.gathered[rank, 0] != tensors.gathered[0, 0]:
+                uneven = Int32(1)
+        if owners != 1 or uneven != 0:
+            logit = Float32.nan
+        loss, valid = Float32(0.0), Float32(0.0)
+        if Int64(tensors.local[row]) != Int64(IGNORED):
+            if logit != logit:
+                row_sum = Float32.nan
+            loss = maths.row_loss(cute.math.log(row_sum), row_max, logit)
+            valid = Float32(1.0)
+        tensors.row_max[row] = row_max
+        tensors.row_sum[row] = row_sum
+        return loss, valid
+
+    @cute.jit
+    def _add(self, sums: cute.Tensor, loss: Float64, valid: Float64):
+        """Each warp's sums into shared memory."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
+        valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
+        cute.arch.sync_threads()
+        if lane == 0:
+            sums[warp, 0] = loss
+            sums[warp, 1] = valid
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _total(self, sums: cute.Tensor):
+        loss, valid = Float64(0.0), Float64(0.0)
+        for warp in cutlass.range_constexpr(WARPS):
+            loss += sums[warp, 0]
+            valid += sums[warp, 1]
+        return loss, valid
