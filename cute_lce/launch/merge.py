@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +19,15 @@ from ..plan.problem import ceil_div
 from ..streaming import STREAMING
 from .device import dtype_name, gpu_of, loss_arguments
 
-_NO_TARGETS = freeze(ShardTargets(*[0] * len(ShardTargets._fields)))
-_NO_RANKS = freeze(RankStatistics(*[0] * len(RankStatistics._fields)))
-
 
 @functools.lru_cache(maxsize=64)
 def _function(device: torch.device, target_dtype: torch.dtype) -> Callable[..., None]:
     return cache.get(MergeKey(gpu_of(device).arch, dtype_name(target_dtype)))
+
+
+@functools.cache
+def _absent(group: type[ShardTargets] | type[RankStatistics]) -> Any:
+    return freeze(group(*[0] * len(group._fields)))
 
 
 def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal: bool) -> LocalTargets:
@@ -44,7 +47,7 @@ def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal:
         count=columns if equal else 0,
     )
     loss = loss_arguments(LossOptions("none", ignore_index))
-    _function(target.device, target.dtype)(target, loss, targets, _NO_RANKS)
+    _function(target.device, target.dtype)(target, loss, targets, _absent(RankStatistics))
     return LocalTargets(local, scratch[:1], scratch)
 
 
@@ -73,5 +76,5 @@ def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
         arrived=targets.scratch.data_ptr() + 4,
     )
     function = _function(device, targets.local.dtype)
-    function(targets.local, loss_arguments(loss), _NO_TARGETS, ranks)
+    function(targets.local, loss_arguments(loss), _absent(ShardTargets), ranks)
     return Merged(total, row_max, row_sum, num_valid)

@@ -37,10 +37,11 @@ def ptx(key: Key) -> str:
         return trace(key, f"--keep-ptx --dump-dir {dump}").__ptx__
 
 
-def pass_of(key: ForwardKey | BackwardKey) -> str:
+def pass_of(key: Key) -> str:
     """Also its tiles: how many side by side, and how wide."""
     if isinstance(key, BackwardKey):
         return f"backward{_tiles(key.tokens)}-{_tiles(key.dweight)}"
+    assert isinstance(key, ForwardKey)
     return f"{'keep' if key.keeps else 'forward'}{_tiles(key.config)}"
 
 

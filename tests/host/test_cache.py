@@ -570,6 +570,6 @@ def test_the_configs_of_plans_are_compiled_from_one_place():
         files = PACKAGE.rglob("*.py")
         return {path.relative_to(PACKAGE).as_posix() for path in files if text in path.read_text()}
 
-    assert users("cute.compile(") == {"kernels/entry/forward.py", "kernels/entry/backward.py"}
+    assert users("cute.compile(") == {f"kernels/entry/{name}.py" for name in ("forward", "backward", "merge")}
     assert users("compile_forward") == {"kernels/entry/forward.py", "compile/trace.py"}
     assert users("compile_backward") == {"kernels/entry/backward.py", "compile/trace.py"}
