@@ -76,5 +76,7 @@ def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
         arrived=targets.scratch.data_ptr() + 4,
     )
     function = _function(device, targets.local.dtype)
-    function(targets.local, loss_arguments(loss), _absent(ShardTargets), ranks)
+    # Its other numbers are in the statistics.
+    arguments = loss_arguments(LossOptions(loss.reduction, loss.ignore_index))
+    function(targets.local, arguments, _absent(ShardTargets), ranks)
     return Merged(total, row_max, row_sum, num_valid)

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cute_lce import linear_cross_entropy, parallel, reference
+from cute_lce import linear_cross_entropy, reference
 from cute_lce.options import NO_TERMS, TermOptions
+from cute_lce.parallel import call as parallel_call
 from tests.numerics import assert_close, random_case
 
 N, D, V = 11, 8, 70
@@ -351,7 +352,7 @@ def test_defaults_are_no_terms():
 
 @pytest.mark.parametrize("name", [name for name in TERMS if name != "logit_scale"])
 def test_several_ranks_refuse_terms(name, monkeypatch):
-    monkeypatch.setattr(parallel, "spread_of", lambda *arguments: object())
+    monkeypatch.setattr(parallel_call, "spread_of", lambda *arguments: object())
     case, terms = case_of(torch.float64), values(torch.float64)
     with pytest.raises(ValueError, match=f"{name}: got one in a call over several ranks"):
         linear_cross_entropy(
