@@ -38,6 +38,26 @@ def make_inputs(shape: Shape, dtype: torch.dtype, rows: str, device: torch.devic
     return Inputs(hidden.to(dtype), weight, target, upstream)
 
 
+PROMPT = 2048
+"""Tokens of a sequence that begins with a prompt."""
+IGNORE_INDEX = -100
+
+
+def is_ignored(n: int, which: str | None, device: torch.device) -> Tensor:
+    """(n,) bool. which: random:FRACTION of the tokens, prompt:FRACTION of each PROMPT of them, from its
+    first; None: none. Raises ValueError for anything else."""
+    if which is None:
+        return torch.zeros(n, dtype=torch.bool, device=device)
+    kind, _, text = which.partition(":")
+    fraction = float(text) if text.replace(".", "", 1).isdigit() else -1.0
+    if kind not in ("random", "prompt") or not 0 <= fraction <= 1:
+        raise ValueError(f"--ignored: got {which}, want none, random:FRACTION or prompt:FRACTION")
+    if kind == "prompt":
+        return torch.arange(n, device=device) % PROMPT < fraction * PROMPT
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).to(device)
+    return order < round(fraction * n)
+
+
 class Reference:
     """Loss and gradients in float64: each token's loss, dH and dW on samples of rows and vocabulary entries.
 
@@ -73,8 +93,10 @@ class Reference:
         self._dlogits -= (target[:, None] == self.columns).double()
         self._hidden = inputs.hidden
 
-    def loss(self, reduction: str) -> Tensor:
-        return self.losses.mean() if reduction == "mean" else self.losses
+    def loss(self, reduction: str, valid: Tensor) -> Tensor:
+        """valid (n,) bool: the others are ignored."""
+        losses = self.losses.where(valid, 0.0)
+        return losses.sum() / valid.sum().clamp(min=1) if reduction == "mean" else losses
 
     def dh(self, grad_scale: Tensor) -> Tensor:
         """(SAMPLE, d) for the per-token factors `grad_scale` (n,)."""

@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 import shlex
 import sys
 import time
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from bench import providers, records, shapes
 from bench.floor import Floor
-from bench.inputs import DTYPES, ROWS, Inputs, Reference, make_inputs
+from bench.inputs import DTYPES, IGNORE_INDEX, PROMPT, ROWS, Inputs, Reference, is_ignored, make_inputs
 from bench.timing import (
     Call,
     peak_extra_bytes,
@@ -47,15 +48,15 @@ KEYS = (
     *("gpu", "provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass"),
     *("ms", "ms_min", "ms_max"),
     *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "sustained_s"),
-    *("frozen", "grad_weight_out"),
+    *("frozen", "grad_weight_out", "ignored"),
     *("failed", "versions", "date", "command"),
 )
 # What tells one measurement from another.
 IDENTITY = (
     *("provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
-    *("sustained_s", "frozen", "grad_weight_out"),
+    *("sustained_s", "frozen", "grad_weight_out", "ignored"),
 )
-LATER = ("frozen", "grad_weight_out")
+LATER = ("frozen", "grad_weight_out", "ignored")
 """Keys that results of before 2026-11-22 lack, of which nothing was frozen that --resume serves."""
 NOT_BEGUN = "not begun"
 
@@ -70,10 +71,12 @@ class Case:
     reduction: str
     workspace_mb: int | None
     grad_weight_out: str | None = None
+    ignored: str | None = None
 
     def __str__(self) -> str:
         options = [self.schedule, None if self.workspace_mb is None else f"{self.workspace_mb} MiB"]
         options += [self.grad_weight_out and f"adds to {self.grad_weight_out}"]
+        options += [self.ignored and f"ignores {self.ignored}"]
         return " ".join([self.reduction, self.provider, *(text for text in options if text is not None)])
 
 
@@ -82,18 +85,17 @@ Checked = tuple[Case, Call, dict[str, Any]]  # what is timed next, and what was 
 
 def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
     """Every combination that is asked for, in the order in which it is measured."""
-    for reduction in args.reduction:
-        for provider in args.providers:
-            if provider != "cute_lce":
-                yield Case(provider, None, reduction, None)
-                continue
-            # No budgets at all stand for the table's: each shape brings its own.
-            budgets = args.workspace_mb or [budget for budget, _ in shape.bars]
-            for schedule in args.schedule:
-                for budget in budgets:
-                    mib = shapes.ample(shape) if budget == "ample" else budget
-                    for out in args.grad_weight_out:
-                        yield Case(provider, schedule, reduction, mib, out)
+    for reduction, ignored, provider in itertools.product(args.reduction, args.ignored, args.providers):
+        if provider != "cute_lce":
+            yield Case(provider, None, reduction, None, None, ignored)
+            continue
+        # No budgets at all stand for the table's: each shape brings its own.
+        budgets = args.workspace_mb or [budget for budget, _ in shape.bars]
+        for schedule in args.schedule:
+            for budget in budgets:
+                mib = shapes.ample(shape) if budget == "ample" else budget
+                for out in args.grad_weight_out:
+                    yield Case(provider, schedule, reduction, mib, out, ignored)
 
 
 def check(
@@ -110,6 +112,8 @@ def check(
     )
     function = providers.make(case.provider, request)
     hidden, weight, target = inputs.hidden.detach(), inputs.weight.detach(), inputs.target
+    valid = ~is_ignored(shape.n, case.ignored, target.device)
+    target = target.where(valid, IGNORE_INDEX)
     upstream = inputs.upstream if case.reduction == "none" else None
     if floor.backward:
         hidden.requires_grad_(shape.frozen != "hidden")
@@ -138,8 +142,9 @@ def check(
     loss = forward_backward() if floor.backward else forward()
     errors: dict[str, float | None] = {"err_loss": None, "err_dh": None, "err_dw": None}
     if reference is not None:
-        errors["err_loss"] = relative_rms(loss, reference.loss(case.reduction))
-        grad_scale = torch.full_like(inputs.upstream, 1 / shape.n) if upstream is None else upstream
+        errors["err_loss"] = relative_rms(loss, reference.loss(case.reduction, valid))
+        grad_scale = torch.ones_like(inputs.upstream) / valid.sum() if upstream is None else upstream
+        grad_scale = grad_scale.where(valid, 0.0)
         if hidden.grad is not None:
             errors["err_dh"] = relative_rms(hidden.grad[reference.rows], reference.dh(grad_scale))
         dweight = weight.grad if out is None else out
@@ -336,7 +341,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 *(str(r[key]) for key in ("n", "d", "vocab", "dtype")),
                 r["pass"] + (" sustained" if r.get("sustained_s") else ""),
                 *(r[key] for key in ("reduction", "provider")),
-                (r["schedule"] or "-") + (f" += {r['grad_weight_out']}" if r.get("grad_weight_out") else ""),
+                (r["schedule"] or "-")
+                + (f" += {r['grad_weight_out']}" if r.get("grad_weight_out") else "")
+                + (f" ignores {r['ignored']}" if r.get("ignored") else ""),
                 text(r["workspace_mb"], "d"),
                 *(text(r[key], ".3f") for key in ("ms", "ms_min", "ms_max")),
                 text(None if r["ms"] is None else r["ms"] / r["floor_ms"], ".3f"),
@@ -445,6 +452,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("none", "fp32", "bf16"),
         help="of cute_lce: the type of a buffer to which dW is added, or none, which returns it",
     )
+    add(
+        "--ignored",
+        nargs="+",
+        default=["none"],
+        metavar="WHICH",
+        help=f"tokens whose target is ignored: none, random:FRACTION, or prompt:FRACTION of each {PROMPT} "
+        "tokens; the floor computes all",
+    )
     add("--window", type=int, help="of cute_lce, in vocabulary entries")
     add("--dtype", default="bf16", choices=tuple(DTYPES))
     add("--rows", default="untrained", choices=ROWS, help="how sure the tokens are (%(default)s)")
@@ -490,6 +505,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.shapes = [shape for text in args.shapes for shape in shapes.parse(text)]
         if args.workspace_mb == ["table"]:
             args.workspace_mb = []  # Each shape brings its own.
+        args.ignored = [None if text == "none" else text for text in args.ignored]
+        for which in args.ignored:
+            is_ignored(0, which, torch.device("cpu"))
         words: dict[str, Any] = {"default": None, "ample": "ample"}
         args.workspace_mb = [words[text] if text in words else int(text) for text in args.workspace_mb]
     except ValueError as error:

@@ -32,6 +32,8 @@ KEPT_TILE = 128
 UNIT = 32
 """Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
 NOTE_BYTES = 2
+COMPUTED_ROWS = 64
+"""Compacted tokens are computed in multiples of so many, the depth of a k tile (kernels/rows.py)."""
 
 
 def units(columns: Any) -> Any:
@@ -76,6 +78,30 @@ def with_terms(terms: tuple[str, ...]) -> Any:
     kind: Any = NamedTuple("LossArguments", [*fields.items()])  # pyright: ignore[reportArgumentType]
     kind.terms = terms
     return kind
+
+
+class Rows(NamedTuple):
+    """Which tokens a launch computes: [first, first + tokens) of the operands', or of the compacted ones,
+    which are the valid ones in their order and then the ignored ones in theirs (kernels/rows.py).
+
+    Of compacted tokens, else 0: source (n,) int32, which of the operands' tokens each is; count, one int32,
+    how many are valid; target (n,), in the target's dtype. hidden (tokens, d), contiguous, the launch's, and
+    values (3, n) fp32, dloss, row_max and row_sum; 0: not copied. gathers: whether all these are written
+    first (0 or 1). dhidden (n, d): the gradient by the operands' tokens, written after the last stripe's GEMM
+    of dhidden, from Gradients.dhidden or, where this is the same, from the sums; accumulator (n, d) fp32:
+    likewise, from each launch's sums; 0: not by this launch.
+    """
+
+    first: Int32
+    tokens: Int32
+    source: Address = 0
+    count: Address = 0
+    target: Address = 0
+    hidden: Address = 0
+    values: Address = 0
+    gathers: Int32 = 0
+    dhidden: Address = 0
+    accumulator: Address = 0
 
 
 class GemmPlan(NamedTuple):
@@ -174,7 +200,7 @@ class Statistics(NamedTuple):
 
 class Gradients(NamedTuple):
     """dhidden (n, d), dweight (V, d); 0 if not needed. sums (splits, n, d) fp32: dhidden of several stripes
-    or splits of k, one sum for each split.
+    or splits of k, one sum for each split. Of compacted tokens (Rows), dhidden and sums are the launch's.
 
     dhidden has the operands' dtype. dweight has it too and is written, or has the key's `added` dtype and is
     added to; fp32 is written instead where `adds` is 0.

@@ -10,6 +10,7 @@ from cutlass import Float32, Float64, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import COMBINE_ROWS, REDUCTIONS, LossArguments
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.rows import Compacted, computed, origin
 
 WARPS = 16
 LANES = 32
@@ -21,9 +22,11 @@ class CombineTensors(NamedTuple):
     vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan. shard: 1
     where it may be in another shard: then its row's target logit becomes nan instead, and losses are 0.
     loss: the reduction, of which "mean" divides by max(num_valid, 1), and ignore_index.
+    rows: which tokens these are; n of them.
     Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
-    Written: row_max and row_sum (n,) fp32, row_sum nan where the target is out of range; losses fp32, (n,) or
-    (1,); num_valid (1,) int64, the targets that are not ignored.
+    Written: row_max and row_sum fp32, row_sum nan where the target is out of range, 0 and 1 where the token
+    is not computed; losses fp32, of each token or one; num_valid (1,) int64, the targets that are not
+    ignored. row_max, row_sum and losses lie at their tokens' origins.
     Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32, zero
     before the launch, counts the blocks that are done.
     """
@@ -31,6 +34,7 @@ class CombineTensors(NamedTuple):
     vocab: Int32
     shard: Int32
     loss: LossArguments
+    rows: Compacted
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
@@ -80,7 +84,8 @@ class Combine:
         last = storage.last.get_tensor(cute.make_layout(1))
 
         row_max, row_sum = -Float32.inf, Float32(0.0)
-        if row < n:
+        is_computed = row < computed(tensors.rows)
+        if is_computed:
             first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
             for number in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
                 row_max, row_sum = row_stats.merge(
@@ -100,6 +105,7 @@ class Combine:
             loss, valid = Float32(0.0), Float32(0.0)
             if row < n and share == 0:
                 target = Int64(tensors.target[row])
+                token = origin(tensors.rows, row)
                 inside = target >= 0 and target < tensors.vocab
                 if tensors.shard != 0:
                     if not inside:
@@ -111,10 +117,12 @@ class Combine:
                     else:
                         row_sum = Float32.nan
                         loss = Float32.nan
-                tensors.row_max[row] = row_max
-                tensors.row_sum[row] = row_sum
+                if not is_computed:
+                    row_max, row_sum = Float32(0.0), Float32(1.0)
+                tensors.row_max[token] = row_max
+                tensors.row_sum[token] = row_sum
                 if tensors.loss.reduction == REDUCTIONS["none"]:
-                    tensors.losses[row] = loss
+                    tensors.losses[token] = loss
             loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
             valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
             if lane == 0:

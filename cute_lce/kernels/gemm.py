@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import GemmPlan
 from cute_lce.kernels import schedule
+from cute_lce.kernels.rows import Compacted, computed
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
@@ -99,8 +100,10 @@ class Gemm:
     threads: int
     barriers: Mapping[str, Any] = {}
 
-    def __init__(self, config: KernelConfig, epilogue):
+    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n"):
+        """tokens_along: "n" where tokens are B's rows, "k" where they are the depth."""
         self.config = config
+        self.tokens_along = tokens_along
         self.epilogue = epilogue
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
@@ -117,6 +120,7 @@ class Gemm:
         tensors,
         progress: cute.Tensor,  # (1,) int32, zero before the launch
         grid: GemmPlan,
+        tokens: Compacted,
         stream: cuda.CUstream,
     ):
         """Launch grid.clusters clusters. tensors: what the epilogue reads and writes."""
@@ -140,12 +144,29 @@ class Gemm:
                 group=grid.group,
                 paced=grid.paced,
             ),
+            tokens,
         ).launch(
             grid=(grid.clusters * config.cluster_m, config.cluster_n, 1),
             block=(self.threads, 1, 1),
             cluster=(*self.cluster, 1),
             min_blocks_per_mp=1,
             stream=stream,
+        )
+
+    @cute.jit
+    def counted(self, runs: Runs, tokens: Compacted) -> Runs:
+        """The runs that have tokens; without any along k, of one split, none."""
+        config = self.config
+        columns, depth = runs.columns, runs.depth
+        if tokens.count.iterator.toint() != 0:
+            count = cutlass.max(computed(tokens), Int32(0))
+            if cutlass.const_expr(self.tokens_along == "n"):
+                columns = cute.ceil_div(count, config.cluster_columns)
+            else:
+                depth = cute.ceil_div(count, config.tile_k)
+                columns = columns * cutlass.min(depth, Int32(1))
+        return runs._replace(
+            columns=cute.arch.make_warp_uniform(columns), depth=cute.arch.make_warp_uniform(depth)
         )
 
     def storage_of(self, dtype, a_slots: cute.Layout, b_slots: cute.Layout):

@@ -14,6 +14,7 @@ from cute_lce.arch import ACCUMULATOR_STAGES, KernelConfig
 from cute_lce.kernels import gemm
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
+from cute_lce.kernels.rows import Compacted
 
 WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
@@ -96,7 +97,7 @@ class GemmSm100(gemm.Gemm):
             slabs=config.tile_n // columns,
         )
 
-    def __init__(self, config: KernelConfig, epilogue):
+    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n"):
         if config.tile_m not in (128, 256) or config.tile_n % SLABS[-1] or not 0 < config.tile_n <= 256:
             raise ValueError(
                 f"config: got a tile of {config.tile_m} x {config.tile_n}, want 128 or 256 rows and"
@@ -104,7 +105,7 @@ class GemmSm100(gemm.Gemm):
             )
         if config.cluster_m % config.pair:
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
-        super().__init__(config, epilogue)
+        super().__init__(config, epilogue, tokens_along)
         self.acc_stages = ACCUMULATOR_STAGES
         self.barriers = {
             "accumulators": cute.struct.MemRange[cutlass.Int64, self.acc_stages * 2],
@@ -153,8 +154,10 @@ class GemmSm100(gemm.Gemm):
         tiled_mma: cute.TiledMma,
         progress: cute.Tensor,
         runs: gemm.Runs,
+        tokens: Compacted,
     ):
         config = self.config
+        runs = self.counted(runs, tokens)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             cpasync.prefetch_descriptor(a.tma)

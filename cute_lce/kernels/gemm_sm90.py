@@ -12,6 +12,7 @@ from cute_lce.arch import WARPGROUP, WARPGROUP_REGISTERS, KernelConfig
 from cute_lce.kernels import gemm
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
+from cute_lce.kernels.rows import Compacted
 
 TURN_BARRIER = 1
 BOX_BARRIER = 3
@@ -70,9 +71,9 @@ class GemmSm90(gemm.Gemm):
         rows = tuple(block + half for block in range(0, config.tile_m, apart) for half in (0, 8))
         return Fragment(rows=rows, columns=config.tile_n, slabs=1)
 
-    def __init__(self, config: KernelConfig, epilogue):
+    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n"):
         _check(config)
-        super().__init__(config, epilogue)
+        super().__init__(config, epilogue, tokens_along)
         self.threads = WARPGROUP * (config.warpgroups + 1)
         self.turns = config.turns
         self.load_registers, self.mma_registers = WARPGROUP_REGISTERS[config.warpgroups]
@@ -107,8 +108,10 @@ class GemmSm90(gemm.Gemm):
         tiled_mma: cute.TiledMma,
         progress: cute.Tensor,
         runs: gemm.Runs,
+        tokens: Compacted,
     ):
         config = self.config
+        runs = self.counted(runs, tokens)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)

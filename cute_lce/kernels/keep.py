@@ -36,6 +36,7 @@ from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.row_stats import fma, to_logits
+from cute_lce.kernels.rows import Compacted, origin
 from cute_lce.maths import LOG2_E
 
 WARPS = 4
@@ -137,10 +138,19 @@ class Finish:
 
     @cute.jit
     def __call__(
-        self, keep: KeepTensors, target, target_logit, row_max, row_sum, loss, stream: cuda.CUstream
+        self,
+        keep: KeepTensors,
+        tokens: Compacted,
+        target,
+        target_logit,
+        row_max,
+        row_sum,
+        loss,
+        stream: cuda.CUstream,
     ):
+        """row_max and row_sum lie at their tokens' origins."""
         grid = (cute.ceil_div(cute.size(target), ROWS), cute.ceil_div(keep.columns, COLUMNS), 1)
-        self.kernel(keep, target, target_logit, row_max, row_sum, loss).launch(
+        self.kernel(keep, tokens, target, target_logit, row_max, row_sum, loss).launch(
             grid=grid, block=(32 * WARPS, 1, 1), stream=stream
         )
 
@@ -148,10 +158,11 @@ class Finish:
     def kernel(
         self,
         keep: KeepTensors,
+        tokens: Compacted,
         target: cute.Tensor,
         target_logit: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
+        row_maxima: cute.Tensor,
+        row_sums: cute.Tensor,
         loss,
     ):
         thread = cute.arch.thread_idx()[0]
@@ -161,30 +172,33 @@ class Finish:
         # Each eighth lane has the numbers of one row.
         own = first + thread % ROWS
         steps, noted, valid = Int32(0), Int32(0), Boolean(False)
+        row_max, row_sum = Float32(0.0), Float32(1.0)
         if own < cute.size(target):
             # Ignored rows are zeros.
             valid = Int64(target[own]) != loss.ignore_index
             if valid:
                 noted = keep.most_raised[own]
-                steps = self._steps(keep.reference[own], row_max[own], row_sum[own], noted)
+                token = origin(tokens, own)
+                row_max, row_sum = row_maxima[token], row_sums[token]
+                steps = self._steps(keep.reference[own], row_max, row_sum, noted)
         for r in cutlass.range(ROWS, unroll=1):
             most, units = cute.arch.shuffle_sync(steps, r), cute.arch.shuffle_sync(noted, r)
             if most > 0:
                 for column in cutlass.range(start + 8 * thread, end, 8 * 32 * WARPS, unroll=1):
                     self._rescale(keep, first + r, column, most, units)
         cute.arch.sync_threads()
-        if thread < ROWS and own < cute.size(target):
+        if thread < ROWS and valid:
             k = maths.raised(keep.reference[own], steps.to(Float32), self.kept)
             if start == 0:
                 keep.kept_scale[own] = maths.softmax_factor(
-                    cute.math.exp2(maths.base_exponent(row_max[own], k, fma)), row_sum[own]
+                    cute.math.exp2(maths.base_exponent(row_max, k, fma)), row_sum
                 )
             index = Int64(target[own])
-            if valid and index >= start and index < end:
+            if index >= start and index < end:
                 # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
-                one = cute.math.exp2(maths.kept_exponent(row_max[own], k, fma), fastmath=True)
+                one = cute.math.exp2(maths.kept_exponent(row_max, k, fma), fastmath=True)
                 entry = cute.math.exp2(maths.kept_exponent(target_logit[own], k, fma), fastmath=True)
-                entry = maths.dlogits(entry, row_sum[own] * one)
+                entry = maths.dlogits(entry, row_sum * one)
                 keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
 
     @cute.jit

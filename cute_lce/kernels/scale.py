@@ -19,6 +19,7 @@ from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.row_stats import grad_scale
+from cute_lce.kernels.rows import Compacted, computed, origin
 
 WARPS = 4
 
@@ -26,13 +27,15 @@ WARPS = 4
 class ScaleTensors(NamedTuple):
     """Global memory that the scaling kernels access, and the numbers that they need.
 
-    Read: hidden (n, d), target (n,) int32 or int64, dloss (n,) fp32 with any stride (0: one number),
-    num_valid (1,) int64, kept_scale (n,) fp32; at address 0: 1 / HALF_SCALE.
-    Written: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is ignored; if `wanted`: scaled
-    (n, d), hidden's rows times factor, in float16 over weight_factor, zeros where the row is ignored,
-    whatever hidden holds; and in float16 weight_factor (1,) fp32.
+    rows: which tokens these are; n of them.
+    Read: target (n,) int32 or int64; hidden (.., d), dloss (..,) fp32 with any stride (0: one number), of the
+    tokens' origins; num_valid (1,) int64, kept_scale (n,) fp32; at address 0: 1 / HALF_SCALE.
+    Written, of tokens that are computed: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is
+    ignored; if `wanted`: scaled (n, d), hidden's rows times factor, in float16 over weight_factor, zeros
+    where the row is ignored, whatever hidden holds; and in float16 weight_factor (1,) fp32.
     """
 
+    rows: Compacted
     hidden: cute.Tensor
     target: cute.Tensor
     dloss: cute.Tensor
@@ -80,13 +83,14 @@ class ScaleRows:
         """
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
-        if row < cute.size(tensors.target):
-            factor, valid = self._factor(tensors, row)
+        if row < computed(tensors.rows):
+            token = origin(tensors.rows, row)
+            factor, valid = self._factor(tensors, row, token)
             if valid:
                 highest = Float32(0.0)
                 for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
                     source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
-                    cute.autovec_copy(adjacent(tensors.hidden, row, chunk * 8, 8), source)
+                    cute.autovec_copy(adjacent(tensors.hidden, token, chunk * 8, 8), source)
                     for i in cutlass.range_constexpr(8):
                         highest = cute.arch.fmax(highest, cute.math.absf(source[i].to(Float32)))
                 highest = cute.arch.warp_reduction(highest, cute.arch.fmax)
@@ -105,8 +109,9 @@ class ScaleRows:
     def kernel(self, tensors: ScaleTensors):
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
-        if row < cute.size(tensors.target):
-            factor, valid = self._factor(tensors, row)
+        if row < computed(tensors.rows):
+            token = origin(tensors.rows, row)
+            factor, valid = self._factor(tensors, row, token)
             if lane == 0:
                 tensors.factor[row] = factor
             if tensors.wanted != 0:
@@ -116,17 +121,17 @@ class ScaleRows:
                     source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
                     source.fill(0.0)
                     if valid:
-                        cute.autovec_copy(adjacent(tensors.hidden, row, chunk * 8, 8), source)
+                        cute.autovec_copy(adjacent(tensors.hidden, token, chunk * 8, 8), source)
                         source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
                     cute.autovec_copy(source, adjacent(tensors.scaled, row, chunk * 8, 8))
 
     @cute.jit
-    def _factor(self, tensors: ScaleTensors, row: Int32):
-        """(the row's factor, whether it is not ignored)."""
+    def _factor(self, tensors: ScaleTensors, row: Int32, token: Int32):
+        """(the row's factor, whether it is not ignored). token: its origin."""
         factor = Float32(0.0)
         valid = Int64(tensors.target[row]) != tensors.loss.ignore_index
         if valid:
-            factor = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, row)
+            factor = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
             if tensors.kept_scale.iterator.toint() == 0:
                 factor *= Float32(1 / maths.HALF_SCALE)
             else:

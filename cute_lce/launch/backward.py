@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import GradientOperands, Gradients, LossArguments, Operands, Statistics, Upstream
+from ..arguments import GradientOperands, Gradients, LossArguments, Operands, Rows, Statistics, Upstream
 from ..compile import cache
 from ..compile.frozen import freeze
 from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan.kernels import BackwardKey
+from ..plan.memory import compacts
 from ..plan.problem import Problem, round_up
 from .device import (
     Parts,
@@ -32,6 +33,7 @@ from .device import (
     template,
     without_padding,
 )
+from .rows import Compaction
 
 COUNTERS = 3
 """int32 progress counters of a stripe, one for each GEMM."""
@@ -127,6 +129,18 @@ class KernelBackward:
         scales = kept > 0 or problem.half
         self.factor = part(4 * n if scales else 0)
         self.weight_factor = part(4 if problem.half else 0)
+        several = len(self.stripes) > 1 and not request.shard
+        summed = problem.need_dinput and (several or chosen.splits > 1)
+        self.compaction, self.all_rows, self.compacted = None, freeze(Rows(first=0, tokens=n)), None
+        if compacts(problem, kept) and not request.shard:
+            copied = kept < problem.vocab
+            nbytes = n * d * dtype.itemsize
+            self.compaction = Compaction(
+                parts, n, target.dtype.itemsize, nbytes if copied else 0, values=copied
+            )
+            if problem.need_dinput and not self.chunks and not summed:
+                # dinput by compacted tokens, where there are no sums of it.
+                self.compacted = part(nbytes)
         self.scaled = part(n * d * dtype.itemsize if scales and problem.need_dweight else 0)
         # The chunks are done with their part when the stripes take it.
         begin = parts.nbytes
@@ -134,11 +148,11 @@ class KernelBackward:
         rows = max((chunk.tokens for chunk in chosen.chunks), default=0)
         self.chunk_dlogits = part(rows * self.chunk_pitch * dtype.itemsize)
         self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
+        if self.compaction is not None and rows and chosen.splits == 1:
+            self.compacted = part(rows * d * dtype.itemsize)
         end, parts.nbytes = parts.nbytes, begin
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)
-        several = len(self.stripes) > 1 and not request.shard
-        summed = problem.need_dinput and not rows and (several or chosen.splits > 1)
-        self.sums = part(4 * n * d * chosen.splits if summed else 0)
+        self.sums = part(4 * n * d * chosen.splits if summed and not rows else 0)
         self.workspace = template(device, torch.uint8, max(parts.nbytes, end))
 
     def dinput(
@@ -181,8 +195,13 @@ class KernelBackward:
             row_sum=saved.row_sum.data_ptr(),
             num_valid=saved.num_valid.data_ptr(),
         )
+        rows, dhidden = self.all_rows, 0 if dinput is None else dinput.data_ptr()
+        if self.compaction is not None:
+            rows = self.compaction.rows(start)._replace(dhidden=dhidden)
+            if self.compacted is not None:
+                dhidden = start + self.compacted
         gradients = Gradients(
-            dhidden=0 if dinput is None else dinput.data_ptr(),
+            dhidden=dhidden,
             dweight=0 if dweight is None else dweight.data_ptr(),
             sums=start + self.sums,
             adds=int(adds),
@@ -190,45 +209,46 @@ class KernelBackward:
         if self.sums_are_results:
             gradients = gradients._replace(sums=gradients.dhidden)
         progress = 0 if counters is None else counters.data_ptr()
+        groups = hidden, weight, target, arguments, upstream, statistics
         stripes, chunks = self.stripes, self.chunks
         if self.kept:
-            groups = hidden, weight, target, arguments, upstream, statistics, gradients
-            yield *groups, self._kept_source(saved, start), stripes[0], progress
+            yield *groups, gradients, self._kept_source(saved, start), rows, stripes[0], progress
             progress, stripes = progress + 4 * COUNTERS, stripes[1:]
+            rows = self._gathered(rows)
         source = self._recomputed_source(hidden, start)
         for first, tokens, stripe in chunks:
+            sums = start + self.chunk_sums
+            if self.sums_are_results:
+                sums = gradients.dhidden + first * self.row_bytes
             yield (
-                *(hidden[first : first + tokens], weight, target[first : first + tokens], arguments),
-                *self._of_tokens(first, upstream, statistics, gradients, start),
+                *groups,
+                gradients._replace(dweight=0, sums=sums),
                 source._replace(
                     dlogits=start + self.chunk_dlogits,
                     pitch=self.chunk_pitch,
                     factor=source.factor + (4 * first if self.half else 0),
                 ),
+                self._chunk_of(rows, first, tokens),
                 *(stripe, progress),
             )
             progress += 4 * COUNTERS
         if chunks:
-            gradients = gradients._replace(dhidden=0)
-        groups = hidden, weight, target, arguments, upstream, statistics, gradients
+            gradients, rows = gradients._replace(dhidden=0), self._gathered(rows)
         for stripe in stripes:
-            yield *groups, source, stripe, progress
+            yield *groups, gradients, source, rows, stripe, progress
             progress += 4 * COUNTERS
-            source = source._replace(scales=0)
+            source, rows = source._replace(scales=0), self._gathered(rows)
 
-    def _of_tokens(
-        self, first: int, upstream: Upstream, statistics: Statistics, gradients: Gradients, start: int
-    ) -> tuple[Upstream, Statistics, Gradients]:
-        """The groups of the tokens from `first` on, for dinput alone."""
-        dhidden = gradients.dhidden + first * self.row_bytes
-        sums = dhidden if self.sums_are_results else start + self.chunk_sums
-        return (
-            upstream._replace(dloss=upstream.dloss + 4 * first * upstream.stride),
-            statistics._replace(
-                row_max=statistics.row_max + 4 * first, row_sum=statistics.row_sum + 4 * first
-            ),
-            gradients._replace(dhidden=dhidden, dweight=0, sums=sums),
-        )
+    def _gathered(self, rows: Rows) -> Rows:
+        """The same, for the launches after the first."""
+        return rows if self.compaction is None else rows._replace(gathers=0)
+
+    def _chunk_of(self, rows: Rows, first: int, tokens: int) -> Rows:
+        """Some of them, which are copied behind those before."""
+        if self.compaction is None:
+            return Rows(first=first, tokens=tokens)
+        row = round_up(self.features, 8) * self.itemsize
+        return rows._replace(first=first, tokens=tokens, hidden=rows.hidden + first * row)
 
     def _kept_source(self, saved: Saved, start: int) -> GradientOperands:
         kept, kept_scale = saved.kept, saved.kept_scale
@@ -242,7 +262,10 @@ class KernelBackward:
         source = self._scaled_source(start)
         if self.half:
             return source
-        return source._replace(factor=0, hidden=hidden.data_ptr(), hidden_pitch=hidden.stride(0), scales=0)
+        address, pitch = hidden.data_ptr(), hidden.stride(0)
+        if self.compaction is not None and self.compaction.hidden is not None:
+            address, pitch = start + self.compaction.hidden, source.hidden_pitch
+        return source._replace(factor=0, hidden=address, hidden_pitch=pitch, scales=0)
 
     def _scaled_source(self, start: int) -> GradientOperands:
         """Of float16's first recomputed stripe; such operands differ from it in a few fields."""
@@ -332,6 +355,7 @@ class _Step(NamedTuple):
     statistics: Statistics
     gradients: Gradients
     source: GradientOperands
+    rows: Any
     stripe: Any
     progress: int
 

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import ForwardOutputs, KeepOutputs, Operands
+from ..arguments import ForwardOutputs, KeepOutputs, Operands, Rows
 from ..compile import cache
 from ..compile.frozen import freeze
 from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
-from ..plan.memory import keep_workspace_bytes
-from ..plan.problem import round_up
-from .device import aligned, dtype_name, gpu_of, in_place, loss_arguments, template
+from ..plan.memory import forward_compacts, keep_workspace_bytes
+from ..plan.problem import Problem, round_up
+from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template
+from .rows import Compaction
 
 _NOTHING_KEPT = KeepOutputs(kept=0, kept_scale=0, workspace=0, pitch=0, columns=0)
 
@@ -94,7 +95,14 @@ class KernelForward:
         # Statistics that are not requested go behind the workspace, num_valid at a multiple of 8 bytes.
         self.behind = 4 * round_up(chosen.workspace_floats, 2)
         extra = 0 if self.wants_statistics else 2 * n + 3
-        self.workspace = template(device, torch.float32, chosen.workspace_floats + extra)
+        parts = Parts()
+        parts.reserve(4 * (chosen.workspace_floats + extra))
+        self.compaction, self.all_rows = None, freeze(Rows(first=0, tokens=n))
+        problem = Problem(n, round_up(d, 8), weight.shape[0], hidden.dtype is torch.float16)
+        if forward_compacts(problem, kept) and not request.shard:
+            sizes = target.dtype.itemsize, n * round_up(d, 8) * hidden.dtype.itemsize
+            self.compaction = Compaction(parts, n, *sizes)
+        self.workspace = template(device, torch.uint8, parts.nbytes)
         self.keep_workspace = template(device, torch.uint8, keep_workspace_bytes(n, kept))
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
@@ -102,6 +110,7 @@ class KernelForward:
             operands = aligned(operands)
         total, scratch = torch.empty_like(self.loss), torch.empty_like(self.workspace)
         workspace = scratch.data_ptr()
+        rows = self.all_rows if self.compaction is None else self.compaction.rows(workspace)
         if not self.wants_statistics:
             behind = workspace + self.behind
             outputs = ForwardOutputs(
@@ -111,7 +120,7 @@ class KernelForward:
                 num_valid=behind,
                 workspace=workspace,
             )
-            self.function(*operands, loss_arguments(loss), outputs, self.gemm, self.nothing_kept)
+            self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, self.nothing_kept)
             return Results(loss=total)
         row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
         num_valid = torch.empty_like(self.count)
@@ -123,7 +132,7 @@ class KernelForward:
             workspace=workspace,
         )
         if not self.kept_columns:
-            self.function(*operands, loss_arguments(loss), outputs, self.gemm, self.nothing_kept)
+            self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, self.nothing_kept)
             return Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
         kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
         keep_workspace = torch.empty_like(self.keep_workspace)
@@ -134,7 +143,7 @@ class KernelForward:
             pitch=self.kept.shape[1],
             columns=self.kept_columns,
         )
-        self.function(*operands, loss_arguments(loss), outputs, self.gemm, keep)
+        self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, keep)
         return Results(
             loss=total,
             row_max=row_max,
@@ -207,4 +216,4 @@ class ShardForward(KernelForward):
             )
         # One loss and one count are written, whatever is asked for.
         summed = loss_arguments(loss._replace(reduction="sum"))
-        self.function(*operands, summed, outputs, self.gemm, keep)
+        self.function(*operands, summed, outputs, self.all_rows, self.gemm, keep)

@@ -1,5 +1,6 @@
 """The paper's Algorithms 3 and 4, a chunk of tokens at a time: a forward that keeps all columns, then the
 gradients' GEMMs from what it kept. Three GEMMs for any number of tokens, and one chunk's logits in memory.
+Tokens are compacted once, before the first chunk.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..plan.problem import Problem, round_up
 from ..streaming import STREAMING
 from .backward import COUNTERS
 from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, without_padding
+from .rows import Compaction
 
 
 class _Chunk:
@@ -52,15 +54,13 @@ class _Chunk:
         parts = Parts()
         part = parts.reserve
         self.partials = part(4 * forward.workspace_floats)
-        self.row_max, self.row_sum, self.kept_scale, self.factor = (part(4 * n) for _ in range(4))
+        self.kept_scale, self.factor = (part(4 * n) for _ in range(2))
         self.keep = part(keep_workspace_bytes(n, vocab))
         self.kept = part(2 * n * self.pitch)
         self.weight_factor = part(4 if problem.half else 0)
         self.half = problem.half
         self.scaled = part(2 * n * d if problem.need_dweight else 0)
-        # Of one split the sum is the accumulator.
-        self.splits = backward.splits if problem.need_dinput else 1
-        self.sums = part(4 * n * d * self.splits if self.splits > 1 else 0)
+        self.sums = part(4 * n * d * backward.splits if problem.need_dinput else 0)
         self.nbytes = parts.nbytes
 
 
@@ -83,27 +83,34 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
 
     dinput = rows(n) if request.need_dinput else None
     dweight = rows(vocab) if request.need_dweight else None
-    losses = torch.empty((n,), dtype=torch.float32, device=device)
-    counts = torch.empty((len(plan.tokens),), dtype=torch.int64, device=device)
+    losses = torch.empty((3, n), dtype=torch.float32, device=device)
     one = torch.ones((), dtype=torch.float32, device=device)
-    scratch = torch.empty(max(chunk.nbytes for chunk in chunks.values()), dtype=torch.uint8, device=device)
+    parts = Parts()
+    # Chunks are of compacted tokens: once all valid ones are done, the others are empty.
+    copied = max(plan.tokens) * d * hidden.dtype.itemsize
+    compaction = Compaction(parts, n, target.dtype.itemsize, copied)
+    of_chunk = parts.reserve(8)
+    begin = parts.reserve(max(chunk.nbytes for chunk in chunks.values()))
+    scratch = torch.empty((parts.nbytes,), dtype=torch.uint8, device=device)
     counters = None
     if any(chunk.paced for chunk in chunks.values()):
         counters = torch.zeros((COUNTERS * len(plan.tokens),), dtype=torch.int32, device=device)
-    start = scratch.data_ptr()
+    compacted = compaction.rows(scratch.data_ptr())
+    start = scratch.data_ptr() + begin
     arguments = _per_row(loss)
     upstream = Upstream(dloss=one.data_ptr(), stride=0)
+    outputs = ForwardOutputs(
+        loss=losses.data_ptr(),
+        row_max=losses[1].data_ptr(),
+        row_sum=losses[2].data_ptr(),
+        num_valid=scratch.data_ptr() + of_chunk,
+        workspace=0,
+    )
+    statistics = Statistics(row_max=outputs.row_max, row_sum=outputs.row_sum, num_valid=outputs.num_valid)
     first = 0
     for i, tokens in enumerate(plan.tokens):
         chunk = chunks[tokens]
-        part = Operands(hidden[first : first + tokens], weight, target[first : first + tokens])
-        outputs = ForwardOutputs(
-            loss=losses.data_ptr() + 4 * first,
-            row_max=start + chunk.row_max,
-            row_sum=start + chunk.row_sum,
-            num_valid=counts.data_ptr() + 8 * i,
-            workspace=start + chunk.partials,
-        )
+        places = compacted._replace(first=first, tokens=tokens)
         keep = KeepOutputs(
             kept=start + chunk.kept,
             kept_scale=start + chunk.kept_scale,
@@ -111,14 +118,15 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
             pitch=chunk.pitch,
             columns=chunk.columns,
         )
-        chunk.forward(*part, arguments, outputs, chunk.grid, keep)
-        statistics = Statistics(row_max=outputs.row_max, row_sum=outputs.row_sum, num_valid=outputs.num_valid)
-        own = 0 if dinput is None else dinput.data_ptr() + 4 * first * d
+        chunk.forward(
+            *(*operands, arguments),
+            *(outputs._replace(workspace=start + chunk.partials), places, chunk.grid, keep),
+        )
         gradients = Gradients(
             # Read for whether it is 0; what is written is the sums.
-            dhidden=own,
+            dhidden=0 if dinput is None else dinput.data_ptr(),
             dweight=0 if dweight is None else dweight.data_ptr(),
-            sums=own if chunk.splits == 1 else start + chunk.sums,
+            sums=start + chunk.sums,
             adds=int(i > 0),
         )
         source = GradientOperands(
@@ -132,17 +140,17 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
             scales=1,
         )
         progress = 0 if counters is None else counters.data_ptr() + 4 * COUNTERS * i
-        chunk.backward(*part, arguments, upstream, statistics, gradients, source, chunk.stripe, progress)
-        if dinput is not None and chunk.splits > 1:
-            sums = scratch[chunk.sums : chunk.sums + 4 * tokens * d * chunk.splits].view(torch.float32)
-            torch.sum(sums.view(chunk.splits, tokens, d), 0, out=dinput[first : first + tokens])
+        places = places._replace(gathers=0, accumulator=gradients.dhidden)
+        groups = arguments, upstream, statistics, gradients, source, places, chunk.stripe, progress
+        chunk.backward(*operands, *groups)
         first += tokens
-    num_valid = counts.sum()
+    count = scratch[compaction.count : compaction.count + 4].view(torch.int32)
+    num_valid = count.sum(dtype=torch.int64)
     # Copies of padded accumulators are made with as little beside them as can be.
-    del scratch
+    del scratch, count
     dinput = without_padding(dinput, features)
     dweight = without_padding(dweight, features)
-    return Accumulated(_reduced(losses, num_valid, loss.reduction), num_valid, dinput, dweight)
+    return Accumulated(_reduced(losses[0], num_valid, loss.reduction), num_valid, dinput, dweight)
 
 
 def _per_row(loss: LossOptions) -> LossArguments:
@@ -152,7 +160,7 @@ def _per_row(loss: LossOptions) -> LossArguments:
 
 def _reduced(losses: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
-        return losses
+        return losses.clone()
     total = losses.sum(dtype=torch.float64)
     if reduction == "mean":
         total = total / num_valid.clamp(min=1)

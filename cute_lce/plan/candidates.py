@@ -153,7 +153,7 @@ class Candidates:
             full, rest = divmod(vocab, columns)
             clocks = full * stripe_clocks(self.tokens, self.dweight, problem, columns, 1)
             clocks += stripe_clocks(self.tokens, self.dweight, problem, rest, 1) if rest else 0
-            yield Candidate(clocks, sweeps_bytes(problem, 0, 1, columns), columns)
+            yield Candidate(clocks, sweeps_bytes(self.problem, 0, 1, columns), columns)
 
     def _widths(self, left: int, fine: int) -> list[int]:
         """Columns of stripes of `left` columns."""

@@ -10,9 +10,9 @@ from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .cost import EXPONENTIALS, STATISTICS, Gemm
 from .gemm import is_paced
-from .memory import DEFAULT_WORKSPACE, forward_bytes, keeping_bytes
+from .memory import DEFAULT_WORKSPACE, forward_compaction_bytes, keeping_bytes, window_bytes
 from .plans import ForwardPlan
-from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
+from .problem import MIB, NO_LIMITS, Limits, Problem, ceil_div, steps
 
 WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
@@ -42,7 +42,7 @@ def plan(
     gemm = Gemm(gpu, config, n * d * vocab)
     tiles = ceil_div(vocab, config.cluster_rows)
     columns = ceil_div(n, config.cluster_columns)
-    spare = spare_bytes(n, kept, limits)
+    spare = spare_bytes(Problem(n, d, vocab), kept, limits)
     if not limits.window:
         _, tiles_per_window = fastest(choices(gemm, n, d, vocab, kept), spare)
     else:
@@ -70,11 +70,11 @@ def plan(
     )
 
 
-def spare_bytes(n: int, kept: int, limits: Limits) -> int:
+def spare_bytes(problem: Problem, kept: int, limits: Limits) -> int:
     """Bytes that the limits leave for partials beside the rest of a forward and the columns that it keeps."""
-    spare = (limits.workspace or DEFAULT_WORKSPACE) - forward_bytes(n) // 2
-    if kept and limits.workspace:
-        spare -= keeping_bytes(n, kept)
+    spare = (limits.workspace or DEFAULT_WORKSPACE) - window_bytes(problem.n) // 2
+    if limits.workspace:
+        spare -= keeping_bytes(problem.n, kept) + forward_compaction_bytes(problem, kept)
     return spare if limits.window else min(PARTIAL_BYTES, spare)
 
 

@@ -35,9 +35,46 @@ def workspace_for(nbytes: int) -> int:
     return max(least - (usable(least - 1) >= nbytes), 0)
 
 
-def forward_bytes(n: int) -> int:
-    """Bytes of workspace and statistics with which every forward can run: those of one window."""
+LEAST_COMPACTED = 1 << 38
+"""Multiplications of a GEMM, n d V, from which a launch more is nothing: some 0.9 ms on an H200."""
+LEAST_VOCAB = 16384
+"""Classes from which a copy of the hidden states takes a percent or two of a GEMM, or less."""
+
+
+def compacts(problem: Problem, kept: int) -> bool:
+    """Whether a backward computes compacted tokens: where that pays, and where ignored rows would otherwise
+    be read, since dweight's product in bfloat16 has hidden states that were not scaled."""
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    reads = not problem.half and kept < vocab and (problem.need_dweight or kept > 0)
+    return reads or (vocab >= LEAST_VOCAB and n * d * vocab >= LEAST_COMPACTED)
+
+
+def forward_compacts(problem: Problem, kept: int) -> bool:
+    """Whether a forward does: as the backward does for which it keeps columns."""
+    return compacts(problem, kept or problem.vocab)
+
+
+def compaction_bytes(problem: Problem, *, copies: bool) -> int:
+    """Bytes of a compaction; copies: of hidden states and values too."""
+    return problem.n * (12 + (2 * problem.d + 12 if copies else 0)) + 2 * KIB
+
+
+def forward_compaction_bytes(problem: Problem, kept: int) -> int:
+    return compaction_bytes(problem, copies=True) if forward_compacts(problem, kept) else 0
+
+
+def backward_compaction_bytes(problem: Problem, kept: int) -> int:
+    return compaction_bytes(problem, copies=kept < problem.vocab) if compacts(problem, kept) else 0
+
+
+def window_bytes(n: int) -> int:
+    """Bytes of statistics and of a forward's workspace with one window, without a compaction."""
     return 192 * n + 4 * KIB
+
+
+def forward_bytes(problem: Problem, kept: int) -> int:
+    """Bytes of workspace and statistics with which every forward can run, besides those for keeping."""
+    return window_bytes(problem.n) + forward_compaction_bytes(problem, kept)
 
 
 def keep_workspace_bytes(n: int, kept: int) -> int:
@@ -63,9 +100,12 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 
     of dhidden's k.
     """
     n, d, vocab = problem.n, problem.d, problem.vocab
-    total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8)
+    total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8) + backward_compaction_bytes(problem, kept)
     if problem.need_dinput and (splits > 1 or columns + kept < vocab or 0 < kept < vocab):
         total += 4 * n * d * splits
+    elif problem.need_dinput and compacts(problem, kept):
+        # dinput by compacted tokens.
+        total += 2 * n * d
     if kept:
         # The operand and the notes.
         total += 2 * n * round_up(kept, 8) + n * note_bytes(kept)
@@ -82,28 +122,33 @@ def sweeps_bytes(problem: Problem, chunk: int, splits: int, columns: int) -> int
     `splits`. columns: of a stripe of dlogits while dweight is.
     """
     n, d = problem.n, problem.d
-    dinput = 2 * chunk * round_up(problem.vocab, 8) + (4 * chunk * d * splits if splits > 1 else 0)
-    without_sum = problem._replace(need_dinput=False)
-    return backward_bytes(without_sum, 0) + max(dinput, 2 * n * round_up(columns, 8))
+    dinput = 2 * chunk * round_up(problem.vocab, 8)
+    if splits > 1:
+        dinput += 4 * chunk * d * splits
+    elif compacts(problem, 0):
+        # By compacted tokens.
+        dinput += 2 * chunk * d
+    without_dinput = problem._replace(need_dinput=False)
+    return backward_bytes(without_dinput, 0) + max(dinput, 2 * n * round_up(columns, 8))
 
 
 def chunk_forward_bytes(problem: Problem, chunk: int) -> int:
     """Bytes of the forward of a chunk of tokens in grad_in_forward, which keeps all columns: a sixteenth of
     what it keeps is for its partials."""
-    return forward_bytes(chunk) + keeping_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
+    return window_bytes(chunk) + keeping_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
 
 
 def chunk_bytes(problem: Problem, chunk: int, splits: int) -> int:
-    """Bytes of the workspace of a chunk: its forward's, and its backward's factors, scaled rows and sums of
-    dhidden's `splits`."""
+    """Bytes of the workspace of a chunk: its forward's and a copy of its hidden states, and its backward's
+    factors, scaled rows and sums of dhidden's `splits`."""
     total = chunk_forward_bytes(problem, chunk) + 64 * chunk + 4 * KIB
-    total += 2 * chunk * problem.d if problem.need_dweight else 0
-    return total + (4 * chunk * problem.d * splits if splits > 1 else 0)
+    total += 2 * chunk * problem.d * (1 + problem.need_dweight)
+    return total + (4 * chunk * problem.d * splits if problem.need_dinput else 0)
 
 
 def accumulator_bytes(problem: Problem, chunks: int) -> int:
-    """Bytes of what grad_in_forward allocates beside a chunk's workspace: both accumulators, each row's loss
-    and the chunks' counts."""
+    """Bytes of what grad_in_forward allocates beside a chunk's workspace: both accumulators, the compaction,
+    each row's loss and statistics, and the chunks' counters."""
     n, d = problem.n, problem.d
     rows = problem.need_dinput * n + problem.need_dweight * problem.vocab
-    return 4 * rows * d + 16 * n + 64 * chunks + 4 * KIB
+    return 4 * rows * d + 20 * n + 64 * chunks + 4 * KIB + compaction_bytes(problem, copies=False)

@@ -16,10 +16,12 @@ from .memory import (
     DEFAULT_WORKSPACE,
     backward_bytes,
     forward_bytes,
+    forward_compaction_bytes,
     keeping_bytes,
     note_bytes,
     refuse_workspace,
     usable,
+    window_bytes,
     workspace_for,
 )
 from .problem import Limits, Problem
@@ -78,12 +80,15 @@ class _Call:
     def fastest(self, kept: Sequence[int], limits: Limits, both: bool = True) -> tuple[int, int]:
         """(clocks, columns kept) of the fastest call within the limits; without `both` passes, of the
         fastest backward."""
-        workspace, n = self.workspace(limits), self.problem.n
+        workspace, problem = self.workspace(limits), self.problem
         room, forward = usable(workspace), self._least_forward if both else 0
-        best = self._backward(0, room).clocks + (self._forward(0, limits) if both else 0), 0
+        nothing = self._backward(0, room)
+        best = nothing.clocks + (self._forward(0, limits) if both else 0), 0
+        if nothing.bytes > room:
+            best = UNLIMITED, 0
         # Whatever keeps more is likely to be faster, and spares looking at the rest.
         for columns in reversed(kept):
-            if not columns or keeping_bytes(n, columns) + forward_bytes(n) > workspace:
+            if not columns or keeping_bytes(problem.n, columns) + forward_bytes(problem, columns) > workspace:
                 continue
             clocks, nbytes = self.candidates.least(columns)
             if nbytes <= room and clocks + forward <= best[0]:
@@ -95,7 +100,7 @@ class _Call:
 
     def least(self, kept: Sequence[int], most: float) -> int:
         """The fewest bytes of workspace with which a call takes at most `most` clocks."""
-        least, n = UNLIMITED, self.problem.n
+        least, problem = UNLIMITED, self.problem
         for columns in kept:
             if columns and workspace_for(self.candidates.least(columns)[1]) >= least:
                 continue
@@ -108,10 +113,11 @@ class _Call:
                 forwards = self._forwards(columns)
                 for spare, clocks, _ in forwards:
                     if backward.clocks + clocks <= most:
-                        forward = forward_bytes(n)
+                        forward = window_bytes(problem.n)
                         if spare > forwards[0][0]:
                             forward = forward // 2 + spare
-                        least = min(least, max(enough, forward + keeping_bytes(n, columns)))
+                        forward += forward_compaction_bytes(problem, columns)
+                        least = min(least, max(enough, forward + keeping_bytes(problem.n, columns)))
                         break
         return least
 
@@ -132,7 +138,7 @@ class _Call:
         problem = self.problem
         if self.window:
             backward = backward_bytes(problem, min(self.window, problem.vocab))
-            return max(forward_bytes(problem.n), backward if problem.wants_gradient else 0)
+            return max(forward_bytes(problem, 0), backward if problem.wants_gradient else 0)
         kept = self.kept(schedule)
         return self.least(kept, self.most_clocks(kept))
 
@@ -157,7 +163,7 @@ class _Call:
             chosen = forward_plan(self.gpu, n, d, vocab, limits, kept=kept)
             tokens = self.tokens[kept > 0]
             return tokens.forward(chosen.rounds, n, d, vocab, chosen.gemm.windows * tokens.partials, kept)
-        return fastest(self._forwards(kept), spare_bytes(problem.n, kept, limits))[0]
+        return fastest(self._forwards(kept), spare_bytes(problem, kept, limits))[0]
 
     def _forwards(self, kept: int) -> list[tuple[int, int, int]]:
         found = self._choices.get(kept)
@@ -228,18 +234,19 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     if limits.workspace and problem.wants_gradient:
         # No backward has less than the narrowest stripe of dlogits.
         columns = min(STRIPE_MULTIPLE, known.vocab) if problem.need_dweight else 0
-        least = max(forward_bytes(n), backward_bytes(problem._replace(need_dinput=False), columns))
+        least = max(forward_bytes(problem, 0), backward_bytes(problem._replace(need_dinput=False), columns))
         if limits.workspace < least:
             raise refuse_workspace("recompute", limits.workspace, least)
     if not kept:
         return 0
     workspace = call.workspace(limits)
     room = usable(workspace)
-    forward = keeping_bytes(n, vocab) + forward_bytes(n)
+    forward = keeping_bytes(n, vocab) + forward_bytes(problem, vocab)
     if kept == known.vocab and backward_bytes(problem, 0, vocab) <= room and forward <= workspace:
         return vocab
     columns = call.candidates.best(kept, room).columns or STRIPE_MULTIPLE
-    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + forward_bytes(n)
+    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns)
+    beside += window_bytes(n)
     beside += n * note_bytes(KEPT_TILE) + (2 * n * d if problem.need_dweight else 0)
     # Two bytes per row each, and their share of the notes.
     fit = (room - beside) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n)

@@ -24,7 +24,7 @@ from cute_lce.plan import backward, candidates, cost, forward, gemm, schedule
 from cute_lce.plan.backward import BackwardPlan
 from cute_lce.plan.candidates import STRIPE_MULTIPLE
 from cute_lce.plan.kernels import Key
-from cute_lce.plan.memory import DEFAULT_WORKSPACE, backward_bytes, sweeps_bytes, usable
+from cute_lce.plan.memory import DEFAULT_WORKSPACE, backward_bytes, compacts, sweeps_bytes, usable
 from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem, ceil_div
 from tests.device import planned_for
 
@@ -204,8 +204,9 @@ def test_splits_sums_count_and_fit(arch: str):
         split += 1
         assert not call.window, "an explicit window fixes the order of a row's additions"
         assert call.need_dinput
-        # With several stripes one sum is among the least.
-        assert plan.workspace == least + 4 * call.n * call.d * (plan.splits - (stripes > 1))
+        # With several stripes one sum is among the least, and without any dinput by compacted tokens.
+        sums = 4 * plan.splits - (4 if stripes > 1 else 2 * compacts(call.problem, kept))
+        assert plan.workspace == least + sums * call.n * call.d
         assert plan.workspace <= usable(call.workspace or DEFAULT_WORKSPACE)
         # Each has at least half of 1024 columns of the widest stripe.
         widest = max(stripe.columns for stripe in plan.stripes)
@@ -262,7 +263,7 @@ def test_everything_is_kept_where_it_fits():
 def test_chunks_cover_the_tokens_exactly_once(arch: str):
     """Where dinput has a sweep of its own; in every chunk all columns, and in no stripe any of it."""
     found = 0
-    for call in draws(400, seed=29):
+    for call in draws(600, seed=29):
         for workspace in (call.workspace, 4 * call.n * call.d):
             given = call._replace(workspace=workspace)
             if decide(given, "recompute", arch) is None:
@@ -497,7 +498,7 @@ def test_the_default_workspace_serves_many_tokens(n: int, d: int, V: int, half: 
     """Within twice its GEMMs, where an accumulator alone may exceed it; raised only if it must be."""
     call = Call(n, d, V, half=half)
     predicted = schedule.predict(whole("sm_90a"), call.problem, "auto", NO_LIMITS)
-    assert predicted.seconds < 1.8 * predicted.floor or predicted.seconds < 1.05 * predicted.best
+    assert predicted.seconds < 1.8 * predicted.floor or predicted.seconds < 1.2 * predicted.best
     least = int(named_least(call) * MIB) + 1
     assert (least > DEFAULT_WORKSPACE) == (n == 1 << 24)
     assert train(call, decide(call, "auto") or 0) <= max(DEFAULT_WORKSPACE, least)

@@ -10,6 +10,7 @@ grad_scale, need factors and scaled rows (kernels.scale) instead.
 """
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Numeric
 
@@ -17,6 +18,7 @@ from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
     GradientOperands,
     Gradients,
+    Rows,
     Statistics,
     Stripe,
     Upstream,
@@ -24,11 +26,18 @@ from cute_lce.arguments import (
 )
 from cute_lce.kernels.entry.types import (
     ELEMENTS,
+    compacted,
+    dloss_of_origins,
     example,
     example_operands,
+    gather_tensors,
     matrix,
+    origins,
+    own_rows,
     strided,
+    tokens_of,
     transposed,
+    values_of,
     vector,
 )
 from cute_lce.kernels.epilogues.dlogits import DlogitsEpilogue, DlogitsTensors
@@ -43,6 +52,7 @@ from cute_lce.kernels.epilogues.gradient import (
 from cute_lce.kernels.epilogues.store import accumulator, output
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
+from cute_lce.kernels.rows import Gather
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
 
 ADDED = {"": None, "float32": Float32, **ELEMENTS}
@@ -64,7 +74,9 @@ class Backward:
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
         self.dhidden = gemm(tokens, DhiddenEpilogue(gemm.fragment(tokens)))
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
-        self.dweight, self.added = gemm(dweight, epilogue(gemm.fragment(dweight))), added
+        self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k")
+        self.added = added
+        self.gather = Gather()
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
 
@@ -79,32 +91,43 @@ class Backward:
         statistics: Statistics,
         gradients: Gradients,
         source: GradientOperands,
+        rows: Rows,
         stripe: Stripe,
         progress: Int64,  # three zeroed int32 if a GEMM is paced
         stream: cuda.CUstream,
     ):
-        dtype = hidden.element_type
-        n, d = cute.size(hidden, mode=[0]), cute.size(hidden, mode=[1])
+        dtype, n = hidden.element_type, rows.tokens
+        everything, d = cute.size(hidden, mode=[0]), cute.size(hidden, mode=[1])
+        if rows.gathers != 0:
+            values = (
+                strided(upstream.dloss, everything, upstream.stride),
+                vector(Float32, statistics.row_max, everything),
+                vector(Float32, statistics.row_sum, everything),
+            )
+            self.gather(gather_tensors(hidden, target, rows, loss, values), stream)
+        tokens = compacted(rows, everything)
+        given = hidden
+        hidden, target = tokens_of(hidden, target, rows)
+        dloss, row_max, row_sum = values_of(upstream, statistics, rows, everything)
         first, columns = stripe.first, stripe.columns
         row_pitch = weight.stride[0]
-        rows = cute.make_tensor(
+        classes = cute.make_tensor(
             weight.iterator + Int64(first) * row_pitch, cute.make_layout((columns, d), stride=(row_pitch, 1))
         )
         dlogits = matrix(dtype, source.dlogits, n, columns, source.pitch)
         hidden_rows = matrix(dtype, source.hidden, n, d, source.hidden_pitch)
         counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
-        dloss = strided(upstream.dloss, n, upstream.stride)
         factors = vector(Float32, source.factor, n)
         weight_factor = vector(Float32, source.weight_factor, 1)
         num_valid = vector(Int64, statistics.num_valid, 1)
         if source.kept_scale == 0:
             self.dlogits(
-                rows,
+                classes,
                 hidden,
                 DlogitsTensors(
                     target=target,
-                    row_max=vector(Float32, statistics.row_max, n),
-                    row_sum=vector(Float32, statistics.row_sum, n),
+                    row_max=row_max,
+                    row_sum=row_sum,
                     dloss=dloss,
                     num_valid=num_valid,
                     dlogits=output(dlogits),
@@ -114,14 +137,16 @@ class Backward:
                 ),
                 counters[0],
                 stripe.logits,
+                tokens,
                 stream,
             )
         if source.scales != 0:
             self.scale(
                 ScaleTensors(
-                    hidden=hidden,
+                    rows=tokens,
+                    hidden=origins(given, hidden, rows),
                     target=target,
-                    dloss=dloss,
+                    dloss=dloss_of_origins(upstream, rows, everything),
                     num_valid=num_valid,
                     kept_scale=vector(Float32, source.kept_scale, n),
                     factor=factors,
@@ -134,13 +159,14 @@ class Backward:
             )
         if gradients.dhidden != 0:
             splits = stripe.dhidden.splits
-            out = matrix(dtype, gradients.dhidden, n, d, d)
+            own = Int64(cutlass.select_(rows.count != 0, Int64(0), Int64(rows.first)))
+            out = matrix(dtype, gradients.dhidden + own * d * 2, n, d, d)
             sums = cute.make_tensor(
                 cute.make_ptr(Float32, gradients.sums, cute.AddressSpace.gmem, assumed_align=16),
                 cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1)),
             )
             self.dhidden(
-                transposed(rows),
+                transposed(classes),
                 dlogits,
                 DhiddenTensors(
                     out=output(out),
@@ -148,14 +174,25 @@ class Backward:
                     sums=sums,
                     factor=factors,
                     is_first=stripe.is_first,
-                    to_out=Int32(stripe.is_last != 0 and splits == 1),
+                    to_out=Int32(stripe.is_last != 0 and splits == 1 and rows.dhidden != gradients.dhidden),
                 ),
                 counters[1],
                 stripe.dhidden,
+                tokens,
                 stream,
             )
-            if stripe.is_last != 0 and splits > 1:
-                self.reduce(out, sums, stream)
+            if stripe.is_last != 0 and rows.dhidden == gradients.dhidden:
+                self.reduce(matrix(dtype, rows.dhidden, everything, d, d), sums, tokens, stream)
+            elif stripe.is_last != 0 and splits > 1:
+                self.reduce(out, sums, own_rows(rows), stream)
+            if stripe.is_last != 0 and rows.dhidden != 0 and rows.dhidden != gradients.dhidden:
+                only = cute.make_tensor(
+                    out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1))
+                )
+                self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream)
+            if cutlass.const_expr(self.added is Float32):
+                if rows.accumulator != 0:
+                    self.reduce(matrix(Float32, rows.accumulator, everything, d, d), sums, tokens, stream)
         if gradients.dweight != 0:
             self.dweight(
                 transposed(dlogits),
@@ -163,6 +200,7 @@ class Backward:
                 self._dweight_tensors(dtype, gradients, first, columns, d, weight_factor),
                 counters[2],
                 stripe.dweight,
+                tokens,
                 stream,
             )
 
@@ -197,6 +235,7 @@ def compile_backward(
         example(Statistics),
         example(Gradients),
         example(GradientOperands),
+        example(Rows),
         example(Stripe),
         Int64(0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -12,16 +12,26 @@ from cute_lce.arguments import (
     ForwardOutputs,
     GemmPlan,
     KeepOutputs,
+    Rows,
     units,
     with_terms,
 )
 from cute_lce.kernels.combine import Combine, CombineTensors
-from cute_lce.kernels.entry.types import example, example_operands, matrix, vector
+from cute_lce.kernels.entry.types import (
+    compacted,
+    example,
+    example_operands,
+    gather_tensors,
+    matrix,
+    tokens_of,
+    vector,
+)
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.mainloop import mainloop
+from cute_lce.kernels.rows import Gather
 
 
 @cute.kernel
@@ -51,6 +61,7 @@ class Forward:
             self.references = References(kept)
             self.finish = Finish(fragment, kept)
         self.gemm = gemm(config, epilogue)
+        self.gather = Gather()
         self.combine = Combine()
         self.partials_per_window = config.partials_per_window
 
@@ -62,11 +73,17 @@ class Forward:
         target: cute.Tensor,  # (n,)
         loss,  # LossArguments, or with_terms
         outputs: ForwardOutputs,
+        rows: Rows,
         grid: GemmPlan,
         keep: KeepOutputs,
         stream: cuda.CUstream,
     ):
-        n, vocab = cute.size(hidden, mode=[0]), cute.size(weight, mode=[0])
+        vocab, n = cute.size(weight, mode=[0]), rows.tokens
+        if rows.gathers != 0:
+            self.gather(gather_tensors(hidden, target, rows, loss), stream)
+        everything = cute.size(hidden, mode=[0])
+        hidden, target = tokens_of(hidden, target, rows)
+        tokens = compacted(rows, everything)
         count = grid.windows * self.partials_per_window
         # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
         counters = cute.make_ptr(Int32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
@@ -81,7 +98,9 @@ class Forward:
         blocks = cute.make_tensor(
             own + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
         )
-        row_max, row_sum = vector(Float32, outputs.row_max, n), vector(Float32, outputs.row_sum, n)
+        # By the operands' tokens.
+        row_max = vector(Float32, outputs.row_max, everything)
+        row_sum = vector(Float32, outputs.row_sum, everything)
         tensors = ForwardTensors(
             target=target,
             partials=partials,
@@ -94,12 +113,13 @@ class Forward:
             vocab=vocab,
             shard=shard,
             loss=loss,
+            rows=tokens,
             target=target,
             partials=partials,
             target_logit=target_logit,
             row_max=row_max,
             row_sum=row_sum,
-            losses=vector(Float32, outputs.loss, n),
+            losses=vector(Float32, outputs.loss, everything),
             num_valid=vector(Int64, outputs.num_valid, 1),
             blocks=blocks,
             arrived=arrived,
@@ -111,7 +131,7 @@ class Forward:
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
                 self._statistics(hidden, weight, keeping, combined, progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:
-                self.finish(kept, target, target_logit, row_max, row_sum, loss, stream)
+                self.finish(kept, tokens, target, target_logit, row_max, row_sum, loss, stream)
         else:
             self._statistics(hidden, weight, tensors, combined, progress, grid, stream)
 
@@ -122,7 +142,7 @@ class Forward:
         """The GEMM and, from its partials, the rows' statistics."""
         if grid.paced != 0:
             clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-        self.gemm(weight, hidden, tensors, progress, grid, stream)
+        self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream)
         self.combine(combined, stream)
 
     @cute.jit
@@ -153,6 +173,7 @@ def compile_forward(
         *example_operands(dtype, target_dtype),
         example(with_terms(terms)),
         example(ForwardOutputs),
+        example(Rows),
         example(GemmPlan),
         example(KeepOutputs),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import arguments
+from cute_lce.kernels.rows import Compacted, GatherTensors
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 NUMBERS = {arguments.Int32: Int32, arguments.Int64: Int64, arguments.Float32: Float32}
@@ -58,6 +59,97 @@ def matrix(kind, address: Int64, rows, columns, pitch) -> cute.Tensor:
     return cute.make_tensor(
         cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=16),
         cute.make_layout((rows, columns), stride=(cute.assume(Int64(pitch), divby=8), 1)),
+    )
+
+
+def chosen(first: Int64, otherwise: Int64) -> Int64:
+    """An address, or another where it is 0."""
+    return Int64(cutlass.select_(first != 0, first, otherwise))
+
+
+def tokens_of(hidden: cute.Tensor, target: cute.Tensor, rows: arguments.Rows) -> tuple:
+    """hidden (tokens, d) and target (tokens,) of a launch: the operands' rows, or those of their compaction;
+    without compacted hidden states, the operands' first."""
+    (_, d), pitch = hidden.shape, hidden.stride[0]
+    own = Int64(cutlass.select_(rows.count != 0, Int64(0), Int64(rows.first)))
+    width = hidden.element_type.width // 8
+    address = chosen(rows.hidden, hidden.iterator.toint() + own * pitch * width)
+    pitch = Int64(cutlass.select_(rows.hidden != 0, Int64(d), Int64(pitch)))
+    width = target.element_type.width // 8
+    base = chosen(rows.target, target.iterator.toint())
+    return (
+        matrix(hidden.element_type, address, rows.tokens, d, pitch),
+        vector(target.element_type, base + Int64(rows.first) * width, rows.tokens),
+    )
+
+
+def origins(given: cute.Tensor, hidden: cute.Tensor, rows: arguments.Rows) -> cute.Tensor:
+    """Hidden states in which `rows.origin` finds a token's: the operands', or the launch's own."""
+    is_given = rows.source != 0
+    address = Int64(cutlass.select_(is_given, given.iterator.toint(), hidden.iterator.toint()))
+    pitch = Int64(cutlass.select_(is_given, Int64(given.stride[0]), Int64(hidden.stride[0])))
+    return matrix(given.element_type, address, given.shape[0], given.shape[1], pitch)
+
+
+def dloss_of_origins(upstream: arguments.Upstream, rows: arguments.Rows, n: Int32) -> cute.Tensor:
+    """The upstream gradient likewise."""
+    own = Int64(cutlass.select_(rows.source != 0, Int64(0), Int64(rows.first)))
+    return strided(upstream.dloss + 4 * own * upstream.stride, n, upstream.stride)
+
+
+def values_of(
+    upstream: arguments.Upstream, statistics: arguments.Statistics, rows: arguments.Rows, n: Int32
+) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    """dloss, row_max and row_sum of a launch's tokens; n: of the operands'."""
+    copied, first = rows.values != 0, Int64(rows.first)
+    stride = Int64(cutlass.select_(copied, Int64(1), upstream.stride))
+    addresses = upstream.dloss, statistics.row_max, statistics.row_sum
+    dloss, row_max, row_sum = (
+        Int64(cutlass.select_(copied, rows.values + 4 * Int64(n) * i, address))
+        for i, address in enumerate(addresses)
+    )
+    return (
+        strided(dloss + 4 * first * stride, rows.tokens, stride),
+        vector(Float32, row_max + 4 * first, rows.tokens),
+        vector(Float32, row_sum + 4 * first, rows.tokens),
+    )
+
+
+def compacted(rows: arguments.Rows, n: Int32) -> Compacted:
+    """n: the operands' tokens."""
+    return Compacted(
+        source=vector(Int32, rows.source, n),
+        count=vector(Int32, rows.count, 1),
+        first=rows.first,
+        tokens=rows.tokens,
+    )
+
+
+def own_rows(rows: arguments.Rows) -> Compacted:
+    """The launch's tokens, among themselves."""
+    nothing = vector(Int32, Int64(0), 1)
+    return Compacted(nothing, nothing, Int32(0), rows.tokens)
+
+
+def gather_tensors(
+    hidden: cute.Tensor, target: cute.Tensor, rows: arguments.Rows, loss: arguments.LossArguments, values=None
+) -> GatherTensors:
+    """values: dloss, row_max and row_sum (n,), if they are compacted."""
+    n, d = hidden.shape
+    if values is None:
+        values = [vector(Float32, Int64(0), n) for _ in range(3)]
+    dloss, row_max, row_sum = values
+    return GatherTensors(
+        target=target,
+        hidden=hidden,
+        dloss=dloss,
+        row_max=row_max,
+        row_sum=row_sum,
+        ignore_index=loss.ignore_index,
+        rows=compacted(rows, n),
+        compacted_target=vector(target.element_type, rows.target, n),
+        compacted_hidden=matrix(hidden.element_type, rows.hidden, rows.tokens, d, d),
+        values=matrix(Float32, rows.values, 3, n, n),
     )
 
 

@@ -1,0 +1,171 @@
+"""Compaction of tokens, so that GEMMs compute the valid ones alone: who is where, and copies in that order.
+
+Compacted, the valid tokens come first, in their order, and then the ignored ones, in theirs. A launch
+computes the valid ones among its own, and as many ignored ones as fill a k tile of dweight's GEMM; the call's
+first launch at least one k tile. These are as any ignored row: their targets say so, and their hidden states
+are copied as zeros. What is behind them is computed only as part of a tile whose other rows are.
+"""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_lce.arguments import COMPUTED_ROWS
+from cute_lce.kernels.adjacent import adjacent
+
+WARPS, LANES = 16, 32
+THREADS = WARPS * LANES
+BLOCKS = 256
+"""The most blocks: each reads all targets."""
+AT_ONCE = 4
+"""Loads of 16 bytes that a lane has in flight while it copies a row."""
+
+
+class Compacted(NamedTuple):
+    """Where the tokens of a launch are: arguments.Rows. At address 0 they are the operands' own."""
+
+    source: cute.Tensor
+    count: cute.Tensor
+    first: Int32
+    tokens: Int32
+
+
+@cute.jit
+def computed(rows: Compacted) -> Int32:
+    """How many of the launch's tokens are computed."""
+    found = rows.tokens
+    if rows.count.iterator.toint() != 0:
+        least = Int32(cutlass.select_(rows.first == 0, Int32(1), Int32(0)))
+        found = cutlass.min(found, whole(cutlass.max(rows.count[0] - rows.first, least)))
+    return found
+
+
+def whole(tokens: Int32) -> Int32:
+    return cute.ceil_div(tokens, COMPUTED_ROWS) * COMPUTED_ROWS
+
+
+@cute.jit
+def origin(rows: Compacted, at: Int32) -> Int32:
+    """Which of the operands' tokens is the launch's token `at`; where these were copied, of the copies."""
+    token = at
+    if rows.source.iterator.toint() != 0:
+        token = rows.source[rows.first + at]
+    return token
+
+
+class GatherTensors(NamedTuple):
+    """Global memory that the compaction accesses.
+
+    Read: target (n,); hidden (n, d), rows of 16 bytes; dloss (n,) fp32 with any stride, row_max and row_sum
+    (n,) fp32. ignore_index: of targets that are ignored. Written: see arguments.Rows; compacted hidden and
+    values unless they are at address 0.
+    """
+
+    target: cute.Tensor
+    hidden: cute.Tensor
+    dloss: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    ignore_index: Int64
+    rows: Compacted
+    compacted_target: cute.Tensor
+    compacted_hidden: cute.Tensor
+    values: cute.Tensor
+
+
+class Gather:
+    """A block has a range of the tokens, and a warp every 16th of them. Moves 4 bytes an element of hidden.
+
+    Timeline of a block of 512 threads: count the valid tokens of all and of those before the block's -> 32
+    tokens at a time, every warp finds where they go, by a vote, and copies two of them. So an order exists
+    without atomics and without a second launch. Shared memory: 128 bytes of counts.
+    """
+
+    @cute.jit
+    def __call__(self, tensors: GatherTensors, stream: cuda.CUstream):
+        @cute.struct
+        class SharedStorage:
+            counts: cute.struct.MemRange[Int32, WARPS * 2]
+
+        self.storage = SharedStorage
+        blocks = cutlass.min(cute.ceil_div(cute.size(tensors.target), LANES), BLOCKS)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: GatherTensors):
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        n = cute.size(tensors.target)
+        each = cute.ceil_div(cute.ceil_div(n, cute.arch.grid_dim()[0]), LANES) * LANES
+        begin = cute.arch.block_idx()[0] * each
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        shared = storage.counts.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
+        total, before = Int32(0), Int32(0)
+        for token in cutlass.range(warp * LANES + lane, n, THREADS, unroll=8):
+            valid = Int32(self._is_valid(tensors, token))
+            total += valid
+            before += Int32(cutlass.select_(token < begin, valid, Int32(0)))
+        total = cute.arch.warp_reduction(total, lambda a, b: a + b)
+        before = cute.arch.warp_reduction(before, lambda a, b: a + b)
+        if lane == 0:
+            shared[warp, 0] = total
+            shared[warp, 1] = before
+        cute.arch.sync_threads()
+        total, before = Int32(0), Int32(0)
+        for other in cutlass.range_constexpr(WARPS):
+            total += shared[other, 0]
+            before += shared[other, 1]
+        rows = tensors.rows
+        if begin == 0 and warp == 0 and lane == 0:
+            rows.count[0] = total
+        least = Int32(cutlass.select_(rows.first == 0, Int32(1), Int32(0)))
+        most = cutlass.min(rows.tokens, whole(cutlass.max(total - rows.first, least)))
+        for first in cutlass.range(begin, cutlass.min(begin + each, n), LANES, unroll=1):
+            own, valid = first + lane, Boolean(False)
+            if own < n:
+                valid = self._is_valid(tensors, own)
+            votes = cute.arch.vote_ballot_sync(valid)
+            for half in cutlass.range_constexpr(LANES // WARPS):
+                bit = warp + half * WARPS
+                token = first + bit
+                if token < n:
+                    valid_before = before + cute.arch.popc(votes & ((Int32(1) << bit) - 1))
+                    is_valid = (votes >> bit) & 1
+                    # Of the ignored ones those before it.
+                    place = Int32(cutlass.select_(is_valid != 0, valid_before, total + token - valid_before))
+                    self._move(tensors, token, place, is_valid, most)
+            before += cute.arch.popc(votes)
+
+    @cute.jit
+    def _is_valid(self, tensors: GatherTensors, token: Int32) -> Boolean:
+        return Int64(tensors.target[token]) != tensors.ignore_index
+
+    @cute.jit
+    def _move(self, tensors: GatherTensors, token: Int32, place: Int32, valid: Int32, most: Int32):
+        """What belongs to a token, to its place; by a warp. most: tokens of the launch that are computed."""
+        lane = cute.arch.lane_idx()
+        if lane == 0:
+            tensors.rows.source[place] = token
+            tensors.compacted_target[place] = tensors.target[token]
+            if tensors.values.iterator.toint() != 0 and valid != 0:
+                tensors.values[0, place] = tensors.dloss[token]
+                tensors.values[1, place] = tensors.row_max[token]
+                tensors.values[2, place] = tensors.row_sum[token]
+        at = place - tensors.rows.first
+        if tensors.compacted_hidden.iterator.toint() != 0 and at >= 0 and at < most:
+            chunks = cute.size(tensors.hidden, mode=[1]) // 8
+            for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
+                parts = cute.make_rmem_tensor((8, AT_ONCE), tensors.hidden.element_type)
+                parts.fill(0.0)
+                # All loads before the first store: the compiler cannot know that they do not overlap.
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    column = (chunk + i * LANES) * 8
+                    if valid != 0 and chunk + i * LANES < chunks:
+                        cute.autovec_copy(adjacent(tensors.hidden, token, column, 8), parts[None, i])
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    column = (chunk + i * LANES) * 8
+                    if chunk + i * LANES < chunks:
+                        copy = adjacent(tensors.compacted_hidden, at, column, 8)
+                        cute.autovec_copy(parts[None, i], copy)
