@@ -49,7 +49,7 @@ class KeepTensors(NamedTuple):
 
     kept (n, columns) 16-bit: E. reference (n,) fp32: K. notes (units, n) uint16: j of a row and a unit of
     columns. most_raised (n,) int32: the largest j of a row. kept_scale (n,) fp32: 2^K exp(-lse) with the
-    raised K, which is v without grad_scale. columns: how many are kept: whole tiles, or V.
+    raised K, which is v without grad_scale; 0 of ignored rows. columns: how many are kept: whole tiles, or V.
     """
 
     kept: cute.Tensor
@@ -187,14 +187,17 @@ class Finish:
                 for column in cutlass.range(start + 8 * thread, end, 8 * 32 * WARPS, unroll=1):
                     self._rescale(keep, first + r, column, most, units)
         cute.arch.sync_threads()
-        if thread < ROWS and valid:
+        if thread < ROWS and own < cute.size(target):
             k = maths.raised(keep.reference[own], steps.to(Float32), self.kept)
             if start == 0:
-                keep.kept_scale[own] = maths.softmax_factor(
-                    cute.math.exp2(maths.base_exponent(row_max, k, fma)), row_sum
-                )
+                scale = Float32(0.0)
+                if valid:
+                    scale = maths.softmax_factor(
+                        cute.math.exp2(maths.base_exponent(row_max, k, fma)), row_sum
+                    )
+                keep.kept_scale[own] = scale
             index = Int64(target[own])
-            if index >= start and index < end:
+            if valid and index >= start and index < end:
                 # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
                 one = cute.math.exp2(maths.kept_exponent(row_max, k, fma), fastmath=True)
                 entry = cute.math.exp2(maths.kept_exponent(target_logit[own], k, fma), fastmath=True)

@@ -233,7 +233,8 @@ class KernelBackward:
             )
             progress += 4 * COUNTERS
         if chunks:
-            gradients, rows = gradients._replace(dhidden=0), self._gathered(rows)
+            # A chunk's rows were copied up to its last k tile, which is not one of all tokens.
+            gradients = gradients._replace(dhidden=0)
         for stripe in stripes:
             yield *groups, gradients, source, rows, stripe, progress
             progress += 4 * COUNTERS

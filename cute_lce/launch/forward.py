@@ -98,7 +98,8 @@ class KernelForward:
         parts = Parts()
         parts.reserve(4 * (chosen.workspace_floats + extra))
         self.compaction, self.all_rows = None, freeze(Rows(first=0, tokens=n))
-        problem = Problem(n, round_up(d, 8), weight.shape[0], hidden.dtype is torch.float16)
+        half, needs = hidden.dtype is torch.float16, request.statistics
+        problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs)
         if forward_compacts(problem, kept) and not request.shard:
             sizes = target.dtype.itemsize, n * round_up(d, 8) * hidden.dtype.itemsize
             self.compaction = Compaction(parts, n, *sizes)

@@ -49,8 +49,14 @@ def compacts(problem: Problem, kept: int) -> bool:
     return reads or (vocab >= LEAST_VOCAB and n * d * vocab >= LEAST_COMPACTED)
 
 
+MOST_COPIED = 64 * MIB
+"""Bytes of hidden states that a call without gradients copies: it has no workspace of that size otherwise."""
+
+
 def forward_compacts(problem: Problem, kept: int) -> bool:
     """Whether a forward does: as the backward does for which it keeps columns."""
+    if not problem.wants_gradient and 2 * problem.n * problem.d > MOST_COPIED:
+        return False
     return compacts(problem, kept or problem.vocab)
 
 

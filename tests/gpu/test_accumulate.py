@@ -70,7 +70,8 @@ def test_grad_in_forward(shape, dtype, reduction):
     """In one chunk, and in as many as the least workspace makes."""
     case = ragged(shape, dtype)
     dloss = case.upstream(reduction)
-    expected, plain = case.expected(dloss, reduction), case.baseline(dloss, reduction)
+    expected = case.expected(dloss, reduction)
+    plain = case.baseline(dloss, reduction, rounded_dlogits=True)
     with pytest.raises(ValueError, match="want at least") as raised:
         train(case, dloss.float(), reduction=reduction, schedule="grad_in_forward", workspace_mb=0.001)
     least = float(str(raised.value).split("want at least ")[1].split()[0])
@@ -79,7 +80,9 @@ def test_grad_in_forward(shape, dtype, reduction):
             *(case, dloss.float()), reduction=reduction, schedule="grad_in_forward", workspace_mb=workspace
         )
         for name, mine, want, base in zip(("loss", "dinput", "dweight"), found, expected, plain, strict=True):
-            assert_close(name, mine, want, base)
+            # Rows of one upstream gradient share the rounding of the target's entry, which may be small in
+            # one of the two by chance.
+            assert_close(name, mine, want, base, rounding=torch.finfo(dtype).eps / 4)
 
 
 @dtypes
@@ -128,9 +131,9 @@ def test_no_temporary_of_the_weights_size(out_dtype):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        train(case, dloss, schedule="recompute", workspace_mb=20, grad_weight_out=out)
+        train(case, dloss, schedule="recompute", workspace_mb=32, grad_weight_out=out)
         peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 21 * MIB < case.linear_weight.nbytes
+    assert peak < 33 * MIB < case.linear_weight.nbytes
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])

@@ -217,10 +217,7 @@ def test_what_ignored_rows_hold_does_not_matter(kept):
     assert_close("loss", trained.loss, expected[0], baseline[0])
     assert_close("dinput", dinput, expected[1], baseline[1])
     assert not dinput[case.target == case.ignore_index].any()
-    # bfloat16's recomputed columns multiply zeros by the rows as they are.
-    columns = 5003 if kept.dtype is FP16 else columns_of(kept, 5003)
-    if columns:
-        assert_close("dweight", dweight[:columns], expected[2][:columns], baseline[2][:columns])
+    assert_close("dweight", dweight, expected[2], baseline[2])
 
 
 @KEPT
@@ -490,7 +487,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     environment = {**os.environ, "CUTE_LCE_CACHE_DIR": str(tmp_path)}
     found = [
         subprocess.run(
-            [sys.executable, "-c", STEP], env=environment, check=True, capture_output=True, text=True
+            [sys.executable, "-c", STEP], env=environment, check=True, stdout=subprocess.PIPE, text=True
         ).stdout.strip()
         for _ in range(2)
     ]
@@ -588,7 +585,7 @@ def peak_extra(case: Case, *, need_dweight: bool = True, reduction: str = "mean"
         (8192, 4096, 131072, 310),
         (8192, 4096, 131072, 2350),
         # The float32 sum of dinput alone would take 280 MiB.
-        (20480, 3584, 128256, 150),
+        (20480, 3584, 128256, 240),
     ],
 )
 def test_workspace_is_a_promise(n, d, V, workspace_mb, reduction):
@@ -651,7 +648,7 @@ def test_more_workspace_is_not_slower_where_the_sum_of_dinput_crowds():
             times.append(begin.elapsed_time(end))
         return sorted(times[1:])[1]
 
-    found = [milliseconds(workspace_mb) for workspace_mb in (150, 300, 1200, 5400)]
+    found = [milliseconds(workspace_mb) for workspace_mb in (240, 400, 1400, 5600)]
     assert all(more <= 1.03 * less for less, more in pairwise(found)), found
     assert found[0] < 1.9 * found[-1], found
 

@@ -83,7 +83,8 @@ def train(case: Case, dloss: torch.Tensor, **options) -> tuple[torch.Tensor, ...
 def check(found, clean: Case, dloss: torch.Tensor, reduction: str) -> None:
     expected, plain = clean.expected(dloss.double(), reduction), clean.baseline(dloss.double(), reduction)
     for name, mine, want, base in zip(("loss", "dinput", "dweight"), found, expected, plain, strict=True):
-        assert_close(name, mine, want, base)
+        # A single row's target has a single rounding, which may be small in one of the two by chance.
+        assert_close(name, mine, want, base, rounding=torch.finfo(clean.input.dtype).eps / 4)
     ignored = clean.target == clean.ignore_index
     assert not found[1][ignored].any()
     if reduction == "none":

@@ -171,9 +171,8 @@ def test_the_least_is_accepted_and_less_is_refused(gpu: Gpu):
                 most = 1.5 * predicted.best
                 near += 1
             assert predicted.seconds <= most
-            assert within(gpu, problem, fastest, least - 1).seconds > most or least == smallest(
-                problem, wanted
-            )
+            if least > smallest(problem, wanted):
+                assert within(gpu, problem, fastest, least - 1).seconds > most
             for less in (least - 1, int(0.9 * least), 1):
                 with pytest.raises(ValueError, match="workspace_mb: got") as refused:
                     schedule.choose(gpu, problem, wanted, Limits(workspace=less))
