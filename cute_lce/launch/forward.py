@@ -14,7 +14,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
-from ..plan.memory import forward_compacts, keep_workspace_bytes
+from ..plan.memory import forward_compaction_bytes, forward_compacts, keep_workspace_bytes
 from ..plan.problem import Problem, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template
 from .rows import Compaction
@@ -83,8 +83,11 @@ class KernelForward:
         kept = request.kept_columns
         # The alignment of addresses is checked in every call.
         self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
-        gpu, limits = gpu_of(device), request.limits
-        chosen = plan or forward_plan.plan(gpu, n, round_up(d, 8), weight.shape[0], limits, kept=kept)
+        half, needs = hidden.dtype is torch.float16, request.statistics
+        problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs)
+        sizes = n, problem.d, problem.vocab
+        beside = {"kept": kept, "reserved": forward_compaction_bytes(problem, kept)}
+        chosen = plan or forward_plan.plan(gpu_of(device), *sizes, request.limits, **beside)
         dtypes = dtype_name(hidden.dtype), dtype_name(target.dtype)
         self.function = cache.get(ForwardKey(chosen.config, *dtypes, keeps=kept > 0, terms=loss.terms))
         self.gemm, self.nothing_kept = freeze(chosen.gemm), freeze(_NOTHING_KEPT)
@@ -98,11 +101,9 @@ class KernelForward:
         parts = Parts()
         parts.reserve(4 * (chosen.workspace_floats + extra))
         self.compaction, self.all_rows = None, freeze(Rows(first=0, tokens=n))
-        half, needs = hidden.dtype is torch.float16, request.statistics
-        problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs)
         if forward_compacts(problem, kept) and not request.shard:
-            sizes = target.dtype.itemsize, n * round_up(d, 8) * hidden.dtype.itemsize
-            self.compaction = Compaction(parts, n, *sizes)
+            copied = n * problem.d * hidden.dtype.itemsize
+            self.compaction = Compaction(parts, n, target.dtype.itemsize, copied)
         self.workspace = template(device, torch.uint8, parts.nbytes)
         self.keep_workspace = template(device, torch.uint8, keep_workspace_bytes(n, kept))
 

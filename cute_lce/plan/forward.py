@@ -10,9 +10,9 @@ from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .cost import EXPONENTIALS, STATISTICS, Gemm
 from .gemm import is_paced
-from .memory import DEFAULT_WORKSPACE, forward_compaction_bytes, keeping_bytes, window_bytes
+from .memory import DEFAULT_WORKSPACE, keeping_bytes, window_bytes
 from .plans import ForwardPlan
-from .problem import MIB, NO_LIMITS, Limits, Problem, ceil_div, steps
+from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
 
 WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
@@ -29,6 +29,7 @@ def plan(
     limits: Limits = NO_LIMITS,
     config: KernelConfig | None = None,
     kept: int = 0,
+    reserved: int = 0,
 ) -> ForwardPlan:
     """Plan a forward of (n, d) x (vocab, d).
 
@@ -36,13 +37,14 @@ def plan(
     partials of; 0: chosen so that the clusters finish together, with at most PARTIAL_BYTES of partials.
     limits.workspace: bytes that may be allocated, at least `memory.forward_bytes`; 0: none given. config:
     the kernel's configuration; None: chosen. kept: columns that it keeps, within the same limit.
+    reserved: bytes of it that a compaction takes.
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
     config = config or choose_config(gpu, n, d, vocab, kept > 0, limits.window)
     gemm = Gemm(gpu, config, n * d * vocab)
     tiles = ceil_div(vocab, config.cluster_rows)
     columns = ceil_div(n, config.cluster_columns)
-    spare = spare_bytes(Problem(n, d, vocab), kept, limits)
+    spare = spare_bytes(n, kept, limits, reserved)
     if not limits.window:
         _, tiles_per_window = fastest(choices(gemm, n, d, vocab, kept), spare)
     else:
@@ -70,11 +72,11 @@ def plan(
     )
 
 
-def spare_bytes(problem: Problem, kept: int, limits: Limits) -> int:
+def spare_bytes(n: int, kept: int, limits: Limits, reserved: int) -> int:
     """Bytes that the limits leave for partials beside the rest of a forward and the columns that it keeps."""
-    spare = (limits.workspace or DEFAULT_WORKSPACE) - window_bytes(problem.n) // 2
+    spare = (limits.workspace or DEFAULT_WORKSPACE) - window_bytes(n) // 2
     if limits.workspace:
-        spare -= keeping_bytes(problem.n, kept) + forward_compaction_bytes(problem, kept)
+        spare -= keeping_bytes(n, kept) + reserved
     return spare if limits.window else min(PARTIAL_BYTES, spare)
 
 

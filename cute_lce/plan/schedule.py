@@ -116,7 +116,7 @@ class _Call:
                         forward = window_bytes(problem.n)
                         if spare > forwards[0][0]:
                             forward = forward // 2 + spare
-                        forward += forward_compaction_bytes(problem, columns)
+                        forward += self._reserved(columns)
                         least = min(least, max(enough, forward + keeping_bytes(problem.n, columns)))
                         break
         return least
@@ -160,10 +160,15 @@ class _Call:
         problem = self.problem
         if limits.window:
             n, d, vocab = problem.n, problem.d, problem.vocab
-            chosen = forward_plan(self.gpu, n, d, vocab, limits, kept=kept)
+            chosen = forward_plan(self.gpu, n, d, vocab, limits, kept=kept, reserved=self._reserved(kept))
             tokens = self.tokens[kept > 0]
             return tokens.forward(chosen.rounds, n, d, vocab, chosen.gemm.windows * tokens.partials, kept)
-        return fastest(self._forwards(kept), spare_bytes(problem, kept, limits))[0]
+        return fastest(self._forwards(kept), spare_bytes(self.problem.n, kept, limits, self._reserved(kept)))[
+            0
+        ]
+
+    def _reserved(self, kept: int) -> int:
+        return forward_compaction_bytes(self.problem, kept)
 
     def _forwards(self, kept: int) -> list[tuple[int, int, int]]:
         found = self._choices.get(kept)

@@ -88,7 +88,9 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu):
             for budget in (0, *budgets(draw, least)):
                 limits = Limits(workspace=budget)
                 _, kept = schedule.choose(gpu, problem, wanted, limits)
-                first = forward.plan(gpu, problem.n, problem.d, problem.vocab, limits, kept=kept)
+                reserved = schedule.forward_compaction_bytes(problem, kept)
+                sizes = problem.n, problem.d, problem.vocab
+                first = forward.plan(gpu, *sizes, limits, kept=kept, reserved=reserved)
                 seconds = cost.forward_seconds(gpu, problem, first)
                 if problem.wants_gradient:
                     second = backward.plan(gpu, problem, kept, limits)
