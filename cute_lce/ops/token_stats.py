@@ -228,11 +228,12 @@ class StatsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
         upstream = StatsUpstream(*dresults[: len(StatsUpstream._fields)])
-        operands = StatsOperands(*ctx.saved_tensors[:_TENSORS])
-        saved, how = StatsSaved(*ctx.saved_tensors[_TENSORS:]), ctx.how
         given = next((each for each in upstream if each is not None), None)
         if given is None:
             return _by_operands(None, None, None)
+        # Activation checkpointing lets them be read once.
+        tensors, how = ctx.saved_tensors, ctx.how
+        operands, saved = StatsOperands(*tensors[:_TENSORS]), StatsSaved(*tensors[_TENSORS:])
         needs = ctx.needs_input_grad[2:]
         needed = needs[0], needs[1], needs[3]
         if how.destination is None:

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from cute_lce import linear_cross_entropy, reference
+from cute_lce import LinearCrossEntropy, linear_cross_entropy, reference
 from cute_lce.options import NO_TERMS, TermOptions
 from cute_lce.parallel import call as parallel_call
 from tests.numerics import assert_close, random_case
@@ -358,3 +359,45 @@ def test_several_ranks_refuse_terms(name, monkeypatch):
         linear_cross_entropy(
             case.input, case.linear_weight, case.target, vocab_start=0, **{name: terms[name]}
         )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_under_activation_checkpointing_and_retained(schedule):
+    case, every = case_of(torch.float64), values(torch.float64)
+    leaves, terms = leaves_of(case, every)
+
+    def call(hidden):
+        return linear_cross_entropy(hidden, leaves[1], case.target, **terms, schedule=schedule)
+
+    expected = torch.autograd.grad(call(leaves[0]), leaves)
+    loss = checkpoint(call, leaves[0], use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    loss = call(leaves[0])
+    for _ in range(2):
+        for one, other in zip(torch.autograd.grad(loss, leaves, retain_graph=True), expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_transforms_and_export():
+    case, every = case_of(torch.float64), values(torch.float64)
+    leaves, terms = leaves_of(case, every)
+    terms["linear_bias"] = terms["linear_bias"].detach()
+
+    def call(hidden):
+        return linear_cross_entropy(hidden, case.linear_weight, case.target, **terms)
+
+    (expected,) = torch.autograd.grad(call(leaves[0]), leaves[0])
+    torch.testing.assert_close(torch.func.grad(call)(case.input), expected)
+    both = torch.func.vmap(call)(torch.stack([case.input, case.input * 2]))
+    torch.testing.assert_close(both, torch.stack([call(case.input), call(case.input * 2)]))
+    head = LinearCrossEntropy(D, V, bias=True, softcap=4.0, z_loss=0.1, dtype=torch.float64)
+    program = torch.export.export(head, (case.input, case.target))
+    torch.testing.assert_close(program.module()(case.input, case.target), head(case.input, case.target))
+
+
+def test_inductor(fresh_inductor):
+    torch._dynamo.reset()
+    case, every = case_of(torch.float32), values(torch.float32)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True)
+    check(case, every, "mean", compiled)
