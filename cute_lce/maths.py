@@ -65,10 +65,19 @@ def product_gradient(gradient, loss):
     return gradient * loss.logit_scale if "logit_scale" in loss.terms else gradient
 
 
-def capped(x, cap, tanh):
-    """(softcap of x, its derivative): cap tanh(x / cap). tanh: of one argument."""
-    ratio = tanh(x * (1.0 / cap))
-    return ratio * cap, 1.0 - ratio * ratio
+def cap_ratio(x, cap, tanh):
+    """What a softcap of x is, relative to the cap."""
+    return tanh(x * (1.0 / cap))
+
+
+def capped(ratio, cap):
+    """cap tanh(x / cap). ratio: cap_ratio of x."""
+    return ratio * cap
+
+
+def cap_slope(ratio):
+    """The derivative of `capped` by x."""
+    return 1.0 - ratio * ratio
 
 
 def smoothed(nll, total_nll, smoothing, classes):

@@ -43,15 +43,21 @@ class _Logits:
             # That of an ignored row does not matter.
             self._temperature = operands.temperature.to(acc).masked_fill(ignored, 1).unsqueeze(1)
 
-    def of(self, product: Tensor, low: int, high: int) -> tuple[Tensor, Tensor | None]:
-        """(z, the derivative by what the softcap was applied to; None: 1). The product is not changed."""
-        z, slope = product, None
+    def of(
+        self, product: Tensor, low: int, high: int, *, own: bool, needs_slope: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(z, the derivative by what the softcap was applied to; None: 1, or not needed). own: whether the
+        product may be overwritten. Few windows are alive at once."""
+        z, slope = product if own else product.clone(), None
         if self._bias is not None:
-            z = z + self._bias[low:high]
-        z = z * self._options.logit_scale
+            z.add_(self._bias[low:high])
+        if self._options.logit_scale != 1:
+            z.mul_(self._options.logit_scale)
         if self._options.softcap is not None:
-            z, slope = maths.capped(z, self._options.softcap, torch.tanh)
-        return z / self._temperature, slope
+            z = maths.cap_ratio(z, self._options.softcap, torch.tanh_)
+            slope = maths.cap_slope(z) if needs_slope else None
+            z = maths.capped(z, self._options.softcap)
+        return z.div_(self._temperature), slope
 
     @property
     def factor(self) -> Tensor | float:
@@ -127,7 +133,10 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
         if kept is not None and low < kept_columns:
             out = kept[:, low:high]
         product = mm(products.hidden, products.weight(low, high).mT, out)
-        running.add(logits.of(product, low, high)[0], low, high)
+        own = kept is None or low >= kept_columns
+        running.add(logits.of(product, low, high, own=own)[0], low, high)
+        # Freed before the next window's is allocated.
+        del out, product
     return _numbers(running, operands, options, valid, out_of_range)._replace(kept=kept)
 
 
@@ -281,11 +290,12 @@ def _gradients(
     dbias = hidden.new_empty((V,), dtype=acc) if request.need_dbias else None
     for low, high in memory.windows(operands, request, terms=True):
         window = products.weight(low, high)
-        if saved.kept is not None and low < request.kept_columns:
+        is_kept = saved.kept is not None and low < request.kept_columns
+        if saved.kept is not None and is_kept:
             product = saved.kept[:, low:high]
         else:
             product = mm(products.hidden, window.mT, hidden.new_empty((n, high - low), dtype=acc))
-        z, slope = logits.of(product, low, high)
+        z, slope = logits.of(product, low, high, own=not is_kept, needs_slope=True)
         del product
         gap = z.sub_(saved.row_max.unsqueeze(1))
         dlogits = gap.exp()

@@ -44,6 +44,23 @@ def test_the_first_screen_of_the_readme():
         assert wanted in screen
 
 
+def test_the_losses_of_ones_own_run():
+    text = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    hidden = torch.randn(8, 32, requires_grad=True)
+    scope = {
+        "cute_lce": cute_lce,
+        "hidden": hidden,
+        "weight": torch.randn(128, 32),
+        "target": torch.randint(128, (8,)),
+        "negatives": torch.randint(128, (8, 5)),
+    }
+    exec(compile(block, "losses.md", "exec"), scope)
+    assert torch.isfinite(scope["loss"])
+    assert hidden.grad is not None
+    assert hidden.grad.any()
+
+
 def test_the_readmes_examples_run():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

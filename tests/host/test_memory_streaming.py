@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from cute_lce import linear_cross_entropy
+from cute_lce import linear_cross_entropy, linear_logprob
 from cute_lce.plan.problem import MIB
 from cute_lce.streaming.memory import CPU_LOGITS_BYTES, ROW_BYTES
 
@@ -158,3 +158,26 @@ def test_tokens_do_not_multiply_the_vocabulary():
     hidden, weight, target = operands(torch.float32)
     half, _ = infer((hidden, weight[: V // 2], target % (V // 2)), window=64)
     assert half == infer((hidden, weight, target), window=64)[0]
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+def test_terms_hold_no_more_than_the_workspace(schedule):
+    """All of them, and windows of logits at a time: several copies of each are alive."""
+    terms: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 9.0, "z_loss": 0.1, "logit_scale": 0.7}
+    terms |= {"weight": torch.rand(V), "token_weight": torch.rand(n)}
+    workspace_mb = 48
+    peak, largest = train(torch.float32, schedule=schedule, workspace_mb=workspace_mb, **terms)
+    assert peak <= results(torch.float32) + workspace_mb * MIB
+    assert largest < LOGITS
+
+
+def test_numbers_of_tokens_hold_a_few_windows():
+    hidden, weight, target = operands(torch.float32)
+    names = ("logprob", "entropy", "lse", "argmax", "log_sum_sq_probs")
+
+    def step():
+        found: Any = linear_logprob(hidden, weight, target, outputs=names)
+        (found.logprob + found.entropy).sum().backward()
+
+    peak, _ = measure(step)
+    assert peak <= results(torch.float32) + 6 * CPU_LOGITS_BYTES

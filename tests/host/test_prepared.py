@@ -28,7 +28,7 @@ from tests.device import planned_for
 from tests.numerics import assert_close, random_case
 
 BF16 = torch.bfloat16
-STRIPE = len(Operands._fields) + 5
+STRIPE = len(Operands._fields) + 6
 """The position of a backward's stripe."""
 
 

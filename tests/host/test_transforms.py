@@ -118,7 +118,7 @@ def test_dual_upstream_is_refused(schedule, reduction, inside):
 def inner_calls(reduction: str) -> dict[str, tuple]:
     case = case_of()
     operands = case.input, case.linear_weight, case.target
-    options = (reduction, -100, 0, 0)
+    options = (reduction, -100, 1.0, 0, 0)
     loss, *kept = OPS.forward_keep(*operands, *options, 64)
     calls = {
         "forward": (*operands, *options),
@@ -128,7 +128,7 @@ def inner_calls(reduction: str) -> dict[str, tuple]:
     needs = (True, reduction != "none")
     loss, *saved = OPS.grad_in_forward(*operands, *options, *needs)
     calls["grad_in_forward"] = (*operands, *options, *needs)
-    calls["scale_gradients"] = (torch.ones_like(loss), *saved, reduction, -100, torch.float32, *needs)
+    calls["scale_gradients"] = (torch.ones_like(loss), *saved, reduction, -100, 1.0, torch.float32, *needs)
     return calls
 
 
