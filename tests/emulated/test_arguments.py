@@ -24,6 +24,7 @@ from cute_lce.arguments import (
     LossArguments,
     Operands,
     RankStatistics,
+    Rows,
     ShardTargets,
     Statistics,
     Stripe,
@@ -47,6 +48,7 @@ GROUPS = [
     Stripe,
     ShardTargets,
     RankStatistics,
+    Rows,
 ]
 
 
@@ -113,8 +115,8 @@ FORWARD = ForwardKey(TOKENS, keeps=True)
 BACKWARD = BackwardKey(TOKENS, HOPPER.dweight_configs[0])
 # The groups that they take behind the operands, in this order.
 TAKEN = {
-    FORWARD: (LossArguments, ForwardOutputs, GemmPlan, KeepOutputs),
-    BACKWARD: (LossArguments, Upstream, Statistics, Gradients, GradientOperands, Stripe),
+    FORWARD: (LossArguments, ForwardOutputs, Rows, GemmPlan, KeepOutputs),
+    BACKWARD: (LossArguments, Upstream, Statistics, Gradients, GradientOperands, Rows, Stripe),
 }
 # The backward's address of its counters.
 LAST = {FORWARD: (), BACKWARD: (0,)}
