@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_lce.plan import memory
 from cute_lce.plan.kernels import MergeKey
 from tests.device import forget_plans
 from tests.emulated.backward import check, narrow_plans, train
@@ -46,3 +47,15 @@ def test_logit_scale(arch, dtype, kept, reduction):
     without = replace(case, logit_scale=1.0)
     with pytest.raises(AssertionError):
         check(without, run, reduction=reduction)
+
+
+@hopper_first
+@pytest.mark.parametrize("kept", [0, pytest.param(200, marks=full)])
+def test_logit_scale_of_compacted_rows(arch, kept, monkeypatch):
+    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
+    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
+    forget_plans()
+    case = replace(ignoring(random_case(20, 64, 200, BF16, scale=4.0)), logit_scale=0.37)
+    run = train(case, arch, kept_columns=kept)
+    check(case, run)
+    assert any("Gather" in name for name in run.emulator.launched)
