@@ -151,10 +151,12 @@ def linear_cross_entropy(
             destination = _destination(operands, grad_weight_out, grad_weight_dummy, plain)
         plain = True
     if spread is not None:
-        check_types(input, linear_weight, target)
-        _refuse_terms(terms, tensors)
-        if _is_distributed(Operands(input, linear_weight, target)):
-            raise ValueError("tp_group: got a group beside a DTensor, want None: its placements say it")
+        if not plain:
+            check_types(input, linear_weight, target)
+            if _is_distributed(Operands(input, linear_weight, target)):
+                raise ValueError("tp_group: got a group beside a DTensor, want None: its placements say it")
+        if terms != NO_TERMS or tensors != _NO_TENSORS:
+            _refuse_terms(terms, tensors)
         if destination is None:
             return _parallel().call(input, linear_weight, target, loss, compute, spread, plain)
         return _parallel().linear_cross_entropy(

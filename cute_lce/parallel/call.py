@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +18,13 @@ from ..ops.autograd import apply_of
 from ..ops.call import needs_gradient
 from ..ops.checks import autocast, check_tensors
 from ..ops.plain import is_plain_eager
+from ..ops.prepared import cache, key_of, remember
 from ..ops.select import implementation
 from ..options import ComputeOptions, LossOptions, split_options
 from ..plan.problem import Problem
 from . import ops, ranks
 from .collectives import group_of
-from .tensor import Shard
+from .tensor import Shard, ShardedPasses
 from .tokens import Tokens, tokens_of
 
 GRAD_INPUTS = ("reduced", "partial")
@@ -91,51 +94,87 @@ def linear_cross_entropy(
     destination: Destination | None = None,
 ) -> Tensor:
     """The loss; see functional.linear_cross_entropy. watched: whether something intercepts the dispatcher."""
-    group = spread.tp_group
     input, linear_weight = autocast(input, linear_weight)
-    tokens = tokens_of(input, target, spread.sequence_dim, group)
-    check_tensors(Operands(input, linear_weight, _as_inputs(target, tokens, group)))
-    if compute.schedule == "grad_in_forward":
-        raise ValueError(
-            "schedule: got 'grad_in_forward' with tp_group, whose statistics are merged after the forward; "
-            "want 'recompute', 'keep' or 'auto'"
-        )
-    V, d = linear_weight.shape
     needs = needs_gradient(input, linear_weight)
-    destination = destination if needs[1] else None
-    n = input.numel() // d * (1 if tokens.dim is None else group.size())
-    problem = Problem(n, d, V, input.dtype is torch.float16, *needs)
-    schedule, kept = implementation(input.device, input.dtype).choose(
-        problem, input.dtype, input.device, compute.schedule, loss.reduction, compute.limits
-    )
-    request = Request(compute.limits, kept if schedule == "keep" else 0, *needs)
-    equal, given = spread.vocab_start is None, spread.vocab_start
-    start = group.rank() * V if given is None else given
-    shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced")
+    if not needs[1]:
+        destination = None
+    try:
+        how = needs, compute, spread
+        key = None if watched else key_of(input, linear_weight, target, loss, how)
+    except RuntimeError:
+        # A layout without strides, which is refused.
+        key = None
+    call: _Call | None = cache.get(key) if key else None
+    if call is None:
+        operands = Operands(input, linear_weight, target)
+        call = _prepare(operands, needs, loss, compute, spread, watched)
+        if key:
+            remember(key, call)
     if ranks.CHECK_RANKS and not watched:
         ranks.check((input, linear_weight, target), needs, loss, compute, spread)
-    hidden = input.reshape(-1, d)
-    if watched:
-        flat = _flatten_watched(target, tokens, group)
-        arguments = *loss, *request.limits, request.kept_columns, group.group_name, *shard[1:]
-        result = ops.sharded_forward(hidden, linear_weight, flat, *arguments)[0]
-    else:
-        flat = tokens.flatten(target, group)
-        result = _run(Operands(hidden, linear_weight, flat), loss, request, shard, destination)
+    tokens, group = call.tokens, spread.tp_group
+    flat = _flatten_watched(target, tokens, group) if watched else tokens.flatten(target, group)
+    hidden = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    result = call.run(loss, destination, hidden, linear_weight, flat)
     if loss.reduction != "none":
         return result
     return tokens.restore(result, group) if tokens.whole else _own(result, tokens, group)
 
 
-def _run(
-    operands: Operands, loss: LossOptions, request: Request, shard: Shard, destination: Destination | None
-) -> Tensor:
-    """A plain eager call."""
-    passes = ops.look_up(operands, loss, request, shard)
-    if not (request.need_dinput or request.need_dweight):
-        return passes.run(operands, loss)[0].loss
-    arguments = *loss, *request.limits, request.kept_columns, shard.group.group_name, *shard[1:]
-    return apply_of(ops.ShardedFunction)(passes.run, passes, arguments, loss, destination, *operands)
+class _Call(NamedTuple):
+    """A call of one kind, checked and decided.
+
+    run: computes the loss, of a loss whose numbers may differ from call to call, a destination or None, and
+    operands of shapes (n, d), (V, d) and (n,). tokens: where they are.
+    """
+
+    run: Callable[..., Tensor]
+    tokens: Tokens
+
+
+def _prepare(
+    operands: Operands,
+    needs: tuple[bool, bool],
+    loss: LossOptions,
+    compute: ComputeOptions,
+    spread: Spread,
+    watched: bool,
+) -> _Call:
+    """Check what this rank sees of a call, choose its schedule, and bind what computes it."""
+    group = spread.tp_group
+    hidden, weight, target = operands
+    tokens = tokens_of(hidden, target, spread.sequence_dim, group)
+    check_tensors(Operands(hidden, weight, _as_inputs(target, tokens, group)))
+    if compute.schedule == "grad_in_forward":
+        raise ValueError(
+            "schedule: got 'grad_in_forward' with tp_group, whose statistics are merged after the forward; "
+            "want 'recompute', 'keep' or 'auto'"
+        )
+    V, d = weight.shape
+    n = hidden.numel() // d * (1 if tokens.dim is None else group.size())
+    problem = Problem(n, d, V, hidden.dtype is torch.float16, *needs)
+    schedule, kept = implementation(hidden.device, hidden.dtype).choose(
+        problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, compute.limits
+    )
+    request = Request(compute.limits, kept if schedule == "keep" else 0, *needs)
+    equal, given = spread.vocab_start is None, spread.vocab_start
+    start = group.rank() * V if given is None else given
+    shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced")
+    arguments = *request.limits, request.kept_columns, group.group_name, *shard[1:]
+    if watched:
+        return _Call(functools.partial(_run_op, arguments), tokens)
+    passes = ShardedPasses(operands, request, shard)
+    if not problem.wants_gradient:
+        return _Call(functools.partial(_run_for_loss, passes), tokens)
+    return _Call(functools.partial(apply_of(ops.ShardedFunction), passes.run, passes, arguments), tokens)
+
+
+def _run_op(arguments: tuple, loss: LossOptions, _destination: None, *operands: Tensor) -> Tensor:
+    return ops.sharded_forward(*operands, *loss, *arguments)[0]
+
+
+def _run_for_loss(passes: ShardedPasses, loss: LossOptions, _destination: None, *operands: Tensor) -> Tensor:
+    return passes.run(Operands(*operands), loss)[0].loss
 
 
 def _as_inputs(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:

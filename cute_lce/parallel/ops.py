@@ -45,7 +45,7 @@ GATHER = "gather_rows(Tensor rows, str group, int ranks) -> Tensor"
 
 def look_up(operands: Operands, loss: LossOptions, request: Request, shard: Shard) -> ShardedPasses:
     """What was prepared for calls of this kind."""
-    key = key_of(*operands, loss, ("sharded", request, shard.group.group_name, *shard[1:]))
+    key = key_of(*operands, loss, (request, shard))
     return cache.get(key) or remember(key, ShardedPasses(operands, request, shard))
 
 
@@ -54,7 +54,7 @@ class ShardedFunction(torch.autograd.Function):
 
     run: of operands and loss, gives Results, and hidden and target as the backward wants them; hidden None:
     as it was given. eager: the passes of an eager call; None: the op is called. arguments: the op's behind
-    its tensors. destination: ops.Destination of an eager call, or None.
+    the loss's fields. destination: ops.Destination of an eager call, or None.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ class ShardedFunction(torch.autograd.Function):
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_DOUBLE_BACKWARD)
             return _gradients(*ctx.eager.backward(dloss, saved, ctx.loss, needed))
-        given = sharded_backward(dloss, *saved, *ctx.arguments, *needed)
+        given = sharded_backward(dloss, *saved, *ctx.loss, *ctx.arguments, *needed)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
 
 
@@ -170,8 +170,8 @@ def _results(loss, row_max, row_sum, num_valid, every, target, kept, kept_scale)
 
 
 def _forward_options(arguments: tuple) -> tuple[Any, ...]:
-    loss, _ = schemas.loss_of(arguments)
-    return None, arguments, loss, None
+    loss, rest = schemas.loss_of(arguments)
+    return None, rest, loss, None
 
 
 def _no_options(arguments: tuple) -> tuple[()]:
