@@ -185,8 +185,11 @@ class Implementation(Protocol):
         schedule: str,
         reduction: str,
         limits: Limits,
+        may_accumulate: bool = False,
     ) -> tuple[str, int]:
         """(schedule, columns to keep): "recompute", "keep" or "grad_in_forward". Sizes may be symbolic.
+
+        may_accumulate: whether "auto" may become "grad_in_forward": a call that nothing intercepts.
 
         Raises ValueError naming the least workspace_mb if the given one is too small, and naming schedule if
         the requested one cannot serve the call.

@@ -17,10 +17,22 @@ _logger = logging.getLogger("cute_lce")
 _logged: set[tuple] = set()
 
 
+FAR = 1.15
+"""Times its GEMMs that a call is predicted to take before "auto" looks at "grad_in_forward"."""
+MARGIN = 1.05
+"""By how much that must be predicted to be faster: its calls took up to 1.03 times what was predicted."""
+
+
 def choose(
-    problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
+    problem: Problem,
+    dtype: torch.dtype,
+    device: torch.device,
+    schedule: str,
+    reduction: str,
+    limits: Limits,
+    may_accumulate: bool = False,
 ) -> tuple[str, int]:
-    """The plan's choice, which "auto" never makes "grad_in_forward".
+    """The plan's choice.
 
     With symbolic sizes it is the choice for those that a graph is traced with, and a number of columns that
     is right for others too.
@@ -35,11 +47,25 @@ def choose(
     known = _known_sizes(problem)
     known_limits = Limits(*map(_known, limits))
     found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
+    scalar = reduction != "none" or not problem.need_dweight
+    if schedule == "auto" and may_accumulate and scalar and _accumulating_is_faster(gpu, known, limits, kept):
+        return "grad_in_forward", 0
     if kept < known.vocab and known.n:
         _log_if_slow(gpu, known, schedule, known_limits)
     if any(isinstance(size, torch.SymInt) for size in (problem.n, problem.d, problem.vocab)):
         kept = schedule_plan.kept_of_any(gpu, known, problem, kept, known_limits)
     return found, kept
+
+
+def _accumulating_is_faster(gpu: Gpu, problem: Problem, limits: Limits, kept: int) -> bool:
+    """Whether grad_in_forward is, within the limits, which no column needs that is kept."""
+    if limits.window or not problem.wants_gradient or not problem.n or kept == problem.vocab:
+        return False
+    other = schedule_plan.predict(gpu, problem, "auto", limits)
+    if other.seconds < FAR * other.floor:
+        return False
+    seconds = grad_in_forward.seconds(gpu, problem, limits)
+    return seconds is not None and MARGIN * seconds < other.seconds
 
 
 def _known_sizes(problem: Problem) -> Problem:

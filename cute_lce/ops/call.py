@@ -93,7 +93,8 @@ def _prepare(
     limits = compute.limits
     problem = Problem(target.numel(), d, V, hidden.dtype is torch.float16, *needs)
     schedule, kept_columns = implementation(hidden.device, hidden.dtype).choose(
-        problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, limits
+        *(problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, limits),
+        may_accumulate=not watched,
     )
     request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient)
     run = _bind_op(schedule, request) if watched else _bind_eager(schedule, operands, request, adds)

@@ -100,7 +100,13 @@ def _least_window(V, window):
 
 
 def choose(
-    problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
+    problem: Problem,
+    dtype: torch.dtype,
+    device: torch.device,
+    schedule: str,
+    reduction: str,
+    limits: Limits,
+    may_accumulate: bool = False,
 ) -> tuple[str, int]:
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
 

@@ -1,0 +1,121 @@
+"""Compacted tokens, executed: which rows are ignored, in every schedule, both architectures' PTX emulated."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_lce.launch import KERNELS
+from cute_lce.plan import grad_in_forward as plans
+from cute_lce.plan import memory
+from tests import passes
+from tests.device import forget_plans, two_sweeps
+from tests.emulated.backward import check, device, narrow_plans, train
+from tests.numerics import Case, assert_close, random_case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+N = 150
+
+full = pytest.mark.emulator_full
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+VALID = {
+    "none": lambda i: i < 0,
+    "one, the last": lambda i: i == N - 1,
+    "random": lambda i: torch.rand(N, generator=torch.Generator().manual_seed(5)) < 0.4,
+    "all": lambda i: i >= 0,
+    "all but one": lambda i: i != 3,
+    "at the end": lambda i: i >= 70,
+    "64 of them": lambda i: (i % 2 == 0) & (i < 128),
+    "a k tile more one": lambda i: i < 65,
+    "the first chunk of 64 and 6 more": lambda i: i >= N - 70,
+}
+OFTEN = ("none", "random")
+which = pytest.mark.parametrize(
+    "valid", [valid if valid in OFTEN else pytest.param(valid, marks=full) for valid in VALID]
+)
+hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
+dtypes = pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=full)], ids=["bf16", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def _at_any_size(monkeypatch):
+    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
+    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
+    narrow_plans(monkeypatch)
+    yield
+    forget_plans()
+
+
+def some_valid(valid: str, dtype: torch.dtype, V: int = 330) -> tuple[Case, Case]:
+    """A case whose ignored rows are nan and inf, and the same with zeros there."""
+    case = random_case(N, 72, V, dtype)
+    is_valid = VALID[valid](torch.arange(N))
+    bad = torch.where(torch.arange(N) % 2 == 0, torch.nan, torch.inf).to(dtype)
+    target = case.target.where(is_valid, case.ignore_index)
+    return (
+        replace(case, input=case.input.where(is_valid[:, None], bad[:, None]), target=target),
+        replace(case, input=case.input.where(is_valid[:, None], 0), target=target),
+    )
+
+
+@hopper_first
+@dtypes
+@which
+@pytest.mark.parametrize("kept", [0, pytest.param(256, marks=full), 330], ids=["recompute", "half", "keep"])
+def test_which_are_valid(arch: str, dtype: torch.dtype, valid: str, kept: int):
+    """An upstream gradient of nan flows into ignored rows."""
+    case, clean = some_valid(valid, dtype)
+    ignored = clean.target == clean.ignore_index
+    dloss = torch.linspace(1, 2, N).masked_fill(ignored, torch.nan)
+    run = train(case, arch, kept_columns=kept, dloss=dloss, window=0 if kept == 330 else 130, sms=2)
+    check(clean, run, dloss=dloss.nan_to_num(0).double())
+    assert run.dinput is not None
+    assert not run.dinput[ignored].any()
+    assert not run.loss[ignored].any()
+    assert sum("Gather" in name for name in run.emulator.launched) == 2
+
+
+@hopper_first
+@which
+def test_two_sweeps(arch: str, valid: str, monkeypatch):
+    """Chunks of tokens that end within a k tile, and some without a valid token."""
+    two_sweeps(monkeypatch, 96, 200)
+    case, clean = some_valid(valid, BF16)
+    run = train(case, arch, reduction="mean", sms=2)
+    check(clean, run, reduction="mean")
+
+
+@hopper_first
+@dtypes
+@which
+@pytest.mark.parametrize("chunk", [pytest.param(64, marks=full), 96])
+def test_grad_in_forward(arch: str, dtype: torch.dtype, valid: str, chunk: int, monkeypatch):
+    choices = plans._choices
+
+    @functools.cache
+    def only(*call):
+        return [choices(*call)[0]._replace(chunk=chunk, bytes=1, clocks=1)]
+
+    monkeypatch.setattr(plans, "_choices", only)
+    case, clean = some_valid(valid, dtype, V=200)
+    dloss = clean.upstream("mean")
+    with device(arch, 2):
+        found = passes.grad_in_forward(KERNELS, case)
+    dinput, dweight = KERNELS.scale_gradients(dloss.float(), found, passes.loss_of(case, "mean"), dtype)
+    expected, plain = clean.expected(dloss, "mean"), clean.baseline(dloss, "mean", rounded_dlogits=True)
+    for name, mine, want, base in zip(
+        ("loss", "dinput", "dweight"), (found.loss, dinput, dweight), expected, plain, strict=True
+    ):
+        assert mine is not None
+        assert_close(name, mine, want, base, rounding=torch.finfo(dtype).eps / 4)
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=full) for seed in range(2, 21))])
+def test_the_same_bits_in_every_schedule(seed: int):
+    case, _ = some_valid("random", BF16)
+    first, other = (train(case, "sm_90a", kept_columns=256, dloss=torch.ones(N), seed=s) for s in (0, seed))
+    for name in ("loss", "dinput", "dweight"):
+        assert torch.equal(getattr(first, name), getattr(other, name)), name
