@@ -153,15 +153,15 @@ def test_what_adds_does_not_spill(arch: str, config: KernelConfig, added: str):
 
 @every_pass
 def test_kernels(each: Pass):
-    """Three GEMMs, the scaling of rows, three kernels in float16, and the sum of splits; or the forward's,
-    references and finish."""
+    """Three GEMMs, the compaction, the scaling of rows, three kernels in float16, and what takes dhidden to
+    its place, from sums or from 16-bit rows; or the forward's, references and finish."""
     kernels = cubin.kernels(each.key)
     names = list(kernels)
     assert {kernel.target for kernel in kernels.values()} == {each.arch}
     if each.which == "backward":
-        wanted = {"ScaleRows": 3 if each.dtype == "float16" else 1, "Reduce": 1}
+        wanted = {"Gather": 1, "ScaleRows": 3 if each.dtype == "float16" else 1, "Reduce": 2}
     else:
-        wanted = {"References": 1, "Combine": 1, "Finish": 1}
+        wanted = {"Gather": 1, "References": 1, "Combine": 1, "Finish": 1}
     for want, count in wanted.items():
         assert sum(want in name for name in names) == count, (want, names)
     assert len(each.gemms) == (3 if each.which == "backward" else 1)

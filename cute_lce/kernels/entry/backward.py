@@ -33,7 +33,6 @@ from cute_lce.kernels.entry.types import (
     gather_tensors,
     matrix,
     origins,
-    own_rows,
     strided,
     tokens_of,
     transposed,
@@ -181,10 +180,11 @@ class Backward:
                 tokens,
                 stream,
             )
-            if stripe.is_last != 0 and rows.dhidden == gradients.dhidden:
-                self.reduce(matrix(dtype, rows.dhidden, everything, d, d), sums, tokens, stream)
-            elif stripe.is_last != 0 and splits > 1:
-                self.reduce(out, sums, own_rows(rows), stream)
+            from_sums = rows.dhidden == gradients.dhidden
+            if stripe.is_last != 0 and (splits > 1 or from_sums):
+                # Of tokens that are not compacted, the launch's rows.
+                address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
+                self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream)
             if stripe.is_last != 0 and rows.dhidden != 0 and rows.dhidden != gradients.dhidden:
                 only = cute.make_tensor(
                     out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1))

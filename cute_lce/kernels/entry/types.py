@@ -125,12 +125,6 @@ def compacted(rows: arguments.Rows, n: Int32) -> Compacted:
     )
 
 
-def own_rows(rows: arguments.Rows) -> Compacted:
-    """The launch's tokens, among themselves."""
-    nothing = vector(Int32, Int64(0), 1)
-    return Compacted(nothing, nothing, Int32(0), rows.tokens)
-
-
 def gather_tensors(
     hidden: cute.Tensor, target: cute.Tensor, rows: arguments.Rows, loss: arguments.LossArguments, values=None
 ) -> GatherTensors:
