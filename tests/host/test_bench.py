@@ -19,7 +19,7 @@ from bench.floor import Floor
 from bench.inputs import Reference, make_inputs
 from cute_lce.arch import Gpu
 from cute_lce.plan import kernels as plan_kernels
-from examples import corpus, train_lm
+from examples import corpus, finetune, train_lm
 
 CPU = torch.device("cpu")
 
@@ -918,3 +918,10 @@ def test_host_times_bars():
     assert host_time.bar(ours | {"pass": "bwd"}) == 100 + 5 * 24
     assert host_time.bar(ours | {"pass": "bwd", "launches": None}) is None
     assert host_time.bar(ours | {"pass": "fwd", "provider": "cce"}) is None
+
+
+def test_fine_tuning_on_masked_prompts_agrees_with_torch(tiny_library, capsys):
+    sizes = "--steps 4 --batch 2 --length 32 --d 32 --heads 2 --vocab-size 700 --text-vocab-size 400"
+    assert finetune.main([*sizes.split(), "--device", "cpu"]) == 0
+    assert "torch takes" in capsys.readouterr().out
+    assert finetune.main([*sizes.split(), "--device", "cpu", "--tolerance", "-1"]) == 1
