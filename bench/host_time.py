@@ -4,7 +4,8 @@ Shapes are small, so that the device keeps up and no queue fills. Microseconds: 
 median over many groups of calls, of the mean in a group; the median, least and greatest of the three. The
 device is waited for between groups, outside the measured time. Three passes: fwd, a forward under no_grad;
 fwd_grad, one that a backward may follow; bwd, that backward alone, with both gradients. Of cute_lce the
-backward is measured with one stripe, with several, and with everything kept.
+backward is measured with one stripe, with several, and with everything kept; and calls over a group of one
+rank, which make every collective that more ranks make: with its vocabulary sharded, and its tokens too.
 
     python3 -m bench.host_time --out bench/results/h100_host_time.json
     python3 -m bench.host_time --shape 64,256,1000 --providers cute_lce torch_eager_bf16ce
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bench import providers, records, shapes
@@ -38,7 +40,7 @@ PASSES = ("fwd", "fwd_grad", "bwd")
 # Some of them are the same but for a chunk of tokens, and all of these shapes' tokens fit one.
 PROVIDERS = tuple(name for name in providers.PROVIDERS if name not in ("quack_chunk2k", "quack_chunk4k"))
 KEYS = (
-    *("gpu", "provider", "schedule", "stripes", "reduction", "n", "d", "vocab", "dtype", "pass"),
+    *("gpu", "provider", "schedule", "stripes", "group", "reduction", "n", "d", "vocab", "dtype", "pass"),
     *("launches", "us", "us_min", "us_max", "versions", "date", "command"),
 )
 US = 1e6
@@ -46,22 +48,28 @@ US = 1e6
 
 @dataclass(frozen=True)
 class Case:
-    """stripes: into how many cute_lce's `window` divides the vocabulary; None: the argument is not given."""
+    """stripes: into how many cute_lce's `window` divides the vocabulary; None: the argument is not given.
+    group: what is sharded over a group, of GROUPS; None: there is none."""
 
     provider: str
     schedule: str | None = None
     stripes: int | None = None
+    group: str | None = None
 
     def __str__(self) -> str:
         stripes = None if self.stripes is None else f"{self.stripes} stripe{'s' * (self.stripes > 1)}"
-        return " ".join(word for word in (self.provider, self.schedule, stripes) if word)
+        return " ".join(word for word in (self.provider, self.schedule, stripes, self.group) if word)
 
 
+GROUPS: dict[str | None, dict[str, Any]] = {None: {}, "tp": {}, "sp": {"sequence_dim": 0}}
+"""What is sharded over a group -> the call's arguments beside tp_group."""
 OURS = (
     Case("cute_lce", "auto"),
     Case("cute_lce", "recompute", 1),
     Case("cute_lce", "recompute", STRIPES),
     Case("cute_lce", "keep"),
+    Case("cute_lce", "auto", group="tp"),
+    Case("cute_lce", "auto", group="sp"),
 )
 
 
@@ -89,6 +97,8 @@ def make_calls(case: Case, shape: shapes.Shape, inputs: Inputs, reduction: str) 
         logits=shape.n * shape.vocab,
     )
     function = providers.make(case.provider, request)
+    if case.group is not None:
+        function = functools.partial(function, tp_group=_group(inputs.hidden.device), **GROUPS[case.group])
     hidden, weight = (t.detach().requires_grad_() for t in (inputs.hidden, inputs.weight))
     upstream = torch.ones((), device=hidden.device).expand(() if reduction == "mean" else (shape.n,))
 
@@ -105,6 +115,21 @@ def make_calls(case: Case, shape: shapes.Shape, inputs: Inputs, reduction: str) 
         return torch.autograd.grad(loss, (hidden, weight), ones)
 
     return Calls(forward, forward_with_grad, backward)
+
+
+def _group(device: torch.device) -> dist.ProcessGroup:
+    """The group of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+            rank=0,
+            world_size=1,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def host_microseconds(make: Callable[[int], list[Call]], device: torch.device, groups: int) -> Timing:
@@ -183,6 +208,8 @@ def bar(result: dict[str, Any]) -> float | None:
     """The microseconds below which ours should stay."""
     if result["provider"] != "cute_lce" or result["dtype"] == "fp32":
         return None
+    if result.get("group"):
+        return {"fwd": 140, "fwd_grad": 150, "bwd": 250}[result["pass"]]
     if result["pass"] == "bwd":
         return None if result["launches"] is None else 100 + 5 * result["launches"]
     return {"fwd": 40, "fwd_grad": 60}[result["pass"]]
@@ -193,7 +220,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [f"{'us':34}" + "".join(f"{f'{name} (min-max), launches, bar':>44}" for name in PASSES)]
     grouped: dict[str, dict[str, dict[str, Any]]] = {}
     for r in results:
-        label = f"{r['n']},{r['d']},{r['vocab']} {Case(r['provider'], r['schedule'], r['stripes'])}"
+        case = Case(r["provider"], r["schedule"], r["stripes"], r.get("group"))
+        label = f"{r['n']},{r['d']},{r['vocab']} {case}"
         grouped.setdefault(label, {})[r["pass"]] = r
     for label, passes in grouped.items():
         cells = []
@@ -238,7 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--shape: {error}")
     print(f"{records.describe_device(args.device)}; {records.versions()}", flush=True)
     words = sys.argv[1:] if argv is None else argv
+    ours = not dist.is_initialized()
     results = measure(args, f"python3 -m bench.host_time {shlex.join(words)}")
+    if ours and dist.is_initialized():
+        dist.destroy_process_group()
     if args.out is not None:
         records.write(args.out, results)
     print(table(results))

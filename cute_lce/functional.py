@@ -217,6 +217,7 @@ def _denominator(denominator: Any, input: Tensor) -> Tensor | None:
     return input.new_full((), denominator, dtype=torch.float64)
 
 
+@functools.cache
 def _parallel() -> Any:
     """Imported when asked for: torch may be built without torch.distributed."""
     from .parallel import call

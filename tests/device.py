@@ -50,7 +50,7 @@ def forget_device() -> None:
     """Empty the caches that do not expect a device to change."""
     launch.device.gpu_of.cache_clear()
     launch.device.template.cache_clear()
-    launch.merge._function.cache_clear()
+    launch.merge._prepared.cache_clear()
     prepared.cache.clear()
 
 

@@ -214,6 +214,8 @@ class KernelBackward:
         if self.kept:
             yield *groups, gradients, self._kept_source(saved, start), rows, stripes[0], progress
             progress, stripes = progress + 4 * COUNTERS, stripes[1:]
+            if not stripes and not chunks:
+                return
             rows = self._gathered(rows)
         source = self._recomputed_source(hidden, start)
         for first, tokens, stripe in chunks:

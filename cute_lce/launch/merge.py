@@ -17,15 +17,21 @@ from ..options import LossOptions
 from ..plan.kernels import MergeKey
 from ..plan.problem import ceil_div
 from ..streaming import STREAMING
-from .device import dtype_name, gpu_of, loss_arguments
+from .device import dtype_name, gpu_of, loss_arguments, template
 
 
-@functools.lru_cache(maxsize=64)
-def _function(device: torch.device, target_dtype: torch.dtype) -> Callable[..., None]:
-    return cache.get(MergeKey(gpu_of(device).arch, dtype_name(target_dtype)))
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    device: torch.device, target_dtype: torch.dtype, reduction: str, ignore_index: int
+) -> tuple[Callable[..., None], Any, Any, Any]:
+    """What every launch takes: the function, the loss, and what stands for absent ShardTargets and
+    RankStatistics."""
+    function = cache.get(MergeKey(gpu_of(device).arch, dtype_name(target_dtype)))
+    # The loss's other numbers are in the statistics.
+    loss = loss_arguments(LossOptions(reduction, ignore_index))
+    return function, loss, _absent(ShardTargets), _absent(RankStatistics)
 
 
-@functools.cache
 def _absent(group: type[ShardTargets] | type[RankStatistics]) -> Any:
     return freeze(group(*[0] * len(group._fields)))
 
@@ -36,18 +42,20 @@ def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal:
         return STREAMING.localize(target, ignore_index, start, columns, equal)
     target = target.contiguous()
     local = torch.empty_like(target)
-    # The header, and Merge's counter.
-    scratch = torch.empty((2,), dtype=torch.float32, device=target.device)
+    # The header, Merge's counter and its blocks.
+    size = 2 + 2 * ceil_div(target.shape[0], MERGE_ROWS)
+    scratch = torch.empty((size,), dtype=torch.float32, device=target.device)
+    address = scratch.data_ptr()
     targets = ShardTargets(
         local=local.data_ptr(),
-        header=scratch.data_ptr(),
-        arrived=scratch.data_ptr() + 4,
+        header=address,
+        arrived=address + 4,
         start=start,
         columns=columns,
         count=columns if equal else 0,
     )
-    loss = loss_arguments(LossOptions("none", ignore_index))
-    _function(target.device, target.dtype)(target, loss, targets, _absent(RankStatistics))
+    function, loss, _, no_ranks = _prepared(target.device, target.dtype, "none", ignore_index)
+    function(target, loss, targets, no_ranks)
     return LocalTargets(local, scratch[:1], scratch)
 
 
@@ -58,13 +66,12 @@ def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
         return STREAMING.merge(gathered, targets, loss)
     device = gathered.device
 
-    def rows(count: int) -> Tensor:
-        return torch.empty((count,), dtype=torch.float32, device=device)
-
-    row_max, row_sum, blocks = rows(n), rows(n), rows(2 * ceil_div(n, MERGE_ROWS))
-    total = rows(n) if loss.reduction == "none" else torch.empty((), dtype=torch.float32, device=device)
-    num_valid = torch.empty((), dtype=torch.int64, device=device)
+    row = template(device, torch.float32, n)
+    row_max, row_sum = torch.empty_like(row), torch.empty_like(row)
+    total = torch.empty_like(row if loss.reduction == "none" else template(device, torch.float32))
+    num_valid = torch.empty_like(template(device, torch.int64))
     assert targets.scratch is not None
+    scratch = targets.scratch.data_ptr()
     ranks = RankStatistics(
         gathered=gathered.data_ptr(),
         ranks=gathered.shape[0],
@@ -72,11 +79,11 @@ def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
         row_sum=row_sum.data_ptr(),
         loss=total.data_ptr(),
         num_valid=num_valid.data_ptr(),
-        blocks=blocks.data_ptr(),
-        arrived=targets.scratch.data_ptr() + 4,
+        blocks=scratch + 8,
+        arrived=scratch + 4,
     )
-    function = _function(device, targets.local.dtype)
-    # Its other numbers are in the statistics.
-    arguments = loss_arguments(LossOptions(loss.reduction, loss.ignore_index))
-    function(targets.local, arguments, _absent(ShardTargets), ranks)
+    function, arguments, no_targets, _ = _prepared(
+        device, targets.local.dtype, loss.reduction, loss.ignore_index
+    )
+    function(targets.local, arguments, no_targets, ranks)
     return Merged(total, row_max, row_sum, num_valid)

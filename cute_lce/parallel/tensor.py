@@ -67,8 +67,8 @@ class ShardedPasses(Prepared):
         total, row_max, row_sum, num_valid = self._implementation.merge(gather(own, group), targets, local)
         found = found._replace(row_max=row_max, row_sum=row_sum)
         finished = forward.finish(operands, local, found)
-        finished = finished._replace(loss=total, num_valid=num_valid)
-        return finished, hidden if shard.sliced else None, targets.local
+        results = Results(total, row_max, row_sum, num_valid, finished.kept, finished.kept_scale)
+        return results, hidden if shard.sliced else None, targets.local
 
     def backward(
         self,

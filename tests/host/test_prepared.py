@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -19,6 +21,7 @@ from cute_lce.implementation import Request
 from cute_lce.launch import KERNELS
 from cute_lce.ops import prepared, select
 from cute_lce.options import LossOptions
+from cute_lce.parallel import ops as sharded
 from cute_lce.plan import backward as backward_plans
 from cute_lce.plan import forward as forward_plans
 from cute_lce.plan.kernels import BackwardKey, Key
@@ -79,6 +82,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         yield noted
 
 
+@contextlib.contextmanager
+def lone_group() -> Iterator[dist.ProcessGroup]:
+    """The group of this process alone."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
 def operands() -> tuple[Tensor, Tensor, Tensor]:
     case = random_case(40, 64, 1000, BF16)
     return case.input.requires_grad_(), case.linear_weight.requires_grad_(), case.target
@@ -103,6 +118,31 @@ def test_both_passes_of_a_kind_are_planned_once(schedule: str, launches: Launche
         assert (forward.call_count, backward.call_count, len(prepared.cache)) == (1, 1, 1)
     for passed in (launches.forward, launches.backward):
         assert [thawed(arguments[3]) for arguments in passed] == [(2, -100), (2, 3), (2, 5)]
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_sharded_calls_of_a_kind_are_prepared_once(sequence_dim: int | None, launches: Launches, monkeypatch):
+    """The choice of a schedule takes longer than all else; and no op is dispatched to Python."""
+    forward, backward = counted(monkeypatch)
+    choose = Mock(wraps=KERNELS.choose)
+    monkeypatch.setattr(type(KERNELS), "choose", choose)
+    monkeypatch.setattr(sharded, "sharded_forward", None)
+    monkeypatch.setattr(sharded, "sharded_backward", None)
+    hidden, weight, target = operands()
+    with lone_group() as group:
+        for ignore_index in (-100, 3, 5):
+            loss = linear_cross_entropy(
+                *(hidden, weight, target),
+                schedule="keep",
+                ignore_index=ignore_index,
+                tp_group=group,
+                sequence_dim=sequence_dim,
+            )
+            torch.autograd.grad(loss, (hidden, weight))
+            counts = choose.call_count, forward.call_count, backward.call_count, len(prepared.cache)
+            assert counts == (1, 1, 1, 1)
+    # Of Localize, as a shard's ignore_index is the same from there on.
+    assert [thawed(arguments[1])[1] for arguments in launches.forward[::4]] == [-100, 3, 5]
 
 
 @pytest.mark.parametrize("kept", [0, 512, 1000])
