@@ -13,7 +13,7 @@ from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, chunks
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, grad_scale, reduce, subtract_target
+from .rows import classify, of_rows, reduce, subtract_target
 
 
 @without_autocast
@@ -44,7 +44,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
         row_max[start:stop], row_sum[start:stop] = maximum, total
         total = total.masked_fill(out_of_range[start:stop], torch.nan)
         subtract_target(logits, classes[start:stop], total, 0, V)
-        factor = torch.where(valid[start:stop], maths.softmax_factor(1, total), 0).unsqueeze(1)
+        scale = maths.product_gradient(1, loss)
+        factor = torch.where(valid[start:stop], maths.softmax_factor(scale, total), 0).unsqueeze(1)
         ignored = ~valid[start:stop].unsqueeze(1)
         logits.masked_fill_(ignored, 0)
         if products.rounded:
@@ -75,7 +76,7 @@ def scale_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """round(upstream * accumulator), out of place, in one pass that is also the only cast; dweight's is added
     to `out` if there is one."""
-    upstream = grad_scale(dloss, accumulated.num_valid, loss)
+    upstream = of_rows(dloss, accumulated.num_valid, loss)
     if loss.reduction != "none":
         upstream = torch.where(accumulated.num_valid > 0, upstream, 0)
     dinput = dweight = None

@@ -57,8 +57,13 @@ def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
     return loss, row_sum, num_valid
 
 
-def grad_scale(dloss: Tensor, num_valid: Tensor, loss: LossOptions) -> Tensor:
-    """The gradient of the result by a row's products, but for the softmax: () or, for "none", (n,)."""
+def of_rows(dloss: Tensor, num_valid: Tensor, loss: LossOptions) -> Tensor:
+    """The gradient of the result by rows' losses: () or, for "none", (n,)."""
     if loss.reduction == "mean":
-        dloss = maths.mean_upstream(dloss, num_valid.clamp(min=1))
-    return maths.product_gradient(dloss, loss)
+        return maths.mean_upstream(dloss, num_valid.clamp(min=1))
+    return dloss
+
+
+def grad_scale(dloss: Tensor, num_valid: Tensor, loss: LossOptions) -> Tensor:
+    """The same by a row's products, but for the softmax."""
+    return maths.product_gradient(of_rows(dloss, num_valid, loss), loss)

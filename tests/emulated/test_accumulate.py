@@ -155,6 +155,12 @@ def test_chunks(arch: str, dtype: torch.dtype, reduction: str, small_chunks):
     check(ignoring(random_case(150, 136, 390, dtype)), arch, reduction)
 
 
+@dtypes
+def test_logit_scale(dtype: torch.dtype, small_chunks):
+    case = ignoring(random_case(100, 72, 260, dtype, scale=4.0))
+    check(replace(case, logit_scale=0.37), "sm_90a", "sum")
+
+
 @both
 @dtypes
 def test_a_frozen_weight_takes_any_upstream(arch: str, dtype: torch.dtype, small_chunks):
