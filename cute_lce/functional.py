@@ -81,9 +81,10 @@ def linear_cross_entropy(
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
             them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then requires a
             linear_weight that needs no gradient, and no linear_bias that does.
-            "auto" picks one that can serve the call; the streaming path takes "recompute", or "keep" where
-            workspace_mb is given. If nothing needs a gradient, every schedule is a forward that keeps
-            nothing.
+            "auto" picks one that can serve the call: on the kernels what is predicted to be the fastest
+            ("grad_in_forward" only in eager calls without grad_weight_out), on the streaming path
+            "recompute", or "keep" where workspace_mb is given. If nothing needs a gradient, every schedule is
+            a forward that keeps nothing.
         workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
             and the gradients), in MiB (2**20 bytes). None means the environment's CUTE_LCE_WORKSPACE_MB, or
             2304, raised automatically if a call needs more; a number is never raised. By prediction,

@@ -27,8 +27,9 @@ class CombineTensors(NamedTuple):
     Written: row_max and row_sum fp32, row_sum nan where the target is out of range, 0 and 1 where the token
     is not computed; losses fp32, of each token or one; num_valid (1,) int64, the targets that are not
     ignored. row_max, row_sum and losses lie at their tokens' origins.
-    Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32, zero
-    before the launch, counts the blocks that are done.
+    Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32 counts
+    the blocks that are done. It is zero before the launch unless none of the tokens is computed, as in a last
+    chunk, where neither a total nor num_valid is read.
     """
 
     vocab: Int32

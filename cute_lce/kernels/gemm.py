@@ -10,7 +10,7 @@ from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_lce.arch import KernelConfig
-from cute_lce.arguments import GemmPlan
+from cute_lce.arguments import COMPUTED_ROWS, GemmPlan
 from cute_lce.kernels import schedule
 from cute_lce.kernels.rows import Compacted, computed
 
@@ -102,6 +102,8 @@ class Gemm:
 
     def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n"):
         """tokens_along: "n" where tokens are B's rows, "k" where they are the depth."""
+        if tokens_along == "k" and COMPUTED_ROWS % config.tile_k:
+            raise ValueError(f"config: got k tiles of {config.tile_k}, want a divisor of {COMPUTED_ROWS}")
         self.config = config
         self.tokens_along = tokens_along
         self.epilogue = epilogue
@@ -159,7 +161,7 @@ class Gemm:
         config = self.config
         columns, depth = runs.columns, runs.depth
         if tokens.count.iterator.toint() != 0:
-            count = cutlass.max(computed(tokens), Int32(0))
+            count = computed(tokens)
             if cutlass.const_expr(self.tokens_along == "n"):
                 columns = cute.ceil_div(count, config.cluster_columns)
             else:

@@ -36,7 +36,7 @@ from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.row_stats import fma, to_logits
-from cute_lce.kernels.rows import Compacted, origin
+from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.maths import LOG2_E
 
 WARPS = 4
@@ -61,7 +61,7 @@ class KeepTensors(NamedTuple):
 
 
 class References:
-    """K of every row, and zeros for `most_raised`.
+    """K of every row that is computed, and zeros for `most_raised`.
 
     A warp for each row, 8 elements a lane at once; a row whose target is not a class uses class 0. 4 d bytes
     are read a row, and the rows of the weight that are samples from L1.
@@ -71,9 +71,11 @@ class References:
         self.kept = kept
 
     @cute.jit
-    def __call__(self, hidden, weight, target, keep: KeepTensors, loss, stream: cuda.CUstream):
+    def __call__(
+        self, hidden, weight, target, tokens: Compacted, keep: KeepTensors, loss, stream: cuda.CUstream
+    ):
         n = cute.size(target)
-        self.kernel(hidden, weight, target, keep, loss).launch(
+        self.kernel(hidden, weight, target, tokens, keep, loss).launch(
             grid=(cute.ceil_div(n, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
@@ -83,12 +85,13 @@ class References:
         hidden: cute.Tensor,
         weight: cute.Tensor,
         target: cute.Tensor,
+        tokens: Compacted,
         keep: KeepTensors,
         loss,
     ):
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
-        if row < cute.size(target):
+        if row < computed(tokens):
             vocab = cute.size(weight, mode=[0])
             index = Int64(target[row])
             if index < 0 or index >= vocab:

@@ -38,13 +38,15 @@ def computed(rows: Compacted) -> Int32:
     """How many of the launch's tokens are computed."""
     found = rows.tokens
     if rows.count.iterator.toint() != 0:
-        least = Int32(cutlass.select_(rows.first == 0, Int32(1), Int32(0)))
-        found = cutlass.min(found, whole(cutlass.max(rows.count[0] - rows.first, least)))
+        found = computed_of(rows, rows.count[0])
     return found
 
 
-def whole(tokens: Int32) -> Int32:
-    return cute.ceil_div(tokens, COMPUTED_ROWS) * COMPUTED_ROWS
+def computed_of(rows: Compacted, valid: Int32) -> Int32:
+    """The same, of so many valid tokens of the call."""
+    least = Int32(cutlass.select_(rows.first == 0, Int32(1), Int32(0)))
+    left = cutlass.max(valid - rows.first, least)
+    return cutlass.min(rows.tokens, cute.ceil_div(left, COMPUTED_ROWS) * COMPUTED_ROWS)
 
 
 @cute.jit
@@ -120,8 +122,7 @@ class Gather:
         rows = tensors.rows
         if begin == 0 and warp == 0 and lane == 0:
             rows.count[0] = total
-        least = Int32(cutlass.select_(rows.first == 0, Int32(1), Int32(0)))
-        most = cutlass.min(rows.tokens, whole(cutlass.max(total - rows.first, least)))
+        most = computed_of(rows, total)
         for first in cutlass.range(begin, cutlass.min(begin + each, n), LANES, unroll=1):
             own, valid = first + lane, Boolean(False)
             if own < n:

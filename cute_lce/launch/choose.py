@@ -58,7 +58,7 @@ def choose(
 
 
 def _accumulating_is_faster(gpu: Gpu, problem: Problem, limits: Limits, kept: int) -> bool:
-    """Whether grad_in_forward is, within the limits, which no column needs that is kept."""
+    """Whether grad_in_forward is, within the limits; not where the other choice keeps all columns."""
     if limits.window or not problem.wants_gradient or not problem.n or kept == problem.vocab:
         return False
     other = schedule_plan.predict(gpu, problem, "auto", limits)

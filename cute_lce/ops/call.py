@@ -16,6 +16,7 @@ from torch import Tensor
 from ..arguments import Operands
 from ..implementation import Request
 from ..options import ComputeOptions, LossOptions
+from ..plan.memory import DEFAULT_WORKSPACE
 from ..plan.problem import Problem
 from . import autograd, inner, prepared
 from .autograd import Destination
@@ -94,8 +95,11 @@ def _prepare(
     problem = Problem(target.numel(), d, V, hidden.dtype is torch.float16, *needs)
     schedule, kept_columns = implementation(hidden.device, hidden.dtype).choose(
         *(problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, limits),
-        may_accumulate=not watched,
+        may_accumulate=not (watched or adds),
     )
+    if compute.schedule == "auto" and schedule == "grad_in_forward" and not limits.workspace:
+        # Asked for by name it may raise the default.
+        limits = limits._replace(workspace=DEFAULT_WORKSPACE)
     request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient)
     run = _bind_op(schedule, request) if watched else _bind_eager(schedule, operands, request, adds)
     return _Call(run, hidden.dim() == 2)

@@ -210,6 +210,28 @@ def test_an_explicit_window_is_exempt():
         schedule.choose(H100, problem, "recompute", Limits(64, 100 * MIB))
 
 
+# n, d, V, whether the weight needs a gradient, MiB, reduction -> what "auto" is in an eager call.
+ACCUMULATING = [
+    (32768, 4096, 262144, True, 5837, "mean", "grad_in_forward"),
+    (32768, 4096, 262144, True, 5837, "none", "keep"),
+    (8192, 4096, 131072, False, 358, "none", "grad_in_forward"),
+    (8192, 4096, 131072, True, 2304, "mean", "keep"),
+    (8192, 4096, 131072, True, 358, "mean", "recompute"),
+    (1024, 1024, 32768, True, 0, "mean", "keep"),
+]
+
+
+@pytest.mark.parametrize(("n", "d", "V", "trains_weight", "mb", "reduction", "wanted"), ACCUMULATING)
+def test_auto_accumulates_where_that_is_faster(n, d, V, trains_weight, mb, reduction, wanted):
+    problem, limits = Problem(n, d, V, need_dweight=trains_weight), Limits(workspace=mb * MIB)
+    call = problem, torch.bfloat16, torch.device("cuda"), "auto", reduction
+    with planned_for(H100):
+        assert KERNELS.choose(*call, limits, may_accumulate=True)[0] == wanted
+        assert KERNELS.choose(*call, limits)[0] != "grad_in_forward"
+        windowed = limits._replace(window=4096)
+        assert KERNELS.choose(*call, windowed, may_accumulate=True)[0] != "grad_in_forward"
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Symbolic sizes
 
@@ -303,9 +325,9 @@ def seen(monkeypatch) -> list[Limits]:
     streaming = implementation(torch.device("cpu"), torch.float32)
     wrapped = streaming.choose
 
-    def choosing(*arguments):
+    def choosing(*arguments, **options):
         limits.append(arguments[-1])
-        return wrapped(*arguments)
+        return wrapped(*arguments, **options)
 
     monkeypatch.setattr(type(streaming), "choose", staticmethod(choosing))
     return limits

@@ -127,7 +127,7 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             kept = self._keep_tensors(keep, hidden.element_type, n)
             if outputs.finishes == 0:
-                self.references(hidden, weight, target, kept, loss, stream)
+                self.references(hidden, weight, target, tokens, kept, loss, stream)
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
                 self._statistics(hidden, weight, keeping, combined, progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:

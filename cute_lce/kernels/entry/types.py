@@ -143,7 +143,9 @@ def gather_tensors(
         rows=compacted(rows, n),
         compacted_target=vector(target.element_type, rows.target, n),
         compacted_hidden=matrix(hidden.element_type, rows.hidden, rows.tokens, d, d),
-        values=matrix(Float32, rows.values, 3, n, n),
+        values=cute.make_tensor(
+            vector(Float32, rows.values, n).iterator, cute.make_layout((3, n), stride=(Int64(n), 1))
+        ),
     )
 
 
