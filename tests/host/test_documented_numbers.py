@@ -323,6 +323,43 @@ def accumulation(file: str) -> Rows:
     return found
 
 
+def by_three_gemms(file: str) -> Rows:
+    """Every record: what it is of, and its time as a multiple of three GEMMs of all tokens; a floor that lacks
+    a frozen operand's is taken to be two of the three."""
+    found: Rows = []
+    for record in records(file):
+        gemms = record["floor_ms"] * (1.5 if record.get("frozen") else 1)
+        what = [record["schedule"], record["reduction"]]
+        what += [f"{record['frozen']} frozen"] if record.get("frozen") else []
+        what += [f"added to {record['grad_weight_out']}"] if record.get("grad_weight_out") else []
+        what += [f"ignored {record['ignored']}"] if record.get("ignored") else []
+        found.append(
+            [
+                f"{record['n']}, {record['d']}, {record['vocab']}",
+                ", ".join(what),
+                str(record["workspace_mb"]),
+                f"{record['ms']:.2f}",
+                f"{record['ms'] / gemms:.3f}",
+                f"{record['extra_mib']:.0f}",
+            ]
+        )
+    return found
+
+
+def over_gpus(file: str) -> Rows:
+    """Times and per-GPU efficiencies of calls over several GPUs."""
+    return [
+        [
+            f"{record['n']}, {record['d']}, {record['vocab']}",
+            record["case"],
+            f"{record['ms']:.2f}",
+            f"{record['efficiency']:.3f}",
+            f"{record['extra_mib']:.0f}",
+        ]
+        for record in records(file)
+    ]
+
+
 TABLES: dict[str, Callable[[str], Rows]] = {
     function.__name__: function
     for function in (
@@ -337,6 +374,8 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         host_side,
         ranges,
         accumulation,
+        by_three_gemms,
+        over_gpus,
     )
 }
 
@@ -430,7 +469,7 @@ def test_a_table_has_the_numbers_of_its_file(document, file, name, rows):
 
 
 def test_every_table_of_measurements_says_where_it_is_from():
-    assert sorted(TABLES) == sorted(made[2] for made in MADE)
+    assert set(TABLES) == {made[2] for made in MADE}
     for above, rows in tables_of(MEASUREMENTS):
         assert SOURCE.fullmatch(above) or above == UNKEPT, f"{above!r} before the table of {rows[0]}"
 
