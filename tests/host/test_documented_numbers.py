@@ -324,8 +324,8 @@ def accumulation(file: str) -> Rows:
 
 
 def by_three_gemms(file: str) -> Rows:
-    """Every record: what it is of, and its time as a multiple of three GEMMs of all tokens; a floor that lacks
-    a frozen operand's is taken to be two of the three."""
+    """Every record: what it is of, and its time as a multiple of three GEMMs of all tokens; a floor that
+    lacks a frozen operand's is taken to be two of the three."""
     found: Rows = []
     for record in records(file):
         gemms = record["floor_ms"] * (1.5 if record.get("frozen") else 1)
