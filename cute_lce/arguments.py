@@ -88,8 +88,9 @@ class Rows(NamedTuple):
     how many are valid; target (n,), in the target's dtype. hidden (tokens, d), contiguous, the launch's, and
     values (3, n) fp32, dloss, row_max and row_sum; 0: not copied. gathers: whether all these are written
     first (0 or 1). dhidden (n, d): the gradient by the operands' tokens, written after the last stripe's GEMM
-    of dhidden, from Gradients.dhidden or, where this is the same, from the sums; accumulator (n, d) fp32:
-    likewise, from each launch's sums; 0: not by this launch.
+    of dhidden, from Gradients.dhidden or, where this is the same, from the sums; 0: not by this launch.
+    accumulator (n, d) fp32: likewise, from this launch's sums, which need not be of compacted tokens: it
+    is then that of the launch's; 0: not by this launch.
     """
 
     first: Int32

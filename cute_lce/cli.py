@@ -20,7 +20,7 @@ from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from cute_lce.compile import cache
 from cute_lce.options import ComputeOptions, with_default_workspace
 from cute_lce.plan import backward, cost, forward, schedule
-from cute_lce.plan.kernels import Key, kernels
+from cute_lce.plan.kernels import Key, MergeKey, kernels
 from cute_lce.plan.problem import Limits, Problem
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
@@ -277,6 +277,8 @@ def fill_cache(args: argparse.Namespace) -> int:
     types = itertools.product(args.dtype, args.target_dtype, added)
     terms = ("logit_scale",) if args.logit_scale else ()
     keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, terms))]
+    if args.tp_group:
+        keys += [MergeKey(args.arch, name) for name in args.target_dtype]
     started = time.perf_counter()
     try:
         for seconds, key in _compiled(keys, min(args.jobs or _cores(), len(keys))):
@@ -367,6 +369,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="kernels of calls with a logit_scale, or a temperature, other than 1, whatever its value",
     )
+    command.add_argument("--tp-group", action="store_true", help="kernels of calls with a tp_group, too")
     command.add_argument("--jobs", type=_positive, help="processes that compile (one for each core)")
     command.set_defaults(run=fill_cache)
     return parser

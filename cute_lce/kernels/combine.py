@@ -20,13 +20,14 @@ class CombineTensors(NamedTuple):
     """Global memory that the combine kernel accesses, and the numbers that it needs.
 
     vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan. shard: 1
-    where it may be in another shard: then its row's target logit becomes nan instead, and losses are 0.
+    where it may be in another shard: then its row of shard_logit is nan instead, and losses are 0.
     loss: the reduction, of which "mean" divides by max(num_valid, 1), and ignore_index.
     rows: which tokens these are; n of them.
     Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
     Written: row_max and row_sum fp32, row_sum nan where the target is out of range, 0 and 1 where the token
     is not computed; losses fp32, of each token or one; num_valid (1,) int64, the targets that are not
-    ignored. row_max, row_sum and losses lie at their tokens' origins.
+    ignored; of a shard, shard_logit (n,) fp32, the logit of a target that is in it. What is of each token
+    lies at its origin.
     Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32 counts
     the blocks that are done. It is zero before the launch unless none of the tokens is computed, as in a last
     chunk, where neither a total nor num_valid is read.
@@ -39,6 +40,7 @@ class CombineTensors(NamedTuple):
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
+    shard_logit: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
     losses: cute.Tensor
@@ -109,8 +111,10 @@ class Combine:
                 token = origin(tensors.rows, row)
                 inside = target >= 0 and target < tensors.vocab
                 if tensors.shard != 0:
-                    if not inside:
-                        tensors.target_logit[row] = Float32.nan
+                    logit = Float32.nan
+                    if inside:
+                        logit = tensors.target_logit[row]
+                    tensors.shard_logit[token] = logit
                 elif target != tensors.loss.ignore_index:
                     valid = Float32(1.0)
                     if inside:

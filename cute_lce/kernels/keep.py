@@ -146,14 +146,16 @@ class Finish:
         tokens: Compacted,
         target,
         target_logit,
+        shard_logit,
         row_max,
         row_sum,
         loss,
         stream: cuda.CUstream,
     ):
-        """row_max and row_sum lie at their tokens' origins."""
+        """row_max and row_sum lie at their tokens' origins, and so does shard_logit, which is at address 0
+        where the vocabulary is whole; target_logit is by the launch's tokens."""
         grid = (cute.ceil_div(cute.size(target), ROWS), cute.ceil_div(keep.columns, COLUMNS), 1)
-        self.kernel(keep, tokens, target, target_logit, row_max, row_sum, loss).launch(
+        self.kernel(keep, tokens, target, target_logit, shard_logit, row_max, row_sum, loss).launch(
             grid=grid, block=(32 * WARPS, 1, 1), stream=stream
         )
 
@@ -164,6 +166,7 @@ class Finish:
         tokens: Compacted,
         target: cute.Tensor,
         target_logit: cute.Tensor,
+        shard_logit: cute.Tensor,
         row_maxima: cute.Tensor,
         row_sums: cute.Tensor,
         loss,
@@ -203,7 +206,12 @@ class Finish:
             if valid and index >= start and index < end:
                 # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
                 one = cute.math.exp2(maths.kept_exponent(row_max, k, fma), fastmath=True)
-                entry = cute.math.exp2(maths.kept_exponent(target_logit[own], k, fma), fastmath=True)
+                logit = Float32(0.0)
+                if shard_logit.iterator.toint() != 0:
+                    logit = shard_logit[origin(tokens, own)]
+                else:
+                    logit = target_logit[own]
+                entry = cute.math.exp2(maths.kept_exponent(logit, k, fma), fastmath=True)
                 entry = maths.dlogits(entry, row_sum * one)
                 keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
 

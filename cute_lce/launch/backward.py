@@ -106,9 +106,10 @@ class KernelBackward:
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
-        self.splits = chosen.splits
-        # A shard's sum stays in fp32, and of one split is the result.
-        self.sums_are_results = request.shard and chosen.splits == 1
+        compacted = compacts(problem, kept)
+        # A shard's sum stays in fp32, and of one split and tokens in their order is the result.
+        self.sums_are_results = request.shard and chosen.splits == 1 and not compacted
+        self.accumulates = request.shard and not self.sums_are_results
         last = {"is_last": 0} if request.shard else {}
         self.stripes = tuple(freeze(stripe._replace(**last)) for stripe in chosen.stripes)
         self.chunks = [
@@ -130,9 +131,9 @@ class KernelBackward:
         self.factor = part(4 * n if scales else 0)
         self.weight_factor = part(4 if problem.half else 0)
         several = len(self.stripes) > 1 and not request.shard
-        summed = problem.need_dinput and (several or chosen.splits > 1)
+        summed = problem.need_dinput and (several or chosen.splits > 1 or self.accumulates)
         self.compaction, self.all_rows, self.compacted = None, freeze(Rows(first=0, tokens=n)), None
-        if compacts(problem, kept) and not request.shard:
+        if compacted:
             copied = kept < problem.vocab
             nbytes = n * d * dtype.itemsize
             self.compaction = Compaction(
@@ -147,8 +148,8 @@ class KernelBackward:
         self.chunk_pitch = round_up(problem.vocab, 8)
         rows = max((chunk.tokens for chunk in chosen.chunks), default=0)
         self.chunk_dlogits = part(rows * self.chunk_pitch * dtype.itemsize)
-        self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
-        if self.compaction is not None and rows and chosen.splits == 1:
+        self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 or self.accumulates else 0)
+        if compacted and rows and chosen.splits == 1 and not request.shard:
             self.compacted = part(rows * d * dtype.itemsize)
         end, parts.nbytes = parts.nbytes, begin
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)
@@ -196,7 +197,11 @@ class KernelBackward:
             num_valid=saved.num_valid.data_ptr(),
         )
         rows, dhidden = self.all_rows, 0 if dinput is None else dinput.data_ptr()
-        if self.compaction is not None:
+        result = dhidden
+        if self.accumulates:
+            n = saved.hidden.shape[0]
+            rows = Rows(first=0, tokens=n) if self.compaction is None else self.compaction.rows(start)
+        elif self.compaction is not None:
             rows = self.compaction.rows(start)._replace(dhidden=dhidden)
             if self.compacted is not None:
                 dhidden = start + self.compacted
@@ -212,11 +217,13 @@ class KernelBackward:
         groups = hidden, weight, target, arguments, upstream, statistics
         stripes, chunks = self.stripes, self.chunks
         if self.kept:
-            yield *groups, gradients, self._kept_source(saved, start), rows, stripes[0], progress
-            progress, stripes = progress + 4 * COUNTERS, stripes[1:]
-            if not stripes and not chunks:
+            kept, stripes = stripes[0], stripes[1:]
+            is_last = not stripes and not chunks
+            last = self._accumulating(rows, result) if is_last else rows
+            yield *groups, gradients, self._kept_source(saved, start), last, kept, progress
+            if is_last:
                 return
-            rows = self._gathered(rows)
+            progress, rows = progress + 4 * COUNTERS, self._gathered(rows)
         source = self._recomputed_source(hidden, start)
         for first, tokens, stripe in chunks:
             sums = start + self.chunk_sums
@@ -230,7 +237,7 @@ class KernelBackward:
                     pitch=self.chunk_pitch,
                     factor=source.factor + (4 * first if self.half else 0),
                 ),
-                self._chunk_of(rows, first, tokens),
+                self._accumulating(self._chunk_of(rows, first, tokens), result),
                 *(stripe, progress),
             )
             progress += 4 * COUNTERS
@@ -238,9 +245,17 @@ class KernelBackward:
             # A chunk's rows were copied up to its last k tile, which is not one of all tokens.
             gradients = gradients._replace(dhidden=0)
         for stripe in stripes:
-            yield *groups, gradients, source, rows, stripe, progress
+            last = self._accumulating(rows, result) if stripe is stripes[-1] else rows
+            yield *groups, gradients, source, last, stripe, progress
             progress += 4 * COUNTERS
             source, rows = source._replace(scales=0), self._gathered(rows)
+
+    def _accumulating(self, rows: Rows, result: int) -> Rows:
+        """The same, for the last launch that adds to a shard's sums. result: the address of all tokens'."""
+        if not self.accumulates or not result:
+            return rows
+        own = result + rows.first * self.row_bytes if self.compaction is None else result
+        return rows._replace(accumulator=own)
 
     def _gathered(self, rows: Rows) -> Rows:
         """The same, for the launches after the first."""
@@ -318,14 +333,9 @@ class ShardBackward(KernelBackward):
             # float16's first recomputed stripe would compute its scaled rows anew, and so its logits.
             if not later and (not self.half or steps[-1].source.kept_scale or not steps[-1].source.scales):
                 steps[-1], last = _halves(steps[-1])
-                later = [last]
-        for i, step in enumerate(steps):
+                later = [last._replace(rows=self._gathered(last.rows))]
+        for step in steps:
             self.function(*step)
-            if self.chunks and dinput is not None and self.splits > 1:
-                first, tokens, _ = self.chunks[i]
-                self._add_splits(scratch, self.chunk_sums, dinput[first : first + tokens])
-        if dinput is not None and not self.chunks and self.splits > 1:
-            self._add_splits(scratch, self.sums, dinput)
         return Halfway(without_padding(dinput, self.features), dweight, (later, memory))
 
     def dweight(
@@ -341,10 +351,6 @@ class ShardBackward(KernelBackward):
         for step in later:
             self.function(*step)
         return super().dweight(dloss, saved, loss, gradients, out)
-
-    def _add_splits(self, scratch: Tensor, start: int, out: Tensor) -> None:
-        sums = scratch[start : start + out.nbytes * self.splits].view(torch.float32)
-        torch.sum(sums.view(self.splits, *out.shape), 0, out=out)
 
 
 class _Step(NamedTuple):

@@ -97,15 +97,19 @@ class KernelForward:
         self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
         # Statistics that are not requested go behind the workspace, num_valid at a multiple of 8 bytes.
         self.behind = 4 * round_up(chosen.workspace_floats, 2)
-        extra = 0 if self.wants_statistics else 2 * n + 3
-        parts = Parts()
+        # Of a shard there are a loss and a count that nobody reads.
+        extra = 0 if self.wants_statistics and not request.shard else 2 * n + 3
+        parts, keep_parts = Parts(), Parts()
         parts.reserve(4 * (chosen.workspace_floats + extra))
+        keep_parts.reserve(keep_workspace_bytes(n, kept))
         self.compaction, self.all_rows = None, freeze(Rows(first=0, tokens=n))
-        if forward_compacts(problem, kept) and not request.shard:
+        if forward_compacts(problem, kept):
             copied = n * problem.d * hidden.dtype.itemsize
-            self.compaction = Compaction(parts, n, target.dtype.itemsize, copied)
+            # A shard's `finish` needs it too.
+            where = keep_parts if request.shard and kept else parts
+            self.compaction = Compaction(where, n, target.dtype.itemsize, copied)
         self.workspace = template(device, torch.uint8, parts.nbytes)
-        self.keep_workspace = template(device, torch.uint8, keep_workspace_bytes(n, kept))
+        self.keep_workspace = template(device, torch.uint8, keep_parts.nbytes)
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
         if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
@@ -162,10 +166,6 @@ class KernelForward:
 class ShardForward(KernelForward):
     """The same of a shard of the vocabulary: `finish` completes what is kept."""
 
-    def __init__(self, operands: Operands, loss: LossOptions, request: Request):
-        # Then the workspace has room for a loss and a count, of which a shard has none.
-        super().__init__(operands, loss, request._replace(statistics=False))
-
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
         scratch = torch.empty_like(self.workspace)
         row_max, row_sum, target_logit = (torch.empty_like(self.row) for _ in range(3))
@@ -216,6 +216,10 @@ class ShardForward(KernelForward):
                 pitch=kept.shape[1],
                 columns=self.kept_columns,
             )
+        rows = self.all_rows
+        if self.compaction is not None:
+            rows = self.compaction.rows(workspace if keep_workspace is None else keep_workspace.data_ptr())
+            rows = rows._replace(gathers=int(kept_scale is None))
         # One loss and one count are written, whatever is asked for.
         summed = loss_arguments(loss._replace(reduction="sum"))
-        self.function(*operands, summed, outputs, self.all_rows, self.gemm, keep)
+        self.function(*operands, summed, outputs, rows, self.gemm, keep)

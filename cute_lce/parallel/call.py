@@ -156,7 +156,8 @@ def _prepare(
     schedule, kept = implementation(hidden.device, hidden.dtype).choose(
         problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, compute.limits
     )
-    request = Request(compute.limits, kept if schedule == "keep" else 0, *needs)
+    kept = kept if schedule == "keep" else 0
+    request = Request(compute.limits, kept, *needs, statistics=problem.wants_gradient)
     equal, given = spread.vocab_start is None, spread.vocab_start
     start = group.rank() * V if given is None else given
     shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced")

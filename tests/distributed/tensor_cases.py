@@ -272,6 +272,46 @@ def autocast(here: Rank) -> None:
     assert_close("loss", loss.detach(), narrow.expected()[0], narrow.baseline()[0])
 
 
+def captured_graphs(here: Rank) -> None:
+    """Replayed with other values, collectives included; on GPUs alone."""
+    first, second = (
+        ignoring(random_case(64 * here.ranks, 64, 128 * here.ranks, torch.bfloat16, seed=seed))
+        for seed in (0, 1)
+    )
+    for options in (*SCHEDULES, {"sequence_dim": 0}):
+        sliced = "sequence_dim" in options
+        hidden = (slice_of(first.input, here, 0) if sliced else first.input).to(here.device, copy=True)
+        weight = slice_of(first.linear_weight, here, 0).to(here.device, copy=True)
+        target = first.target.to(here.device, copy=True)
+        hidden.requires_grad_()
+        weight.requires_grad_()
+
+        def step(hidden=hidden, weight=weight, target=target, options: dict = options) -> tuple[Tensor, ...]:
+            loss = linear_cross_entropy(hidden, weight, target, tp_group=here.group, **options)
+            return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # What looks for dead ranks, in a thread of its own, asks for events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = step()
+        for case in (second, first):
+            with torch.no_grad():
+                hidden.copy_(slice_of(case.input, here, 0) if sliced else case.input)
+                weight.copy_(slice_of(case.linear_weight, here, 0))
+                target.copy_(case.target)
+            graph.replay()
+            torch.cuda.synchronize()
+            for replayed, eager in zip(results, step(), strict=True):
+                assert torch.equal(replayed.detach(), eager.detach())
+
+
 def refusals(here: Rank) -> None:
     case = random_case(4 * here.ranks, 16, 8 * here.ranks, torch.float32).to(here.device)
     hidden, weight = case.input, slice_of(case.linear_weight, here, 0)
@@ -332,6 +372,7 @@ def no_tokens(here: Rank) -> None:
         assert not weight.grad.any()
 
 
+GPU_CASES = (captured_graphs,)
 CASES = (
     equal_shards,
     uneven_shards,

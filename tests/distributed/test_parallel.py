@@ -39,7 +39,7 @@ def test_gloo(count: int):
 
 @pytest.mark.gpu_multi
 def test_nccl():
-    check(torch.cuda.device_count(), "nccl", CASES)
+    check(torch.cuda.device_count(), "nccl", (*CASES, *tensor_cases.GPU_CASES))
 
 
 def _call_with_one_rank_gone(rank: int, port: int, queue) -> None:

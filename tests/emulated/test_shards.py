@@ -16,6 +16,7 @@ from cute_lce.implementation import Halfway, LocalTargets, Request, Results, Sav
 from cute_lce.launch import KERNELS
 from cute_lce.options import LossOptions
 from cute_lce.parallel.tensor import local_loss
+from cute_lce.plan import memory
 from cute_lce.plan.problem import Limits
 from cute_lce.streaming import STREAMING
 from tests.device import forget_plans, two_sweeps
@@ -138,6 +139,30 @@ def test_rows_that_jump_and_a_shard_of_few_classes(arch: str, kept: list[int]):
     """A row's columns and its sum lie far above what a shard that lacks its target takes as reference."""
     case = jumping(random_case(40, 64, 263, BF16), {20: 50.0, 100: 100.0, 262: 300.0})
     check(case, arch, [128, 128, 7], kept, reduction="sum")
+
+
+@hopper_first
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=full)])
+@pytest.mark.parametrize(
+    ("kept", "window"), [([0, 0], 70), ([128, 0], 0), ([200, 130], 0)], ids=["recompute", "half", "keep"]
+)
+def test_ignored_rows_are_not_read(arch: str, kept: list[int], window: int, dtype: torch.dtype, monkeypatch):
+    """They are nan."""
+    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
+    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
+    clean = ignoring(random_case(100, 72, 330, dtype))
+    ignored = clean.target == clean.ignore_index
+    clean = replace(clean, input=clean.input.masked_fill(ignored[:, None], 0))
+    case = replace(clean, input=clean.input.masked_fill(ignored[:, None], torch.nan))
+    loss, dinput, dweight, launched = train(case, arch, [200, 130], kept, window=window, reduction="mean")
+    assert sum("Gather" in name for name in launched) == 4
+    upstream = clean.upstream("mean")
+    expected, plain = clean.expected(upstream), clean.baseline(upstream, rounded_dlogits=True)
+    for name, got, want, base in zip(
+        ("loss", "dinput", "dweight"), (loss, dinput, dweight), expected, plain, strict=True
+    ):
+        assert_close(name, got, want, base)
+    assert not dinput[ignored].any()
 
 
 @pytest.mark.parametrize("splits", [1, 2])

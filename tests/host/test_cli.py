@@ -20,7 +20,7 @@ from cute_lce.compile import cache
 from cute_lce.ops.select import DTYPES, implementation
 from cute_lce.plan import backward, forward
 from cute_lce.plan import schedule as schedules
-from cute_lce.plan.kernels import kernels
+from cute_lce.plan.kernels import MergeKey, kernels
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.streaming import STREAMING
 
@@ -244,6 +244,17 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     wanted = {"Sideways": 1, "ForwardKey": 2 * len(set(row.token_configs)), "BackwardKey": len(pairs)}
     assert Counter(type(key).__name__ for key in set(keys)) == wanted
     assert lines[-1].startswith(f"{len(keys)} kernels in ")
+
+
+def test_compile_takes_the_merge_where_there_are_groups(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cache, "get", asked.append)
+    argv = "compile --arch sm_100a --jobs 1 --target-dtype int32 int64"
+    for extra, wanted in (("", set()), (" --tp-group", {MergeKey("sm_100a", "int32"), MergeKey("sm_100a")})):
+        asked.clear()
+        assert cli.main((argv + extra).split()) == 0
+        assert {key for key in asked if isinstance(key, MergeKey)} == wanted
+    capsys.readouterr()
 
 
 def test_compile_says_why_it_refuses_a_folder(tmp_path, monkeypatch, capsys):

@@ -190,9 +190,8 @@ class Backward:
                     out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1))
                 )
                 self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream)
-            if cutlass.const_expr(self.added is Float32):
-                if rows.accumulator != 0:
-                    self.reduce(matrix(Float32, rows.accumulator, everything, d, d), sums, tokens, stream)
+            if rows.accumulator != 0:
+                self.reduce(matrix(Float32, rows.accumulator, everything, d, d), sums, tokens, stream)
         if gradients.dweight != 0:
             self.dweight(
                 transposed(dlogits),

@@ -92,13 +92,13 @@ class Forward:
         floats = cute.make_ptr(Float32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
         partials = cute.make_tensor(floats + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1)))
         own = partials.iterator + Int64(count) * n * 2
-        shard = Int32(outputs.target_logit != 0)
-        given = Int64(cutlass.select_(shard != 0, outputs.target_logit, own.toint()))
-        target_logit = vector(Float32, given, n)
+        target_logit = vector(Float32, own.toint(), n)
         blocks = cute.make_tensor(
             own + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
         )
         # By the operands' tokens.
+        shard = Int32(outputs.target_logit != 0)
+        shard_logit = vector(Float32, outputs.target_logit, everything)
         row_max = vector(Float32, outputs.row_max, everything)
         row_sum = vector(Float32, outputs.row_sum, everything)
         tensors = ForwardTensors(
@@ -117,6 +117,7 @@ class Forward:
             target=target,
             partials=partials,
             target_logit=target_logit,
+            shard_logit=shard_logit,
             row_max=row_max,
             row_sum=row_sum,
             losses=vector(Float32, outputs.loss, everything),
@@ -131,7 +132,7 @@ class Forward:
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
                 self._statistics(hidden, weight, keeping, combined, progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:
-                self.finish(kept, tokens, target, target_logit, row_max, row_sum, loss, stream)
+                self.finish(kept, tokens, target, target_logit, shard_logit, row_max, row_sum, loss, stream)
         else:
             self._statistics(hidden, weight, tensors, combined, progress, grid, stream)
 
