@@ -177,7 +177,7 @@ class Finish:
         end = cutlass.min(start + COLUMNS, keep.columns)
         # Each eighth lane has the numbers of one row.
         own = first + thread % ROWS
-        steps, noted, valid = Int32(0), Int32(0), Boolean(False)
+        steps, noted, token, valid = Int32(0), Int32(0), Int32(0), Boolean(False)
         row_max, row_sum = Float32(0.0), Float32(1.0)
         if own < cute.size(target):
             # Ignored rows are zeros.
@@ -208,7 +208,7 @@ class Finish:
                 one = cute.math.exp2(maths.kept_exponent(row_max, k, fma), fastmath=True)
                 logit = Float32(0.0)
                 if shard_logit.iterator.toint() != 0:
-                    logit = shard_logit[origin(tokens, own)]
+                    logit = shard_logit[token]
                 else:
                     logit = target_logit[own]
                 entry = cute.math.exp2(maths.kept_exponent(logit, k, fma), fastmath=True)
