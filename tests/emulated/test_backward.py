@@ -958,8 +958,9 @@ def test_epilogues_hide_behind_the_mmas(as_planned):
     assert found["dlogits"]["ex2.approx.ftz.f32"] == 256
     assert found["keeping forward"]["ex2.approx.ftz.f32"] == 256 + 2 * 256 / 32
     for name, counts in found.items():
-        # 256 numbers of a lane: 16-bit ones eight at once, through boxes; those of the fp32 sum one by one.
-        sums = name in ("dinput, first stripe", "dinput, middle stripe")
+        # 256 numbers of a lane: 16-bit ones eight at once, through boxes; those of the fp32 sum one by one,
+        # also after the last stripe, since tokens are compacted.
+        sums = name in ("dinput, first stripe", "dinput, middle stripe", "dinput, last stripe")
         assert executed(counts, "stmatrix") * 8 == (0 if sums else 256), name
         assert executed(counts, TMA_STORE) * BOX_BYTES == (0 if sums else 32 * 256 * 2), name
         assert counts["st.global.b32"] == (256 if sums else 0), name
@@ -971,7 +972,7 @@ def test_epilogues_hide_behind_the_mmas(as_planned):
         "dweight": 400,
         "dinput, first stripe": 1100,
         "dinput, middle stripe": 2000,
-        "dinput, last stripe": 1300,
+        "dinput, last stripe": 2000,
     }.items():
         assert cycles(found[name])[1] < 8 * k, name
 
