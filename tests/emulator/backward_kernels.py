@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_lce.arguments import COMPUTED_ROWS
 from cute_lce.implementation import Results
-from cute_lce.launch import KERNELS
+from cute_lce.launch import KERNELS, backward
 from cute_lce.plan.kernels import Key
 from tests import passes
+from tests.numerics import Case
 
 from .host import Emulated
 from .mutate import ARITHMETIC
@@ -32,8 +34,20 @@ SIZES = {"sm_90a": (140, 136, 390, 260), "sm_100a": (280, 136, 520, 260)}
 KEPT = 128
 SMS = 2
 GEMMS = ("dlogits", "dinput", "dweight")
+NUMBERS = {"dlogits": 1, "dinput": 3, "dweight": 7}
+"""The numbers of a backward's kernels: Gather, the logits, ScaleRows, dinput, three of Reduce, dweight."""
 ADDING = "dweight that adds"
 
+LEAST = (
+    r"max\.s32",
+    "minimum",
+    "Of the valid tokens and one: below 64 of them 64 are computed (tests/emulated/test_rows.py has more).",
+)
+NONE_IGNORED = (
+    r"setp\.lt\.s32",
+    "or equal",
+    "The first of the ignored tokens, of which these calls have none (tests/emulated/test_rows.py has).",
+)
 SAME_LANES = (
     r"setp\.ne\.b32 \S+ %r\d+, 0",
     "reversed",
@@ -76,6 +90,8 @@ def _emulating(arch: str, seed: int) -> Iterator:
     )
     with pytest.MonkeyPatch.context() as patch:
         narrow_plans(patch)
+        # So that the last stripe's dinput goes through boxes, not to the sum.
+        patch.setattr(backward, "compacts", lambda *_: False)
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             with device(arch, SMS, seed) as counts:
@@ -91,7 +107,16 @@ def _keep(arch: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Ke
     with _emulating(arch, seed) as counts:
         results = passes.forward(KERNELS, this, kept_columns=KEPT)
     *statistics, kept, kept_scale = (tensor for tensor in results if tensor is not None)
-    return counts.keys[0], [*statistics, kept[:, :KEPT], kept_scale]
+    # Of compacted tokens, in whole k tiles.
+    count = len(_compacted(this))
+    return counts.keys[0], [*statistics, kept[:count, :KEPT], kept_scale[:count]]
+
+
+def _compacted(case: Case) -> Tensor:
+    """The tokens that are computed, in their order there."""
+    valid = case.target != case.ignore_index
+    order = torch.cat((valid.nonzero()[:, 0], (~valid).nonzero()[:, 0]))
+    return order[: -(-int(valid.sum()) // COMPUTED_ROWS) * COMPUTED_ROWS]
 
 
 @functools.cache
@@ -138,7 +163,7 @@ def _check_keep(arch: str, results: list[Tensor]) -> None:
     kept, scale = results[-2:]
     dlogits = (this.input.double() @ this.linear_weight.double().T).softmax(1)
     dlogits[torch.arange(len(valid)), this.target.where(valid, 0)] -= 1
-    wanted = dlogits[:, :KEPT].where(valid.unsqueeze(1), 0)
+    wanted = dlogits[:, :KEPT].where(valid.unsqueeze(1), 0)[_compacted(this)]
     assert_close("kept", kept.float() * scale.unsqueeze(1), wanted, wanted.bfloat16())
 
 
@@ -189,9 +214,8 @@ def _subject(arch: str, which: str, **options) -> Subject:
     def mine(entry: str) -> bool:
         if which == "keep":
             return "Gemm" in entry or "Finish" in entry
-        # The host function launches them in this order, with a small kernel behind each.
-        number = GEMMS.index("dweight" if which == ADDING else which)
-        return re.search(rf"Gemm.*_{2 * number}$", entry) is not None
+        number = NUMBERS.get(which, NUMBERS["dweight"])
+        return re.search(rf"Gemm.*_{number}$", entry) is not None
 
     name = "the forward that keeps" if which == "keep" else f"the backward's GEMM of {which}"
     place = "Blackwell" if arch.startswith("sm_10") else "Hopper"
@@ -312,7 +336,8 @@ def _arithmetic(
         least_mutations,
         missed,
         reasons,
-        entries=lambda entry: kernel in entry,
+        # Of the three of Reduce the one that rounds sums, which these calls launch.
+        entries=lambda entry: kernel in entry and (kernel != "Reduce" or entry.endswith("_4")),
         rules=ARITHMETIC,
     )
 
@@ -331,10 +356,10 @@ def subjects() -> list[Subject]:
             )
         )
     found += [
-        _arithmetic("References", 30, 3, [SAME_LANES, CLASS_0, EITHER_INTEGER]),
+        _arithmetic("References", 30, 4, [SAME_LANES, CLASS_0, EITHER_INTEGER, LEAST]),
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN, ONE_LARGE_TERM]),
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN], _right_in_float16, torch.float16),
-        _arithmetic("ScaleRows", 15, 1, [SAME_LANES]),
-        _arithmetic("Reduce", 40, 1, [SEVERAL_SPLITS], _sum_of_splits_is_right),
+        _arithmetic("ScaleRows", 15, 2, [SAME_LANES, LEAST]),
+        _arithmetic("Reduce", 40, 2, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
     ]
     return found
