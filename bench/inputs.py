@@ -40,7 +40,6 @@ def make_inputs(shape: Shape, dtype: torch.dtype, rows: str, device: torch.devic
 
 PROMPT = 2048
 """Tokens of a sequence that begins with a prompt."""
-IGNORE_INDEX = -100
 
 
 def is_ignored(n: int, which: str | None, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from bench import providers, records, shapes
 from bench.floor import Floor
-from bench.inputs import DTYPES, IGNORE_INDEX, PROMPT, ROWS, Inputs, Reference, is_ignored, make_inputs
+from bench.inputs import DTYPES, PROMPT, ROWS, Inputs, Reference, is_ignored, make_inputs
 from bench.timing import (
     Call,
     peak_extra_bytes,
@@ -43,6 +43,7 @@ from bench.timing import (
     time_interleaved,
     time_sustained,
 )
+from cute_lce.options import IGNORE_INDEX
 
 KEYS = (
     *("gpu", "provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass"),

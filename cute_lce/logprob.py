@@ -51,9 +51,10 @@ def linear_logprob(
     Returns:
         TokenStats: each field that outputs names, the others None.
 
-    Errors as in linear_cross_entropy; the streaming path serves every call so far, GPUs included. Any
-    combination of the differentiable numbers may have an upstream gradient, and one without costs nothing.
-    A temperature that requires a gradient is refused.
+    Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob alone, with a number as
+    temperature and neither bias nor softcap, and the streaming path all others. Any combination of the
+    differentiable numbers may have an upstream gradient, and one without costs nothing. A temperature that
+    requires a gradient is refused.
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB

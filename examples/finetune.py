@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from bench.timing import synchronize
 from cute_lce import linear_cross_entropy
+from cute_lce.options import IGNORE_INDEX
 from examples.corpus import Corpus, batches
 from examples.language_model import LanguageModel
 
-IGNORED = -100
 WARM_UP = 3
 
 
@@ -65,7 +65,7 @@ def train(
     for _ in range(args.steps):
         tokens, target = next(source)
         target = target.clone()
-        target[:, : int(args.prompt * args.length)] = IGNORED
+        target[:, : int(args.prompt * args.length)] = IGNORE_INDEX
         tokens, target = tokens.to(device), target.to(device)
         synchronize(device)
         begin = time.perf_counter()

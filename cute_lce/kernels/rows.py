@@ -51,7 +51,7 @@ def computed_of(rows: Compacted, valid: Int32) -> Int32:
 
 @cute.jit
 def origin(rows: Compacted, at: Int32) -> Int32:
-    """Which of the operands' tokens is the launch's token `at`; where these were copied, of the copies."""
+    """Which of the operands' tokens the launch's token `at` is; if they are not compacted, among its own."""
     token = at
     if rows.source.iterator.toint() != 0:
         token = rows.source[rows.first + at]

@@ -37,6 +37,8 @@ from .rows import Compaction
 
 COUNTERS = 3
 """int32 progress counters of a stripe, one for each GEMM."""
+Memory = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
+"""What a pass writes: dinput, dweight, the workspace, and the counters if a GEMM is paced."""
 
 
 def backward(operands: Operands, loss: LossOptions, request: Request) -> KernelBackward | EmptyBackward:
@@ -159,30 +161,29 @@ class KernelBackward:
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
     ) -> BothGradients | Halfway:
-        scratch = torch.empty_like(self.workspace)
-        dinput = None if self.hidden is None else torch.empty_like(self.hidden)
-        dweight = out if self.weight is None else torch.empty_like(self.weight)
-        counters = self.zeroed_counters(saved.hidden)
-        memory = dinput, dweight, scratch, counters
+        memory = dinput, dweight, *_ = self.allocate(saved, out)
         for step in self.steps(dloss, saved, loss, memory, adds=dweight is out):
             self.function(*step)
         return without_padding(dinput, self.features), dweight
 
-    def zeroed_counters(self, hidden: Tensor) -> Tensor | None:
-        if not self.paced:
-            return None
-        return torch.zeros((self.counters,), dtype=torch.int32, device=hidden.device)
+    def allocate(self, saved: Saved, out: Tensor | None) -> Memory:
+        dinput = None if self.hidden is None else torch.empty_like(self.hidden)
+        dweight = out if self.weight is None else torch.empty_like(self.weight)
+        counters = None
+        if self.paced:
+            counters = torch.zeros((self.counters,), dtype=torch.int32, device=saved.hidden.device)
+        return dinput, dweight, torch.empty_like(self.workspace), counters
 
     def steps(
         self,
         dloss: Tensor,
         saved: Saved,
         loss: LossOptions,
-        memory: tuple[Tensor | None, Tensor | None, Tensor, Tensor | None],
+        memory: Memory,
         *,
         adds: bool,
     ) -> Iterator[tuple]:
-        """The arguments of every launch, in order. memory: dinput, dweight, workspace and counters."""
+        """The arguments of every launch, in order."""
         hidden, weight, target = saved.hidden, saved.weight, saved.target
         strides = hidden.stride(), weight.stride(), target.stride()
         if strides != self.strides or (hidden.data_ptr() | weight.data_ptr()) % 16:
@@ -320,11 +321,7 @@ class ShardBackward(KernelBackward):
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
     ) -> BothGradients | Halfway:
-        scratch = torch.empty_like(self.workspace)
-        dinput = None if self.hidden is None else torch.empty_like(self.hidden)
-        dweight = out if self.weight is None else torch.empty_like(self.weight)
-        counters = self.zeroed_counters(saved.hidden)
-        memory = dinput, dweight, scratch, counters
+        memory = dinput, dweight, *_ = self.allocate(saved, out)
         steps = list(map(_Step._make, self.steps(dloss, saved, loss, memory, adds=dweight is out)))
         later: list[_Step] = []
         if dinput is not None and dweight is not None:

@@ -47,8 +47,9 @@ def choose(
     known = _known_sizes(problem)
     known_limits = Limits(*map(_known, limits))
     found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
-    scalar = reduction != "none" or not problem.need_dweight
-    if schedule == "auto" and may_accumulate and scalar and _accumulating_is_faster(gpu, known, limits, kept):
+    accumulates = schedule == "auto" and may_accumulate
+    accumulates = accumulates and (reduction != "none" or not problem.need_dweight)
+    if accumulates and _accumulating_is_faster(gpu, known, known_limits, kept):
         return "grad_in_forward", 0
     if kept < known.vocab and known.n:
         _log_if_slow(gpu, known, schedule, known_limits)

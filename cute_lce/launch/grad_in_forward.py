@@ -83,13 +83,13 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
 
     dinput = rows(n) if request.need_dinput else None
     dweight = rows(vocab) if request.need_dweight else None
-    losses = torch.empty((3, n), dtype=torch.float32, device=device)
+    losses = torch.empty((n,), dtype=torch.float32, device=device)
     one = torch.ones((), dtype=torch.float32, device=device)
     parts = Parts()
     # Chunks are of compacted tokens: once all valid ones are done, the others are empty.
     copied = max(plan.tokens) * d * hidden.dtype.itemsize
     compaction = Compaction(parts, n, target.dtype.itemsize, copied)
-    of_chunk = parts.reserve(8)
+    row_max, row_sum, of_chunk = parts.reserve(4 * n), parts.reserve(4 * n), parts.reserve(8)
     begin = parts.reserve(max(chunk.nbytes for chunk in chunks.values()))
     scratch = torch.empty((parts.nbytes,), dtype=torch.uint8, device=device)
     counters = None
@@ -101,8 +101,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     upstream = Upstream(dloss=one.data_ptr(), stride=0)
     outputs = ForwardOutputs(
         loss=losses.data_ptr(),
-        row_max=losses[1].data_ptr(),
-        row_sum=losses[2].data_ptr(),
+        row_max=scratch.data_ptr() + row_max,
+        row_sum=scratch.data_ptr() + row_sum,
         num_valid=scratch.data_ptr() + of_chunk,
         workspace=0,
     )
@@ -150,7 +150,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     del scratch, count
     dinput = without_padding(dinput, features)
     dweight = without_padding(dweight, features)
-    return Accumulated(_reduced(losses[0], num_valid, loss.reduction), num_valid, dinput, dweight)
+    return Accumulated(_reduced(losses, num_valid, loss.reduction), num_valid, dinput, dweight)
 
 
 def _per_row(loss: LossOptions) -> LossArguments:
@@ -160,7 +160,7 @@ def _per_row(loss: LossOptions) -> LossArguments:
 
 def _reduced(losses: Tensor, num_valid: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
-        return losses.clone()
+        return losses
     total = losses.sum(dtype=torch.float64)
     if reduction == "mean":
         total = total / num_valid.clamp(min=1)

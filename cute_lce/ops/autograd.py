@@ -317,16 +317,16 @@ def _grad_in_forward_options(arguments: tuple) -> tuple[None, Request, LossOptio
     return None, Request(Limits(window, workspace), 0, *needed), loss
 
 
-def _no_options(arguments: tuple) -> tuple[()]:
+def no_options(arguments: tuple) -> tuple[()]:
     return ()
 
 
-def _as_given(*results: Tensor) -> tuple[Tensor, ...]:
+def as_given(*results: Tensor) -> tuple[Tensor, ...]:
     return results
 
 
 register(inner.forward, ForwardFunction, Results, _forward_options)
 register(inner.forward_keep, ForwardFunction, Results, _forward_options)
-register(inner.backward, GradientFunction, _as_given, _no_options)
+register(inner.backward, GradientFunction, as_given, no_options)
 register(inner.grad_in_forward, GradInForwardFunction, Accumulated, _grad_in_forward_options)
-register(inner.scale_gradients, GradientFunction, _as_given, _no_options)
+register(inner.scale_gradients, GradientFunction, as_given, no_options)

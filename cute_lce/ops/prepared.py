@@ -80,10 +80,14 @@ class Prepared:
     def forward(self, operands: Operands, loss: LossOptions) -> Results:
         if CHECK_TARGETS:
             check_targets(operands, loss)
+        forward = self._prepared_forward(operands, loss)
+        return forward.finish(operands, loss, forward.statistics(operands, loss))
+
+    def _prepared_forward(self, operands: Operands, loss: LossOptions) -> Forward:
         forward = self._forward
         if forward is None:
             forward = self._forward = self._implementation.forward(operands, loss, self.request)
-        return forward.finish(operands, loss, forward.statistics(operands, loss))
+        return forward
 
     def backward(
         self,
@@ -95,19 +99,19 @@ class Prepared:
     ) -> BothGradients:
         """needed: whether dinput and whether dweight is, instead of the request's own. out: what dweight is
         added to instead of being returned."""
-        if out is None:
-            backward = self._backwards.get(needed) or self._backward(needed, saved, loss, None)
-            return backward.dweight(dloss, saved, loss, backward.dinput(dloss, saved, loss))
-        backward = self._backwards.get((*needed, out.dtype))
-        backward = backward or self._backward(needed, saved, loss, out.dtype)
+        backward = self._prepared_backward(needed, saved, loss, out)
         return backward.dweight(dloss, saved, loss, backward.dinput(dloss, saved, loss, out), out)
 
-    def _backward(
-        self, needed: tuple[bool, ...], saved: Saved, loss: LossOptions, added: torch.dtype | None
+    def _prepared_backward(
+        self, needed: tuple[bool, ...], saved: Saved, loss: LossOptions, out: Tensor | None
     ) -> Backward:
-        request = self.request._replace(need_dinput=needed[0], need_dweight=needed[1], added=added)
-        backward = self._implementation.backward(saved.operands, loss, request)
-        self._backwards[needed if added is None else (*needed, added)] = backward
+        key = needed if out is None else (*needed, out.dtype)
+        backward = self._backwards.get(key)
+        if backward is None:
+            added = None if out is None else out.dtype
+            request = self.request._replace(need_dinput=needed[0], need_dweight=needed[1], added=added)
+            backward = self._implementation.backward(saved.operands, loss, request)
+            self._backwards[key] = backward
         return backward
 
     def scale_gradients(

@@ -13,6 +13,7 @@ from ..implementation import Request, RowLoss, Stats, StatsOperands, StatsOption
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..plan.problem import Problem
 from ..streaming.products import accumulate_dtype
+from ..streaming.rows import is_ignored
 from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
@@ -61,13 +62,13 @@ def linear_cross_entropy(
     plainly = outputs_of(terms) == ("logprob",) and terms.softcap is None and linear_bias is None
     plainly = plainly and not (weighs and compute.schedule == "grad_in_forward")
     V, acc = flat.weight.shape[0], accumulate_dtype(flat.hidden.dtype)
-    valid = flat.target.long() != loss.ignore_index
     target_weight = token_weight = None
     if tensors.weight is not None:
         own = tensors.weight.to(acc)[flat.target.long().clamp(0, V - 1)]
-        target_weight = torch.where(valid, own, 0)
+        target_weight = own.masked_fill(is_ignored(flat.target, loss.ignore_index), 0)
     if tensors.token_weight is not None:
-        token_weight = torch.where(valid, tensors.token_weight.reshape(-1), 0).to(acc)
+        own = tensors.token_weight.reshape(-1).to(acc)
+        token_weight = own.masked_fill(is_ignored(flat.target, loss.ignore_index), 0)
     row_loss = RowLoss(terms, target_weight, token_weight)
     if plainly and not weighs and loss.reduction != "none":
         total = plain_losses(flat, loss._replace(reduction="sum"), compute, destination)
@@ -79,7 +80,13 @@ def linear_cross_entropy(
         total = _from_stats(flat, linear_bias, tensors.weight, row_loss, loss, compute, destination)
     if loss.reduction == "none":
         return total.view(operands.target.shape)
-    return _mean(total, valid, target_weight, tensors.denominator) if loss.reduction == "mean" else total
+    if loss.reduction == "sum":
+        return total
+    if tensors.denominator is not None:
+        return total / tensors.denominator.to(total.dtype)
+    if target_weight is not None:
+        return _mean(total, target_weight.sum())
+    return _mean(total, (~is_ignored(flat.target, loss.ignore_index)).sum())
 
 
 def plain_losses(
@@ -159,14 +166,9 @@ def decide(
 
 def _needs(operands: StatsOperands) -> tuple[bool, bool, bool]:
     """Whether input, linear_weight and linear_bias need a gradient."""
-    if not torch.is_grad_enabled():
-        return False, False, False
     bias = operands.linear_bias
-    return (
-        operands.hidden.requires_grad,
-        operands.weight.requires_grad,
-        bias is not None and bias.requires_grad,
-    )
+    need_dbias = bias is not None and torch.is_grad_enabled() and bias.requires_grad
+    return *call.needs_gradient(operands.hidden, operands.weight), need_dbias
 
 
 def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
@@ -198,9 +200,6 @@ def _loss_gradients(operands: StatsOperands, row_loss: RowLoss, how: StatsHow, t
     return apply_of(LossGradientsFunction)(run, how, *tensors)[0]
 
 
-def _mean(total: Tensor, valid: Tensor, target_weight: Tensor | None, denominator: Tensor | None) -> Tensor:
-    """torch's: over the valid rows, or their classes' weights; 0 where that is 0. Or over the denominator."""
-    if denominator is not None:
-        return total / denominator.to(total.dtype)
-    count = valid.sum() if target_weight is None else target_weight.sum()
+def _mean(total: Tensor, count: Tensor) -> Tensor:
+    """torch's: over the valid rows, or their classes' weights; 0 where that is 0."""
     return torch.where(count != 0, total / torch.where(count != 0, count, 1), 0)

@@ -29,6 +29,7 @@ from ..implementation import (
 from ..options import LossOptions, TermOptions, fields
 from ..plan.problem import Limits
 from ..streaming.products import accumulate_dtype
+from ..streaming.rows import is_ignored
 from . import inner
 from .autograd import (
     NO_DOUBLE_BACKWARD,
@@ -36,10 +37,13 @@ from .autograd import (
     GradientFunction,
     GradInForwardFunction,
     add_to_destination,
+    as_given,
     kind_of,
+    no_options,
     register,
 )
 from .prepared import CHECK_TARGETS, check_targets
+from .schemas import LIMITS
 from .select import implementation, statistics
 
 _OPERANDS = (
@@ -50,18 +54,17 @@ _OPTIONS = "SymInt ignore_index, float logit_scale, float? softcap, float temper
 _NEEDED = "bool need_dinput, bool need_dweight, bool need_dbias"
 _RESULTS = ", ".join(f"Tensor {name}" for name in Stats._fields)
 _UPSTREAM = ", ".join(f"Tensor? d{name}" for name in StatsUpstream._fields)
-_LIMITS = "SymInt window, SymInt workspace"
 
-TOKEN_STATS = f"token_stats({_OPERANDS}, {_OPTIONS}, {_LIMITS}, SymInt kept_columns) -> ({_RESULTS})"
+TOKEN_STATS = f"token_stats({_OPERANDS}, {_OPTIONS}, {LIMITS}, SymInt kept_columns) -> ({_RESULTS})"
 TOKEN_STATS_BACKWARD = (
     f"token_stats_backward({_UPSTREAM}, {_OPERANDS}, Tensor row_max, Tensor row_sum, Tensor? mean_gap, "
-    f"Tensor? kept, {_OPTIONS}, {_LIMITS}, {_NEEDED})"
+    f"Tensor? kept, {_OPTIONS}, {LIMITS}, {_NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
 )
 _TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
 TOKEN_LOSS_GRADIENTS = (
     f"token_loss_gradients({_OPERANDS}, Tensor? target_weight, Tensor? token_weight, SymInt ignore_index, "
-    f"float logit_scale, {_TERMS}, {_LIMITS}, {_NEEDED}, bool total)"
+    f"float logit_scale, {_TERMS}, {LIMITS}, {_NEEDED}, bool total)"
     " -> (Tensor loss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator, "
     "Tensor dbias_accumulator)"
 )
@@ -190,7 +193,7 @@ def token_loss_gradients(*arguments):
     losses, *gradients = statistics(hidden.device, hidden.dtype).grad_in_forward(
         operands, options, RowLoss(terms, target_weight, token_weight), request
     )
-    num_valid = (operands.target != options.ignore_index).sum()
+    num_valid = (~is_ignored(operands.target, options.ignore_index)).sum()
     loss = losses.sum() if total else losses
     return loss, num_valid, *inner.present(tuple(gradients), hidden, losses.dtype)
 
@@ -321,14 +324,6 @@ def _loss_gradients_how(arguments: tuple) -> tuple[StatsHow]:
     return (StatsHow(options, request),)
 
 
-def _as_given(*results: Tensor) -> tuple[Tensor, ...]:
-    return results
-
-
-def _nothing(arguments: tuple) -> tuple[()]:
-    return ()
-
-
-register(token_stats, StatsFunction, _as_given, _stats_how)
-register(token_stats_backward, GradientFunction, _as_given, _nothing)
-register(token_loss_gradients, LossGradientsFunction, _as_given, _loss_gradients_how)
+register(token_stats, StatsFunction, as_given, _stats_how)
+register(token_stats_backward, GradientFunction, as_given, no_options)
+register(token_loss_gradients, LossGradientsFunction, as_given, _loss_gradients_how)

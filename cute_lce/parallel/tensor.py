@@ -57,9 +57,7 @@ class ShardedPasses(Prepared):
         if shard.sliced:
             hidden = gather(hidden.contiguous(), group).flatten(0, 1)
         operands = Operands(hidden, weight, targets.local)
-        forward = self._forward
-        if forward is None:
-            forward = self._forward = self._implementation.forward(operands, local, self.request)
+        forward = self._prepared_forward(operands, local)
         found = forward.statistics(operands, local)
         assert found.row_max is not None
         assert found.row_sum is not None
@@ -79,9 +77,7 @@ class ShardedPasses(Prepared):
         out: Tensor | None = None,
     ) -> BothGradients:
         shard, local = self.shard, local_loss(loss)
-        key = needed if out is None else (*needed, out.dtype)
-        added = None if out is None else out.dtype
-        backward = self._backwards.get(key) or self._backward(needed, saved, local, added)
+        backward = self._prepared_backward(needed, saved, local, out)
         halfway = backward.dinput(dloss, saved, local, out)
         assert isinstance(halfway, Halfway)
         dinput, begun = halfway.dinput, None

@@ -36,12 +36,10 @@ class Tokens(NamedTuple):
         return target.unflatten(self.dim, (ranks, -1)).movedim(self.dim, 0).reshape(-1)
 
     def restore(self, rows: Tensor, group: ProcessGroup) -> Tensor:
-        """(n,) in target's shape: the inverse."""
+        """(n,) in target's shape: the inverse, where target is whole."""
         if self.dim is None:
             return rows.view(self.shape)
         ranks = group.size()
-        if not self.whole:
-            return rows.view(ranks, *self.shape)[group.rank()]
         sizes = list(self.shape)
         sizes[self.dim] //= ranks
         return rows.view(ranks, *sizes).movedim(0, self.dim).flatten(self.dim, self.dim + 1)

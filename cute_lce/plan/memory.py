@@ -66,7 +66,6 @@ def compaction_bytes(problem: Problem, *, copies: bool) -> int:
 
 
 def forward_compaction_bytes(problem: Problem, kept: int) -> int:
-    """Counted for shards of the vocabulary too, which do not compact."""
     return compaction_bytes(problem, copies=True) if forward_compacts(problem, kept) else 0
 
 

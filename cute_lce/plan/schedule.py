@@ -163,9 +163,8 @@ class _Call:
             chosen = forward_plan(self.gpu, n, d, vocab, limits, kept=kept, reserved=self._reserved(kept))
             tokens = self.tokens[kept > 0]
             return tokens.forward(chosen.rounds, n, d, vocab, chosen.gemm.windows * tokens.partials, kept)
-        return fastest(self._forwards(kept), spare_bytes(self.problem.n, kept, limits, self._reserved(kept)))[
-            0
-        ]
+        spare = spare_bytes(problem.n, kept, limits, self._reserved(kept))
+        return fastest(self._forwards(kept), spare)[0]
 
     def _reserved(self, kept: int) -> int:
         return forward_compaction_bytes(self.problem, kept)
@@ -250,8 +249,7 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     if kept == known.vocab and backward_bytes(problem, 0, vocab) <= room and forward <= workspace:
         return vocab
     columns = call.candidates.best(kept, room).columns or STRIPE_MULTIPLE
-    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns)
-    beside += window_bytes(n)
+    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + window_bytes(n)
     beside += n * note_bytes(KEPT_TILE) + (2 * n * d if problem.need_dweight else 0)
     # Two bytes per row each, and their share of the notes.
     fit = (room - beside) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n)

@@ -5,21 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_lce import launch, linear_cross_entropy
+from cute_lce import linear_cross_entropy
 from cute_lce.plan.problem import MIB
-from tests.gpu.test_forward import device_case
+from tests.gpu.test_forward import device_case, needs_kernels, poisoned
 from tests.numerics import Case, assert_close, random_case, with_bad_ignored_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and launch.serves(torch.device("cuda", 0), BF16)),
-        reason="no kernels for this device",
-    ),
-]
+pytestmark = [*needs_kernels, poisoned]
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 # n, d, V: few tokens and many, ragged in every direction; d no multiple of 8, of 64, of a tile.
 SHAPES = [(16, 768, 50257), (193, 2880, 20109), (300, 77, 1003), (1100, 1024, 32003), (4097, 2304, 5000)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_lce import launch, linear_cross_entropy
+from cute_lce import linear_cross_entropy
 from cute_lce.launch import KERNELS
 from cute_lce.plan.candidates import STRIPE_MULTIPLE
 from cute_lce.plan.problem import MIB
@@ -27,7 +27,9 @@ from tests.gpu.test_forward import (
     host_microseconds,
     misaligned,
     moved,
+    needs_kernels,
     odd_pitch,
+    poisoned,
     transposed,
 )
 from tests.numerics import (
@@ -44,14 +46,7 @@ from tests.numerics import (
 
 NARROW = BF16, FP16 = torch.bfloat16, torch.float16
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and launch.serves(torch.device("cuda", 0), BF16)),
-        reason="no kernels for this device",
-    ),
-]
+pytestmark = [*needs_kernels, poisoned]
 
 
 class Kept(NamedTuple):

@@ -28,7 +28,7 @@ from tests.numerics import Case, assert_close, random_case
 NARROW = (torch.bfloat16, torch.float16)
 BF16 = torch.bfloat16
 
-pytestmark = [
+needs_kernels = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not (torch.cuda.is_available() and launch.serves(torch.device("cuda", 0), BF16)),
@@ -36,6 +36,7 @@ pytestmark = [
     ),
 ]
 poisoned = pytest.mark.usefixtures("poisoned_empty")
+pytestmark = needs_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -7,25 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce import launch, linear_cross_entropy
+from cute_lce import linear_cross_entropy
 from cute_lce.ops import prepared
 from cute_lce.plan import memory
 from cute_lce.plan.problem import MIB
 from tests.device import forget_plans
-from tests.gpu.test_forward import device_case
+from tests.gpu.test_accumulate import dtypes, train
+from tests.gpu.test_forward import device_case, needs_kernels, poisoned
 from tests.numerics import Case, assert_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and launch.serves(torch.device("cuda", 0), BF16)),
-        reason="no kernels for this device",
-    ),
-]
-dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+pytestmark = [*needs_kernels, poisoned]
 # Schedules, and what makes them keep some columns, take stripes, and take chunks of tokens.
 SCHEDULES = {
     "keep": {"schedule": "keep"},
@@ -72,12 +65,6 @@ def some_valid(which: str, dtype: torch.dtype) -> tuple[Case, Case]:
         replace(case, input=case.input.where(valid[:, None], bad[:, None]), target=target),
         replace(case, input=case.input.where(valid[:, None], 0), target=target),
     )
-
-
-def train(case: Case, dloss: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
-    hidden, weight = (t.detach().requires_grad_() for t in (case.input, case.linear_weight))
-    loss = linear_cross_entropy(hidden, weight, case.target, **options)
-    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), dloss)
 
 
 def check(found, clean: Case, dloss: torch.Tensor, reduction: str) -> None:

@@ -401,3 +401,19 @@ def test_inductor(fresh_inductor):
     case, every = case_of(torch.float32), values(torch.float32)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True)
     check(case, every, "mean", compiled)
+
+
+def test_an_ignore_index_beyond_int32_ignores_no_int32_target():
+    """2^32 would wrap to class 0."""
+    hidden, weight = torch.randn(5, 8).requires_grad_(), torch.randn(7, 8).requires_grad_()
+    target = torch.zeros(5, dtype=torch.int32)
+    for schedule in ("recompute", "grad_in_forward"):
+        options = {"ignore_index": 2**32, "softcap": 2.0, "schedule": schedule}
+        loss = linear_cross_entropy(hidden, weight, target, **options)
+        wanted = linear_cross_entropy(hidden, weight, target, softcap=2.0)
+        assert torch.allclose(loss, wanted)
+        for found, want in zip(
+            *(torch.autograd.grad(each, (hidden, weight)) for each in (loss, wanted)), strict=True
+        ):
+            assert want.any()
+            assert torch.allclose(found, want)

@@ -30,6 +30,7 @@ from cute_lce.kernels.entry.types import (
     dloss_of_origins,
     example,
     example_operands,
+    first_given,
     gather_tensors,
     matrix,
     origins,
@@ -157,9 +158,8 @@ class Backward:
                 stream,
             )
         if gradients.dhidden != 0:
-            splits = stripe.dhidden.splits
-            own = Int64(cutlass.select_(rows.count != 0, Int64(0), Int64(rows.first)))
-            out = matrix(dtype, gradients.dhidden + own * d * 2, n, d, d)
+            splits, from_sums = stripe.dhidden.splits, rows.dhidden == gradients.dhidden
+            out = matrix(dtype, gradients.dhidden + first_given(rows) * d * 2, n, d, d)
             sums = cute.make_tensor(
                 cute.make_ptr(Float32, gradients.sums, cute.AddressSpace.gmem, assumed_align=16),
                 cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1)),
@@ -173,19 +173,18 @@ class Backward:
                     sums=sums,
                     factor=factors,
                     is_first=stripe.is_first,
-                    to_out=Int32(stripe.is_last != 0 and splits == 1 and rows.dhidden != gradients.dhidden),
+                    to_out=Int32(stripe.is_last != 0 and splits == 1 and not from_sums),
                 ),
                 counters[1],
                 stripe.dhidden,
                 tokens,
                 stream,
             )
-            from_sums = rows.dhidden == gradients.dhidden
             if stripe.is_last != 0 and (splits > 1 or from_sums):
                 # Of tokens that are not compacted, the launch's rows.
                 address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
                 self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream)
-            if stripe.is_last != 0 and rows.dhidden != 0 and rows.dhidden != gradients.dhidden:
+            if stripe.is_last != 0 and rows.dhidden != 0 and not from_sums:
                 only = cute.make_tensor(
                     out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1))
                 )

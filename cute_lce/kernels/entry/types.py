@@ -67,13 +67,18 @@ def chosen(first: Int64, otherwise: Int64) -> Int64:
     return Int64(cutlass.select_(first != 0, first, otherwise))
 
 
+def first_given(rows: arguments.Rows) -> Int64:
+    """The first of the operands' tokens that a launch takes in their order; compacted ones are found by their
+    origins, from 0."""
+    return Int64(cutlass.select_(rows.count != 0, Int64(0), Int64(rows.first)))
+
+
 def tokens_of(hidden: cute.Tensor, target: cute.Tensor, rows: arguments.Rows) -> tuple:
     """hidden (tokens, d) and target (tokens,) of a launch: the operands' rows, or those of their compaction;
     without compacted hidden states, the operands' first."""
     (_, d), pitch = hidden.shape, hidden.stride[0]
-    own = Int64(cutlass.select_(rows.count != 0, Int64(0), Int64(rows.first)))
     width = hidden.element_type.width // 8
-    address = chosen(rows.hidden, hidden.iterator.toint() + own * pitch * width)
+    address = chosen(rows.hidden, hidden.iterator.toint() + first_given(rows) * pitch * width)
     pitch = Int64(cutlass.select_(rows.hidden != 0, Int64(d), Int64(pitch)))
     width = target.element_type.width // 8
     base = chosen(rows.target, target.iterator.toint())
@@ -93,8 +98,7 @@ def origins(given: cute.Tensor, hidden: cute.Tensor, rows: arguments.Rows) -> cu
 
 def dloss_of_origins(upstream: arguments.Upstream, rows: arguments.Rows, n: Int32) -> cute.Tensor:
     """The upstream gradient likewise."""
-    own = Int64(cutlass.select_(rows.source != 0, Int64(0), Int64(rows.first)))
-    return strided(upstream.dloss + 4 * own * upstream.stride, n, upstream.stride)
+    return strided(upstream.dloss + 4 * first_given(rows) * upstream.stride, n, upstream.stride)
 
 
 def values_of(
