@@ -16,6 +16,7 @@ import torch
 import cute_lce
 from cute_lce import cli
 from cute_lce.arch import ARCHITECTURES, Gpu, architecture
+from cute_lce.commands import compile as compile_command
 from cute_lce.compile import cache
 from cute_lce.ops.select import DTYPES, implementation
 from cute_lce.plan import backward, forward
@@ -231,7 +232,7 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
 
     keys = [Sideways(1), *kernels("sm_90a", "float16", "int32")]
     asked = []
-    monkeypatch.setattr(cli, "kernels", lambda *_: keys)
+    monkeypatch.setattr(compile_command, "kernels", lambda *_: keys)
     monkeypatch.setattr(cache, "get", asked.append)
     types = "--dtype float16 --target-dtype int32"
     assert cli.main(f"compile --arch sm_90a --jobs 1 {types}".split()) == 0
@@ -314,7 +315,7 @@ def test_compile_fills_the_cache_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache, "_functions", {})
     few = kernels("sm_90a", "bfloat16", "int64")[:3]
-    monkeypatch.setattr(cli, "kernels", lambda *names: few)
+    monkeypatch.setattr(compile_command, "kernels", lambda *names: few)
     argv = ["compile", "--arch", "sm_90a", "--d", "64", "--vocab", "1000"]
     assert cli.main([*argv, "--jobs", "2"]) == 0
     # The narrowest tiles' forward, the one that keeps, and the backward.

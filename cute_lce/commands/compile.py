@@ -1,0 +1,95 @@
+"""`cute-lce compile`: every kernel that calls may need, into the cache."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from ..arch import ARCHITECTURES
+from ..compile import cache
+from ..plan.kernels import Key, MergeKey, kernels
+from .terminal import positive
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "compile",
+        help="fill the cache of compiled kernels; needs no GPU, but the host architecture that will use them",
+    )
+    command.add_argument("--arch", choices=tuple(ARCHITECTURES), required=True)
+    for option, text in (("--d", "hidden size"), ("--vocab", "vocabulary")):
+        command.add_argument(option, type=positive, help=f"{text}: any, the kernels serve every size")
+    for option, choices, default in (
+        ("--dtype", ("bfloat16", "float16"), ["bfloat16"]),
+        ("--target-dtype", ("int64", "int32"), ["int64"]),
+    ):
+        text = f"one or more of {', '.join(choices)} ({' '.join(default)})"
+        command.add_argument(option, nargs="+", choices=choices, default=default, metavar="NAME", help=text)
+    command.add_argument(
+        "--grad-weight-out",
+        nargs="+",
+        choices=("none", "float32", "bfloat16", "float16"),
+        default=["none"],
+        metavar="NAME",
+        help="backwards that add to a grad_weight_out: one or more of none, float32 (grad_in_forward's too), "
+        "bfloat16, float16 (none)",
+    )
+    command.add_argument(
+        "--logit-scale",
+        action="store_true",
+        help="kernels of calls with a logit_scale, or a temperature, other than 1, whatever its value",
+    )
+    command.add_argument("--tp-group", action="store_true", help="kernels of calls with a tp_group, too")
+    command.add_argument("--jobs", type=positive, help="processes that compile (one for each core)")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile every kernel that calls may need, on a machine with or without a GPU."""
+    print(f"into {cache.cache_dir()}", flush=True)
+    added = ["" if name == "none" else name for name in args.grad_weight_out]
+    types = itertools.product(args.dtype, args.target_dtype, added)
+    terms = ("logit_scale",) if args.logit_scale else ()
+    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, terms))]
+    if args.tp_group:
+        keys += [MergeKey(args.arch, name) for name in args.target_dtype]
+    started = time.perf_counter()
+    try:
+        for seconds, key in _compiled(keys, min(args.jobs or _cores(), len(keys))):
+            print(f"{seconds:6.2f} s  {key}", flush=True)
+    except OSError as error:
+        print(f"cute-lce compile: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(keys)} kernels in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+def _compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:
+    """Compile the keys in `jobs` processes, or here if 1; yields (seconds, key) as each is there."""
+    if jobs == 1:
+        yield from map(_compile, keys)
+        return
+    # Fresh processes: torch and the DSL have threads, which a fork would not copy.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            for done in as_completed([pool.submit(_compile, key) for key in keys]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _compile(key: Key) -> tuple[float, Key]:
+    started = time.perf_counter()
+    cache.get(key)
+    return time.perf_counter() - started, key
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
