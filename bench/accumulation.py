@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from bench import records
 from bench.inputs import ROWS, make_inputs
 from bench.shapes import Shape
 from cute_lce import linear_cross_entropy, reference
+from cute_lce.measure import records
 
 WAYS = {
     "autograd": None,

@@ -39,9 +39,10 @@ from typing import Any
 
 import torch
 
-from bench import providers, records, shapes
+from bench import providers, shapes
 from bench.yardstick import DTYPE, REGIMES, Problem, Results, by_fp32_logits
 from cute_lce import ops
+from cute_lce.measure import records
 from cute_lce.plan.problem import Limits
 from cute_lce.plan.problem import Problem as Sizes
 

@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import providers, records, shapes
+from bench import providers, shapes
 from bench.inputs import DTYPES, Inputs, make_inputs
-from bench.timing import Call, Timing, synchronize
+from cute_lce.measure import records
+from cute_lce.measure.timing import Call, Timing, synchronize
 
 GROUP = 20
 STRIPES = 8

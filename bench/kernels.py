@@ -17,11 +17,8 @@ from pathlib import Path
 
 import torch
 
-from bench.floor import Floor
 from bench.inputs import make_inputs
-from bench.records import provenance, write
 from bench.shapes import Shape, parse
-from bench.timing import time_interleaved
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import Operands
 from cute_lce.compile import cache
@@ -29,6 +26,9 @@ from cute_lce.implementation import Request, Saved
 from cute_lce.launch.backward import KernelBackward
 from cute_lce.launch.device import gpu_of
 from cute_lce.launch.forward import KernelForward
+from cute_lce.measure.floor import Floor
+from cute_lce.measure.records import provenance, write
+from cute_lce.measure.timing import time_interleaved
 from cute_lce.options import LossOptions
 from cute_lce.plan import backward, forward
 from cute_lce.plan.candidates import Candidate, candidates, faster_splits
@@ -143,7 +143,7 @@ class Timed:
 def rows(calibration: Calibration, device: torch.device, seconds: float) -> Iterator[dict[str, object]]:
     shape, timed = calibration.shape, Timed(calibration, device)
     labels: list[dict[str, object]] = []
-    functions: list[Callable[[], object]] = [Floor(timed.inputs, False, "")]
+    functions: list[Callable[[], object]] = [Floor(timed.inputs.hidden, timed.inputs.weight, False)]
     for kind, config, chosen in calibration.passes():
         build = timed.forward if kind in ("forward", "keep") else timed.backward
         function, parts = build(kind, config)

@@ -34,10 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bench import records, shapes
+from bench import shapes
 from bench.inputs import DTYPES, make_inputs
-from bench.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
 from cute_lce import linear_cross_entropy
+from cute_lce.measure import records
+from cute_lce.measure.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
 from cute_lce.parallel import tensor
 
 KEYS = (

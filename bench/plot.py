@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from bench import records, summary
+from bench import summary
 from bench.summary import Result
+from cute_lce.measure import records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

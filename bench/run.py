@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import providers, records, shapes
-from bench.floor import Floor
+from bench import providers, shapes
 from bench.inputs import DTYPES, PROMPT, ROWS, Inputs, Reference, is_ignored, make_inputs
-from bench.timing import (
+from cute_lce.measure import records
+from cute_lce.measure.floor import Floor
+from cute_lce.measure.timing import (
     Call,
     peak_extra_bytes,
     relative_rms,
@@ -407,7 +408,7 @@ def run_shape(shape: shapes.Shape, asked: dict[str, list[Case]], results: Result
         reference = None if args.no_errors else Reference(inputs)
         for name, of_pass in asked.items():
             if of_pass:
-                floor = Floor(inputs, name == "fwd_bwd", shape.frozen)
+                floor = Floor(inputs.hidden, inputs.weight, name == "fwd_bwd", shape.frozen)
                 for case, found in measure(shape, inputs, reference, floor, args, of_pass):
                     del waiting[name, case]
                     results.add(shape, name, case, found)

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from bench import records
+from cute_lce.measure import records
 
 Result = dict[str, Any]
 OURS = "cute_lce"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.inputs import ROWS, make_inputs
 from bench.shapes import Shape
-from bench.timing import relative_rms
+from cute_lce.measure.timing import relative_rms
 
 DTYPE = torch.bfloat16
 HEIGHTS = (50, 100, 300)

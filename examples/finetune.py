@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.timing import synchronize
 from cute_lce import linear_cross_entropy
+from cute_lce.measure.timing import synchronize
 from cute_lce.options import IGNORE_INDEX
 from examples.corpus import Corpus, batches
 from examples.language_model import LanguageModel

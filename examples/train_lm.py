@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from bench.timing import peak_extra_bytes, synchronize
+from cute_lce.measure.timing import peak_extra_bytes, synchronize
 from examples.corpus import Corpus, batches
 from examples.language_model import CanonicalHead, FusedHead, LanguageModel
 

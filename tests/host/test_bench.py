@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import errors, host_time, kernels, plot, providers, run, shapes, summary, timing, yardstick
-from bench.floor import Floor
-from bench.inputs import Reference, make_inputs
+from bench import errors, host_time, kernels, plot, providers, run, shapes, summary, yardstick
+from bench.inputs import Inputs, Reference, make_inputs
 from cute_lce.arch import Gpu
+from cute_lce.measure import timing
+from cute_lce.measure.floor import Floor
 from cute_lce.plan import kernels as plan_kernels
 from examples import corpus, finetune, train_lm
 
@@ -115,7 +116,8 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
         """The passes, each another number of windows or splits."""
 
         def __init__(self, calibration, device):
-            self.inputs, self.saved, self.parts = None, object(), itertools.count(1)
+            self.inputs = Inputs(*map(torch.zeros, (1, 1, 1, 1)))
+            self.saved, self.parts = object(), itertools.count(1)
 
         def forward(self, kind, config):
             return (lambda: time.sleep(1e-4)), next(self.parts)
@@ -181,9 +183,9 @@ def test_random_shapes_repeat_and_are_not_rounded():
 
 def test_the_floor_slices_tokens_evenly(monkeypatch):
     inputs = make_inputs(shapes.Shape(4100, 16, 70), torch.float32, "untrained", CPU)
-    assert [len(rows) for rows in Floor(inputs, True, "")._slices] == [2050, 2050]
-    monkeypatch.setattr("bench.floor.FLOOR_TOKENS", 1000)
-    assert [len(rows) for rows in Floor(inputs, True, "")._slices] == [820] * 5
+    assert [len(rows) for rows in Floor(inputs.hidden, inputs.weight, True)._slices] == [2050, 2050]
+    monkeypatch.setattr("cute_lce.measure.floor.FLOOR_TOKENS", 1000)
+    assert [len(rows) for rows in Floor(inputs.hidden, inputs.weight, True)._slices] == [820] * 5
 
 
 # run
@@ -221,17 +223,17 @@ def test_floor_multiplies_every_token_with_the_padded_vocabulary(monkeypatch):
         return mm(a, b, out=out)
 
     monkeypatch.setattr(torch, "mm", counted)
-    Floor(inputs, backward=True, frozen="")()
+    Floor(inputs.hidden, inputs.weight, backward=True)()
     assert products == [
         *((2052, 8, 128), (2052, 8, 128)),
         *((2052, 128, 8), (2052, 128, 8)),
         *((128, 2052, 8), (128, 2052, 8)),
     ]
     products.clear()
-    Floor(inputs, backward=True, frozen="weight")()
+    Floor(inputs.hidden, inputs.weight, backward=True, frozen="weight")()
     assert len(products) == 4
     products.clear()
-    Floor(inputs, backward=False, frozen="")()
+    Floor(inputs.hidden, inputs.weight, backward=False)()
     assert products == [(2052, 8, 128), (2052, 8, 128)]
 
 
@@ -482,10 +484,10 @@ def test_what_fails_for_a_whole_shape_is_said_of_each_case(lost, tmp_path, monke
     """A floor that does not fit; a call after which the device answers no more."""
     made = run.Floor
 
-    def floor(inputs, backward, frozen):
-        if len(inputs.hidden) == 6:
+    def floor(hidden, weight, backward, frozen):
+        if len(hidden) == 6:
             raise run.DeviceLost("illegal address") if lost else torch.OutOfMemoryError("too much")
-        return made(inputs, backward, frozen)
+        return made(hidden, weight, backward, frozen)
 
     monkeypatch.setattr(run, "Floor", floor)
     out = tmp_path / "results.json"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-
-from bench.inputs import Inputs
+from torch import Tensor
 
 FLOOR_TOKENS = 4096  # the GEMMs take at most so many tokens at once
 
@@ -14,9 +13,9 @@ FLOOR_TOKENS = 4096  # the GEMMs take at most so many tokens at once
 class Floor:
     """The GEMMs as cuBLAS does them, over equal slices of at most 4096 tokens; V rounded up to 64s."""
 
-    def __init__(self, inputs: Inputs, backward: bool, frozen: str):
+    def __init__(self, hidden: Tensor, weight: Tensor, backward: bool, frozen: str = ""):
+        """hidden (n, d), weight (V, d). frozen: what needs no gradient, "hidden" or "weight"; "": nothing."""
         self.backward = backward
-        hidden, weight = inputs.hidden, inputs.weight
         vocab = 64 * math.ceil(weight.shape[0] / 64)
         if vocab != weight.shape[0]:
             weight = torch.cat((weight, weight.new_zeros(vocab - weight.shape[0], weight.shape[1])))

@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
             ).stdout.split()[0]
         except (OSError, subprocess.CalledProcessError, IndexError):
             found["driver"] = "unknown"
-    root = Path(__file__).resolve().parent.parent / "cute_lce"
+    root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
