@@ -56,9 +56,10 @@ bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GP
 figures: $(STAMP)  ## draw docs/figures from the kept results of random shapes; FIGURE_ARGS="--help"
 	$(BIN)/python -m bench.plot $(FIGURE_ARGS)
 
-docs: $(STAMP)  ## check the links, file names and measured numbers in the documents
+docs: $(STAMP)  ## check the documents (links, measured numbers, examples) and build their site, docs/_build/html
 	$(BIN)/python -m pytest -q tests/host/test_docs.py tests/host/test_documented_numbers.py
+	$(BIN)/python -m sphinx -M html docs docs/_build -W --keep-going -n -q
 
 clean:  ## remove what the other targets made, but not .venv
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist docs/_build *.egg-info .pytest_cache .ruff_cache
 	find cute_lce tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

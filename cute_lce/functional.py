@@ -115,7 +115,7 @@ def linear_cross_entropy(
             "partial": it is this shard's part, rounded, and the caller sums it.
 
     Returns:
-        The loss in nats, float32 (float64 for float64): target's shape for "none", else a scalar.
+        The loss in nats, of target's shape for "none", else a scalar; float32 (float64 for float64).
 
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
@@ -126,12 +126,11 @@ def linear_cross_entropy(
     Raises:
         TypeError: a dtype, or a Python type, other than the above.
         ValueError: a shape, a value or a device other than the above; a gradient that weight, token_weight or
-            denominator would need; a workspace_mb too small for the
-            schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
-            ignore_index. On a GPU, where checking would synchronise, such a row's loss and its input's
-            gradient, and hence the weight's gradient, are nan, whatever its upstream gradient, and nothing
-            outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
-            assertion there.
+            denominator would need; a workspace_mb too small for the schedule (it names the least that fits);
+            on a CPU, a target outside [0, V) that is not ignore_index. On a GPU, where checking would
+            synchronise, such a row's loss and its input's gradient, and hence the weight's gradient, are nan,
+            whatever its upstream gradient, and nothing outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1
+            in the environment makes it a device-side assertion there.
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB

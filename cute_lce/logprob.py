@@ -87,8 +87,8 @@ class LinearLogprob(nn.Linear):
     """An nn.Linear whose forward is linear_logprob of its weight and bias: the logits are never in memory.
 
     Args:
-        in_features: d.
-        num_classes: V.
+        in_features: d, the hidden size.
+        num_classes: V, the vocabulary.
         bias: whether there is a parameter `bias` (num_classes,) too, the call's linear_bias.
         device, dtype: of the parameters.
         outputs, options: outputs, entropy_grad, ignore_index, logit_scale, softcap, schedule, workspace_mb,

@@ -32,8 +32,8 @@ class LinearCrossEntropy(nn.Linear):
     with the options given here; see there for shapes, dtypes, errors and memory.
 
     Args:
-        in_features: d.
-        num_classes: V.
+        in_features: d, the hidden size.
+        num_classes: V, the vocabulary.
         bias: whether there is a parameter `bias` (num_classes,) too, the call's linear_bias.
         device, dtype: of the weight.
         options: reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss, schedule,

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-import cute_lce
+from tests import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -44,45 +43,20 @@ def test_the_first_screen_of_the_readme():
         assert wanted in screen
 
 
-def test_the_losses_of_ones_own_run():
-    text = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    hidden = torch.randn(8, 32, requires_grad=True)
-    scope = {
-        "cute_lce": cute_lce,
-        "hidden": hidden,
-        "weight": torch.randn(128, 32),
-        "target": torch.randint(128, (8,)),
-        "negatives": torch.randint(128, (8, 5)),
-    }
-    exec(compile(block, "losses.md", "exec"), scope)
-    assert torch.isfinite(scope["loss"])
-    assert hidden.grad is not None
-    assert hidden.grad.any()
+@pytest.mark.parametrize("block", documents.blocks(""), ids=str)
+def test_a_python_block_runs(block):
+    documents.run(block, "cpu", torch.float32)
 
 
-def test_the_readmes_examples_run():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) >= 2
-    torch.manual_seed(0)
-    d, vocab = 4096, 128256
-    for block in blocks:
-        # The same lines with sizes that a test can afford.
-        small = block.replace(str(d), "32").replace(str(vocab), "128")
-        hidden = torch.randn(2, 8, 32, requires_grad=True)
-        embedding = nn.Embedding(128, 32)
-        lm_head = nn.Linear(32, 128, bias=False)
-        scope = {
-            "torch": torch,
-            "cute_lce": cute_lce,
-            "hidden": hidden,
-            "embedding": embedding,
-            "lm_head": lm_head,
-            "weight": lm_head.weight,
-            "target": torch.randint(128, (2, 8)),
-            "advantages": torch.randn(2, 8),
-        }
-        exec(compile(small, "README.md", "exec"), scope)
-        assert torch.isfinite(scope["loss"])
-        assert hidden.grad is not None
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("loss = hidden.sum() / 0", "loss"),
+        ("loss = linear_cross_entropy(hidden, weight, target)", "linear_cross_entropy"),
+        ("loss = cute_lce.linear_cross_entropy(hidden.detach(), weight.detach(), target)  # backward()", "1"),
+        ("assert weight.shape == (128256, 4096), weight.shape; loss = torch.ones(4096)[32]", "index 32"),
+    ],
+)
+def test_a_block_that_is_wrong_is_found(text, error):
+    with pytest.raises((AssertionError, IndexError, NameError), match=error):
+        documents.run(documents.Block("README.md", 1, "", text), "cpu", torch.float32)
