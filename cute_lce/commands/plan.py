@@ -8,7 +8,7 @@ import sys
 
 from ..arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from ..options import ComputeOptions, with_default_workspace
-from ..plan import backward, cost, forward, schedule
+from ..plan import backward, cost, forward, grad_in_forward, schedule
 from ..plan.problem import Limits, Problem
 from .terminal import positive, print_table
 
@@ -138,6 +138,11 @@ def _show_prediction(
         most = _times(predicted, schedule.HELPFUL * predicted.best)
         rows.append(("least workspace", f"{least:.2f} MiB"))
         rows.append(("helpful workspace", f"{helpful:.2f} MiB, from which it is at most {most}"))
+    if args.schedule == "auto" and grad_in_forward.is_faster(gpu, problem, limits, chosen.kept):
+        instead = grad_in_forward.seconds(gpu, problem, limits) or 0.0
+        calls = 'eager calls with "mean" or "sum"' if problem.need_dweight else "eager calls"
+        text = f'{instead * 1e3:.3f} ms, {_times(predicted, instead)}: "auto" in {calls}'
+        rows.append(("grad_in_forward", text))
     bounds: dict[str, str] = {}
     for each, tall in [*((c.stripe, c.tokens) for c in chosen.chunks), *((s, n) for s in chosen.stripes)]:
         if each.first >= chosen.kept:

@@ -17,12 +17,6 @@ _logger = logging.getLogger("cute_lce")
 _logged: set[tuple] = set()
 
 
-FAR = 1.15
-"""Times its GEMMs that a call is predicted to take before "auto" looks at "grad_in_forward"."""
-MARGIN = 1.05
-"""By how much that must be predicted to be faster: its calls took up to 1.03 times what was predicted."""
-
-
 def choose(
     problem: Problem,
     dtype: torch.dtype,
@@ -49,24 +43,13 @@ def choose(
     found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
     accumulates = schedule == "auto" and may_accumulate
     accumulates = accumulates and (reduction != "none" or not problem.need_dweight)
-    if accumulates and _accumulating_is_faster(gpu, known, known_limits, kept):
+    if accumulates and grad_in_forward.is_faster(gpu, known, known_limits, kept):
         return "grad_in_forward", 0
     if kept < known.vocab and known.n:
         _log_if_slow(gpu, known, schedule, known_limits)
     if any(isinstance(size, torch.SymInt) for size in (problem.n, problem.d, problem.vocab)):
         kept = schedule_plan.kept_of_any(gpu, known, problem, kept, known_limits)
     return found, kept
-
-
-def _accumulating_is_faster(gpu: Gpu, problem: Problem, limits: Limits, kept: int) -> bool:
-    """Whether grad_in_forward is, within the limits; not where the other choice keeps all columns."""
-    if limits.window or not problem.wants_gradient or not problem.n or kept == problem.vocab:
-        return False
-    other = schedule_plan.predict(gpu, problem, "auto", limits)
-    if other.seconds < FAR * other.floor:
-        return False
-    seconds = grad_in_forward.seconds(gpu, problem, limits)
-    return seconds is not None and MARGIN * seconds < other.seconds
 
 
 def _known_sizes(problem: Problem) -> Problem:

@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from ..arch import Gpu
-from . import backward, forward
+from . import backward, forward, schedule
 from .candidates import Candidate, faster_splits
 from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, sum_clocks
 from .memory import (
@@ -20,7 +20,6 @@ from .memory import (
 )
 from .plans import BackwardPlan, ForwardPlan
 from .problem import Limits, Problem, ceil_div, round_up, steps
-from .schedule import HELPFUL
 
 CHUNK_STEPS = 8
 """How many sizes of chunks are considered until they have doubled."""
@@ -28,6 +27,10 @@ ADDED = Epilogue(45.0, 45.0, 8)
 """Of dweight's GEMM where TMA adds its fp32 product to memory. An estimate: twice as many bytes as a 16-bit
 product's pass through shared memory, and L2 reads and writes 4 bytes for each element. On an H200 calls of
 three shapes took 0.94 to 1.03 times what is predicted with it."""
+FAR = 1.15
+"""Times its GEMMs that a call is predicted to take before "auto" looks at grad_in_forward."""
+MARGIN = 1.05
+"""By how much that must be predicted to be faster: its calls took up to 1.03 times what was predicted."""
 
 
 class ChunkPlan(NamedTuple):
@@ -81,6 +84,17 @@ def seconds(gpu: Gpu, problem: Problem, limits: Limits) -> float | None:
     return (min(fit) + 6 * rows * problem.d / rates.read) / rates.clock
 
 
+def is_faster(gpu: Gpu, problem: Problem, limits: Limits, kept: int) -> bool:
+    """Whether "auto" takes it, within the limits and where a call allows it, instead of `kept` columns."""
+    if limits.window or not problem.wants_gradient or not problem.n or kept == problem.vocab:
+        return False
+    other = schedule.predict(gpu, problem, "auto", limits)
+    if other.seconds < FAR * other.floor:
+        return False
+    found = seconds(gpu, problem, limits)
+    return found is not None and MARGIN * found < other.seconds
+
+
 def check_workspace(gpu: Gpu, problem: Problem, limits: Limits) -> None:
     """Raise ValueError for a workspace that does not hold the smallest chunk and the accumulators."""
     if limits.workspace and problem.n:
@@ -91,7 +105,7 @@ def check_workspace(gpu: Gpu, problem: Problem, limits: Limits) -> None:
 
 def _helpful(found: list[_Choice]) -> int:
     """The fewest bytes of those that take at most HELPFUL times the clocks of the fastest."""
-    most = HELPFUL * min(choice.clocks for choice in found)
+    most = schedule.HELPFUL * min(choice.clocks for choice in found)
     return min(choice.bytes for choice in found if choice.clocks <= most)
 
 

@@ -189,6 +189,27 @@ def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule,
     assert float(table["floor"].split()[0]) >= float(table["compute"].split()[0])
 
 
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ("--n 32768 --workspace-mb 5837", 'eager calls with "mean" or "sum"'),
+        ("--n 8192 --workspace-mb 358 --frozen weight", "eager calls"),
+        ("--n 32768 --workspace-mb 5837 --schedule keep", None),
+        ("--n 32768 --workspace-mb 5837 --window 8192", None),
+        ("--n 1024", None),
+    ],
+)
+def test_plan_says_where_auto_is_grad_in_forward(options, calls, capsys):
+    assert cli.main(f"plan --arch sm_90a --d 4096 --vocab 262144 {options}".split()) == 0
+    _, table = printed_tables(capsys)
+    if calls is None:
+        assert "grad_in_forward" not in table
+    else:
+        found, said = table["grad_in_forward"].split(": ")
+        assert said == f'"auto" in {calls}'
+        assert float(found.split()[0]) < float(table["both"].split()[0]) / 1.05
+
+
 def test_plan_refuses_what_the_call_would_refuse(capsys):
     base = ["plan", "--arch", "sm_90a", "--n", "4096", "--d", "1024", "--vocab", "50257"]
     for options, named in (
