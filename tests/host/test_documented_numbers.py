@@ -1,4 +1,4 @@
-"""The measured numbers in README.md, docs/measurements.md and docs/tuning.md are those of bench/results.
+"""The measured numbers in README.md and docs (measurements, tuning, arguments) are those of bench/results.
 
 A comment before each table names the file that it is made from and the function below that makes its rows:
 
@@ -25,6 +25,7 @@ from bench.accumulation import WAYS
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 README, MEASUREMENTS, TUNING = "README.md", "docs/measurements.md", "docs/tuning.md"
+ARGUMENTS = "docs/arguments.md"
 SOURCE = re.compile(r"<!-- bench/results/([\w/]+\.json): (\w+) -->")
 UNKEPT = "<!-- printed, not kept -->"
 
@@ -346,6 +347,15 @@ def by_three_gemms(file: str) -> Rows:
     return found
 
 
+def budgets(file: str) -> Rows:
+    """Forward and backward of both gradients, by workspace."""
+    return [
+        [str(workspace), f"{record['ms']:.2f}", f"{ratio(record):.3f}", f"{record['extra_mib']:.0f}"]
+        for workspace, _ in shapes.BACKWARD[0].bars
+        for record in [get(file, workspace_mb=workspace, **{"pass": "fwd_bwd"}, **at(shapes.BACKWARD[0]))]
+    ]
+
+
 def over_gpus(file: str) -> Rows:
     """Times and per-GPU efficiencies of calls over several GPUs."""
     return [
@@ -375,6 +385,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         ranges,
         accumulation,
         by_three_gemms,
+        budgets,
         over_gpus,
     )
 }
@@ -413,6 +424,55 @@ def sentences() -> list[tuple[str, str]]:
     ]
 
 
+def by_use() -> list[tuple[str, str]]:
+    """Sentences of docs/arguments.md: (document, what it says)."""
+    shape, both = at(shapes.BACKWARD[0]), {"pass": "fwd_bwd"}
+    default = get("h200_tables.json", workspace_mb=None, **both, **shape)
+    added, returned = (
+        ratio(get("h200_grad_weight_out.json", grad_weight_out=where)) for where in ("fp32", None)
+    )
+    masked, prompts, most, none = (
+        ratio(get("h200_ignored.json", reduction="mean", ignored=each))
+        for each in ("random:0.5", "prompt:0.5", "random:0.9", None)
+    )
+    tokens = ratio(get("h200_ignored.json", reduction="none", ignored=None))
+    formed, recomputed = (
+        get("h200_grad_in_forward.json", frozen="weight", reduction="mean", schedule=each)
+        for each in ("grad_in_forward", "auto")
+    )
+    # Before records said what is frozen: the floor does.
+    kept = min(
+        (r for r in records("h200_tables.json") if r["pass"] == "fwd_bwd" and r["workspace_mb"] == 2355),
+        key=lambda record: record["floor_ms"],
+    )
+    alone, shared = (
+        get("h200x2_parallel.json", case=case, n=shapes.BACKWARD[0].n) for case in ("alone", "tp")
+    )
+    found = [
+        f"{default['ms']:.2f} ms, {ratio(default):.3f} times the GEMMs, with {default['extra_mib']:.0f} MiB",
+        f"{added:.3f} times the GEMMs, where returning it takes {returned:.3f}",
+        f"at random a call takes {masked:.3f} times the GEMMs of all tokens, with half as prompts "
+        f"{prompts:.3f}, with 90% at random {most:.3f}, and with none {none:.3f}",
+        f"a random upstream gradient takes {tokens:.3f} times the GEMMs",
+        f"takes {formed['ms']:.2f} ms with {formed['extra_mib']:.0f} MiB. A workspace that keeps all columns "
+        f"takes {kept['ms']:.2f} ms with {kept['extra_mib']:.0f} MiB, and computing the logits twice "
+        f"{recomputed['ms']:.2f} ms with {recomputed['extra_mib']:.0f} MiB",
+        f"a call takes {shared['ms']:.2f} ms with {shared['extra_mib']:.0f} MiB on each, where one alone "
+        f"takes {alone['ms']:.2f} ms",
+    ]
+    long = {"n": 32768, "d": 4096, "vocab": 262144}
+    for file, workspace, schedule in (
+        ("h200_tables.json", 1126, "auto"),
+        ("h200_tables.json", 5632, "auto"),
+        ("h200_grad_in_forward.json", 5837, "grad_in_forward"),
+        ("h200_grad_in_forward.json", 8909, "grad_in_forward"),
+    ):
+        record = get(file, workspace_mb=workspace, schedule=schedule, **both, **long)
+        (line,) = (row for _, rows in tables_of(ARGUMENTS) for row in rows if row[0] == str(workspace))
+        found.append(f"| {workspace} | {line[1]} | {ratio(record):.3f} |")
+    return [(ARGUMENTS, each) for each in found]
+
+
 def _worst_of(providers: tuple[str, ...], regime: str, keys: tuple[str, ...]) -> list[float]:
     """The largest error over the parts, of each provider, shape, reduction, regime and key."""
     worst: dict[tuple, float] = {}
@@ -449,7 +509,7 @@ def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
 
 MADE = [
     (document, match[1], match[2], rows)
-    for document in (README, MEASUREMENTS, TUNING)
+    for document in (README, MEASUREMENTS, TUNING, ARGUMENTS)
     for above, rows in tables_of(document)
     if (match := SOURCE.fullmatch(above))
 ]
@@ -474,7 +534,7 @@ def test_every_table_of_measurements_says_where_it_is_from():
         assert SOURCE.fullmatch(above) or above == UNKEPT, f"{above!r} before the table of {rows[0]}"
 
 
-@pytest.mark.parametrize(("document", "sentence"), sentences())
+@pytest.mark.parametrize(("document", "sentence"), [*sentences(), *by_use()])
 def test_a_sentence_has_the_numbers_of_its_file(document, sentence):
     assert sentence in " ".join(text_of(document).split())
 
@@ -502,4 +562,4 @@ if __name__ == "__main__":
         print(f"\n{file}: {name}")
         for row in TABLES[name](file):
             print(f"| {' | '.join('...' if cell is None else cell for cell in row)} |")
-    print(*(f"{document}: {sentence}" for document, sentence in sentences()), sep="\n")
+    print(*(f"{document}: {sentence}" for document, sentence in [*sentences(), *by_use()]), sep="\n")
