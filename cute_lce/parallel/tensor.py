@@ -56,17 +56,33 @@ class ShardedPasses(Prepared):
         targets = self._implementation.localize(target, loss.ignore_index, shard.start, columns, shard.equal)
         if shard.sliced:
             hidden = gather(hidden.contiguous(), group).flatten(0, 1)
-        operands = Operands(hidden, weight, targets.local)
-        forward = self._prepared_forward(operands, local)
-        found = forward.statistics(operands, local)
-        assert found.row_max is not None
-        assert found.row_sum is not None
-        own = torch.cat((targets.header.to(found.loss.dtype), found.row_max, found.row_sum, found.loss))
-        total, row_max, row_sum, num_valid = self._implementation.merge(gather(own, group), targets, local)
+        operands, own = Operands(hidden, weight, targets.local), []
+        step = self._folded(columns)
+        for first in range(0, columns, step):
+            part = operands
+            if step < columns:
+                weight_part = weight[first : first + step]
+                at = self._implementation.localize(target, loss.ignore_index, shard.start + first, step, True)
+                part = operands._replace(weight=weight_part, target=at.local)
+            forward = self._prepared_forward(part, local)
+            found = forward.statistics(part, local)
+            assert found.row_max is not None
+            assert found.row_sum is not None
+            own += targets.header.to(found.loss.dtype), found.row_max, found.row_sum, found.loss
+        gathered = gather(torch.cat(own), group).view(-1, 3 * targets.local.shape[0] + 1)
+        total, row_max, row_sum, num_valid = self._implementation.merge(gathered, targets, local)
         found = found._replace(row_max=row_max, row_sum=row_sum)
         finished = forward.finish(operands, local, found)
         results = Results(total, row_max, row_sum, num_valid, finished.kept, finished.kept_scale)
         return results, hidden if shard.sliced else None, targets.local
+
+    def _folded(self, columns: int) -> int:
+        """How many columns' statistics are gathered at a time: the shard's, or those of the caller's window if
+        it divides equal shards and nothing is kept: their order is then that of any number of ranks."""
+        window = self.request.limits.window
+        if window and self.shard.equal and not self.request.kept_columns and columns % window == 0:
+            return window
+        return columns
 
     def backward(
         self,

@@ -56,6 +56,39 @@ def uneven_shards(here: Rank) -> None:
         check(here, case, sizes=sizes, **options)
 
 
+def losses_of_any_number_of_ranks(here: Rank) -> None:
+    """With a window that divides the shards, the loss has the same bits over groups of every size."""
+    window, groups = 64, {here.ranks: here.group}
+    for size in (1, 2):
+        for first in range(0, here.ranks, size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= here.rank < first + size:
+                groups[size] = group
+    for dtype in here.dtypes:
+        case = ignoring(random_case(41, 48, 2 * window * here.ranks, dtype)).to(here.device)
+        for reduction in REDUCTIONS:
+            options = {"schedule": "recompute", "window": window, "reduction": reduction}
+            check(here, case, **options)
+            losses = []
+            for group in groups.values():
+                weight = case.linear_weight.chunk(group.size())[group.rank()]
+                losses.append(
+                    linear_cross_entropy(case.input, weight, case.target, tp_group=group, **options)
+                )
+            for loss in losses[1:]:
+                assert torch.equal(loss, losses[0])
+
+
+def real_vocabularies(here: Rank) -> None:
+    """Vocabularies that the ranks do not divide: the last shard is smaller; and features of a real model."""
+    for V in (50257, 151936):
+        size = -(-V // here.ranks)
+        sizes = [*[size] * (here.ranks - 1), V - size * (here.ranks - 1)]
+        case = ignoring(random_case(300, 1536, V, torch.bfloat16))
+        for options in ({}, {"schedule": "recompute"}, {"schedule": "keep", "workspace_mb": 400}):
+            check(here, case, sizes=sizes, **options)
+
+
 def shards_in_another_order(here: Rank) -> None:
     case = random_case(20, 32, 64 * here.ranks, torch.float32).to(here.device)
     start = 64 * (here.ranks - 1 - here.rank)
@@ -372,10 +405,11 @@ def no_tokens(here: Rank) -> None:
         assert not weight.grad.any()
 
 
-GPU_CASES = (captured_graphs,)
+GPU_CASES = (real_vocabularies, captured_graphs)
 CASES = (
     equal_shards,
     uneven_shards,
+    losses_of_any_number_of_ranks,
     shards_in_another_order,
     ignored_rows,
     one_operand,

@@ -19,6 +19,7 @@ GLOO = {
     3: (tensor_cases.uneven_shards, tensor_cases.targets_in_no_shard, dtensor_cases.a_sharded_weight),
     4: (
         tensor_cases.uneven_shards,
+        tensor_cases.losses_of_any_number_of_ranks,
         tensor_cases.slices_of_tokens,
         dtensor_cases.fully_sharded_and_tensor_parallel,
         dtensor_cases.tokens_and_vocabulary_sharded,
