@@ -19,6 +19,7 @@ help:  ## show this list
 setup: $(STAMP)  ## create .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml
+	@echo "making $(VENV) with all that the targets need: minutes, and some gigabytes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
 	@touch $@

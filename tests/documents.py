@@ -76,7 +76,7 @@ def names(device: str, dtype: torch.dtype) -> dict[str, Any]:
 def run(block: Block, device: str, dtype: torch.dtype) -> None:
     """Run a block with `names`; its numbers must be finite, and a backward must leave a gradient."""
     scope = names(device, dtype)
-    given = [each for each in scope.values() if isinstance(each, Tensor)]
+    leaves = [scope["hidden"], scope["weight"], scope["embedding"].weight]
     text = block.text
     for size, small in SMALL.items():
         text = re.sub(rf"\b{size}\b", small, text)
@@ -86,5 +86,6 @@ def run(block: Block, device: str, dtype: torch.dtype) -> None:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 assert torch.isfinite(tensor).all(), f"{block}: {name}"
     if "backward(" in text:
-        grown = [each.grad for each in given] + [scope["weight"].main_grad]
+        leaves += [each for each in scope.values() if isinstance(each, Tensor) and each.is_leaf]
+        grown = [leaf.grad for leaf in leaves] + [leaves[1].main_grad]
         assert any(each is not None and each.isfinite().all() and each.any() for each in grown), str(block)
