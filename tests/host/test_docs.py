@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, kernels
 from tests import documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +42,27 @@ def test_the_first_screen_of_the_readme():
     screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:24])
     for wanted in ("make demo", "make test", "cute_lce.linear_cross_entropy(", "It runs on", "#status"):
         assert wanted in screen
+
+
+def test_how_many_kernels_there_are():
+    counts = []
+    for arch in ("sm_90a", "sm_100a"):
+        keys = kernels(arch, "bfloat16", "int64")
+        forwards = [key.keeps for key in keys if isinstance(key, ForwardKey)]
+        backwards = sum(isinstance(key, BackwardKey) for key in keys)
+        counts.append((forwards.count(False), forwards.count(True), backwards))
+    (plain, keeping, backwards), blackwell = counts
+    assert set(blackwell) == {7}
+    kernels_md, tuning = (
+        " ".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split())
+        for name in ("kernels", "tuning")
+    )
+    says = (
+        f"{plain} forwards, {keeping} that keep and {backwards} backwards on Hopper, 7 of each on Blackwell"
+    )
+    assert says in kernels_md
+    assert f"of {plain} and {backwards} on Hopper" in tuning
+    assert f"bfloat16 with int64 has {plain + keeping + backwards}" in tuning
 
 
 @pytest.mark.parametrize("block", documents.blocks(""), ids=str)
