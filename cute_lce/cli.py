@@ -8,9 +8,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cute_lce.commands import compile, info, plan
+from cute_lce.commands import bench, compile, doctor, info, plan, report
 
-COMMANDS = (info, plan, compile)
+COMMANDS = (info, doctor, bench, report, plan, compile)
 
 
 def _parser() -> argparse.ArgumentParser:

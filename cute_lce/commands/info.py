@@ -42,11 +42,12 @@ def run(args: argparse.Namespace) -> int:
         ]
     )
     print()
-    print_table([*_paths(), ("compiled kernels", _cache())])
+    print_table([*devices(), ("compiled kernels", describe_cache())])
     return 0
 
 
-def _cache() -> str:
+def describe_cache() -> str:
+    """How many files the cache holds, and where."""
     folder = cache.cache_dir()
     if os.path.lexists(folder) and not os.path.isdir(folder):
         return f"none: {folder} is no folder"
@@ -59,7 +60,7 @@ def _cache() -> str:
     return f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB"
 
 
-def _paths() -> list[tuple[str, str]]:
+def devices() -> list[tuple[str, str]]:
     """(device and dtype, the implementation there and why) for the CPU and every CUDA device."""
     import torch
 

@@ -77,6 +77,14 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce"
 
 
+def check() -> None:
+    """Raise OSError, as `get` does, if the cache's folder cannot be there, is not private or not writable."""
+    folder = cache_dir()
+    _create(folder)
+    with _private(folder), tempfile.TemporaryDirectory(dir=folder, prefix=TEMPORARY):
+        pass
+
+
 def _get(key: Key) -> Callable[..., None]:
     with _lock:
         function = _functions.get(key)

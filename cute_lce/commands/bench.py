@@ -1,0 +1,208 @@
+"""`cute-lce bench`: this loss beside torch's, on this machine, in under a minute."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..functional import linear_cross_entropy
+from ..measure.floor import Floor
+from ..measure.records import describe_device
+from ..measure.timing import peak_extra_bytes, synchronize, time_interleaved
+from .terminal import positive
+
+DTYPES = ("bfloat16", "float16", "float32")
+OURS = "cute_lce"
+PASSES = ("forward", "forward and backward")
+SECONDS = 3.0
+"""Timed, of each pass."""
+CPU_SECONDS = 35.0
+CPU_GEMMS = 90
+"""How many times as long as the logits' GEMM a bench takes about: five calls or six of each pass and row."""
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Shape(NamedTuple):
+    """n tokens, hidden size d, vocabulary; dtype: of the operands. None: what the device is for."""
+
+    n: int
+    d: int
+    vocab: int
+    dtype: str | None = None
+
+
+GPU_SHAPE, CPU_SHAPE = Shape(8192, 4096, 128256), Shape(1024, 512, 32768)
+
+
+class Row(NamedTuple):
+    """A loss in one pass.
+
+    ms: of a call, the median. x_gemms: multiples of its GEMMs alone, by torch. mib: peak memory beyond
+    operands and gradients. failed: why there are no numbers; empty: there are.
+    """
+
+    name: str
+    timed: str
+    ms: float = 0.0
+    x_gemms: float = 0.0
+    mib: float = 0.0
+    failed: str = ""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "bench", help="time and memory of this loss beside torch's on this machine, in under a minute"
+    )
+    shape = f"{{}}: (a GPU's {GPU_SHAPE[:3]}, a CPU's {CPU_SHAPE[:3]})"
+    for option, text in (("--n", "tokens"), ("--d", "hidden size"), ("--vocab", "vocabulary")):
+        command.add_argument(option, type=positive, help=shape.format(text))
+    command.add_argument("--dtype", choices=DTYPES, help="(bfloat16 on a GPU, float32 on a CPU)")
+    command.add_argument("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
+    command.add_argument(
+        "--workspace-mb", type=float, help="of cute_lce: MiB that a call may allocate (2304)"
+    )
+    command.add_argument("--compile", action="store_true", help="torch.compile's beside them: a minute more")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each loss and pass, and the verdict; 1 if ours failed."""
+    device = default_device() if args.device is None else torch.device(args.device)
+    usual = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
+    shape = Shape(args.n or usual.n, args.d or usual.d, args.vocab or usual.vocab, args.dtype)
+    found = measure(shape, device, workspace_mb=args.workspace_mb, compiled=args.compile)
+    print("\n".join(found.lines()))
+    return 0 if all(not row.failed for row in found.rows if row.name == OURS) else 1
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Found(NamedTuple):
+    """What was measured. asked: the tokens that were asked for."""
+
+    shape: Shape
+    asked: int
+    device: str
+    rows: list[Row]
+
+    def lines(self) -> list[str]:
+        """A table and the verdict."""
+        n, d, vocab, dtype = self.shape
+        lines = [f"n = {n}, d = {d}, V = {vocab}, {dtype}, on {self.device}"]
+        if n < self.asked:
+            lines.append(f"({n} tokens instead of {self.asked}: more would take longer than a minute here)")
+        lines.append(f"{'':16}{'':20}{'ms':>10}  {'x GEMMs':>8}  {'extra MiB':>10}")
+        for row in self.rows:
+            numbers = f"{row.ms:10.2f}  {row.x_gemms:8.2f}  {row.mib:10.0f}"
+            lines.append(f"{row.name:16}{row.timed:20}{row.failed or numbers}")
+        return [*lines, self.verdict()]
+
+    def verdict(self) -> str:
+        """One line: ours beside the faster of torch's."""
+        own, *others = [row for row in self.rows if row.timed == PASSES[1]]
+        if own.failed:
+            return f"{OURS} failed: {own.failed}"
+        took = f"{own.ms:.2f} ms and {own.mib:.0f} MiB beyond operands and gradients"
+        served = [row for row in others if not row.failed]
+        if not served:
+            return f"forward and backward: {OURS} takes {took}; torch cannot ({others[0].failed})"
+        best = min(served, key=lambda row: row.ms)
+        speed = f"{best.ms / own.ms:.2f} times as fast as {best.name} ({best.ms:.2f} ms, {best.mib:.0f} MiB)"
+        return f"forward and backward: {OURS} takes {took}, {speed}"
+
+
+def measure(
+    shape: Shape,
+    device: torch.device,
+    *,
+    workspace_mb: float | None = None,
+    compiled: bool = False,
+) -> Found:
+    """Time every loss in turn with its GEMMs. On a CPU n is cut to what is done within a minute."""
+    dtype = shape.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    asked, shape = shape.n, shape._replace(dtype=dtype)
+    if device.type == "cpu":
+        shape = shape._replace(n=_tokens_in_time(shape))
+    n, d, vocab, _ = shape
+    kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
+    torch.manual_seed(0)
+    hidden = torch.randn(n, d, **kind).requires_grad_()
+    weight = (torch.randn(vocab, d, **kind) * d**-0.5).requires_grad_()
+    target = torch.randint(vocab, (n,), device=device)
+    rows = []
+    for timed in PASSES:
+        calls = {
+            name: functools.partial(_call, timed, loss, hidden, weight, target)
+            for name, loss in _losses(workspace_mb, compiled).items()
+        }
+        floor = Floor(hidden.detach(), weight.detach(), timed == PASSES[1])
+        gradients = hidden.nbytes + weight.nbytes if timed == PASSES[1] else 0
+        rows += _rows(timed, calls, floor, device, gradients)
+    return Found(shape, asked, describe_device(device), rows)
+
+
+def _losses(workspace_mb: float | None, compiled: bool) -> dict[str, Loss]:
+    """Ours, and torch's as it is written where there is no fused one."""
+    losses: dict[str, Loss] = {
+        OURS: functools.partial(linear_cross_entropy, workspace_mb=workspace_mb),
+        "torch": _eager,
+    }
+    if compiled:
+        losses["torch.compile"] = torch.compile(_eager, dynamic=False)
+    return losses
+
+
+def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def _call(timed: str, loss: Loss, hidden: Tensor, weight: Tensor, target: Tensor) -> object:
+    if timed == PASSES[0]:
+        with torch.no_grad():
+            return loss(hidden, weight, target)
+    return torch.autograd.grad(loss(hidden, weight, target), (hidden, weight))
+
+
+def _rows(
+    timed: str, calls: dict[str, Callable[[], object]], floor: Floor, device: torch.device, gradients: int
+) -> list[Row]:
+    """gradients: bytes of what a call returns."""
+    rows = {}
+    for name, call in calls.items():
+        try:
+            call()  # Compiles, and allocates what a process allocates once.
+            extra = peak_extra_bytes(call, device) - gradients
+            rows[name] = Row(name, timed, mib=max(0, extra) / 2**20)
+        except (RuntimeError, ImportError, OSError, ValueError) as error:
+            rows[name] = Row(name, timed, failed=f"{type(error).__name__}: {str(error).splitlines()[0][:90]}")
+    synchronize(device)
+    able = [name for name, row in rows.items() if not row.failed]
+    times = time_interleaved([floor, *(calls[name] for name in able)], device, budget_s=SECONDS)
+    for name, timing in zip(able, times[1:], strict=True):
+        rows[name] = rows[name]._replace(ms=timing.ms, x_gemms=timing.ms / times[0].ms)
+    return list(rows.values())
+
+
+def _tokens_in_time(shape: Shape) -> int:
+    """As many of the tokens as this CPU takes in time, judged by a part of the logits' GEMM."""
+    n, d, vocab, dtype = shape
+    columns = min(vocab, 8192)
+    weight = torch.ones(columns, d, dtype=getattr(torch, dtype or "float32"))
+    taken = {}
+    for rows in (1, 64):
+        hidden = weight.new_ones(rows, d)
+        torch.mm(hidden, weight.mT)
+        started = time.perf_counter()
+        torch.mm(hidden, weight.mT)
+        taken[rows] = (time.perf_counter() - started) * vocab / columns
+    a_token = max(taken[64] - taken[1], 1e-6) / 63
+    return max(1, min(n, int((CPU_SECONDS / CPU_GEMMS - taken[1]) / a_token)))
