@@ -22,7 +22,7 @@ html_theme_options = {"page_width": "1240px", "body_max_width": "none", "sidebar
 html_show_copyright = False
 
 # Math, and anchors of headings, as on GitHub.
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 4
 
 # `x` in a docstring is code, and "a, b: text" below Args is about both.

@@ -65,6 +65,17 @@ def test_how_many_kernels_there_are():
     assert f"bfloat16 with int64 has {plain + keeping + backwards}" in tuning
 
 
+def test_every_environment_variable_is_documented():
+    text = (ROOT / "docs/tuning.md").read_text(encoding="utf-8")
+    read = {
+        name
+        for file in (ROOT / "cute_lce").rglob("*.py")
+        for name in re.findall(r"CUTE_LCE_[A-Z_]+", file.read_text(encoding="utf-8"))
+    }
+    assert read
+    assert read == set(re.findall(r"^\| `(CUTE_LCE_[A-Z_]+)", text, flags=re.MULTILINE))
+
+
 @pytest.mark.parametrize("block", documents.blocks(""), ids=str)
 def test_a_python_block_runs(block):
     documents.run(block, "cpu", torch.float32)
