@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pkgutil
 import re
 import textwrap
+from pathlib import Path
 
 import torch
 
@@ -29,7 +29,7 @@ myst_heading_anchors = 4
 default_role = "code"
 napoleon_use_param = False
 autodoc_typehints_format = "short"
-# Frameworks need not be there, and other packages' names lead nowhere: a build asks no other site.
+# Frameworks need not be there, and types in signatures lead nowhere: a build asks no other site.
 autodoc_mock_imports = [
     "accelerate",
     "megatron",
@@ -39,7 +39,7 @@ autodoc_mock_imports = [
     "transformers",
     "trl",
 ]
-nitpick_ignore_regex = [("py:.*", r"(?!cute_lce).*")]
+nitpick_ignore_regex = [("py:class", ".*")]
 
 PAGES = {
     "README.md": "index.md",
@@ -50,6 +50,8 @@ PAGES = {
 }
 """Documents outside docs -> the pages that include them."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Example|Examples):")
+MARKUP = re.compile(r"[*|]|(?<=\w)_(?!\w)")
 DOCUMENT = re.compile(r"(?<![\w/`])docs/([\w-]+)\.md")
 
 
@@ -67,12 +69,10 @@ def retarget(text: str, folder: str) -> str:
 
 
 def integrations() -> str:
-    """Each public module of cute_lce.integrations."""
-    names = [
-        f"cute_lce.integrations.{module.name}"
-        for module in pkgutil.iter_modules([os.path.join("cute_lce", "integrations")])
-        if not module.name.startswith("_")
-    ]
+    """Each module of cute_lce.integrations but those that others import."""
+    files = sorted(Path("cute_lce", "integrations").glob("[a-z]*.py"))
+    used = {name for file in files for name in re.findall(r"^from \.(\w+) import", file.read_text(), re.M)}
+    names = [f"cute_lce.integrations.{file.stem}" for file in files if file.stem not in used]
     part = "{0}\n{1}\n\n.. automodule:: {0}\n   :members:\n"
     return "\n".join(part.format(name, '"' * len(name)) for name in names)
 
@@ -119,10 +119,24 @@ def read_included(app, path, page: str, source: list[str]) -> None:
 
 
 def read_docstring(app, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    lines[:] = [DOCUMENT.sub(r":doc:`docs/\1.md </\1>`", line) for line in lines]
+    """Docstrings are plain text, but for `code` and napoleon's sections: what is indented stays as it is."""
+    found: list[str] = []
+    literal = section = False
+    for line in lines:
+        indented = line.startswith(" ")
+        if line and not indented:
+            literal, section = False, SECTION.fullmatch(line) is not None
+        if indented and not (literal or section) and found[-1:] == [""]:
+            literal = True
+            found += ["::", ""]
+        found.append(
+            line if literal else DOCUMENT.sub(r":doc:`docs/\1.md </\1>`", MARKUP.sub(r"\\\g<0>", line))
+        )
+    lines[:] = found
 
 
 def setup(app) -> None:
     app.connect("source-read", read)
     app.connect("include-read", read_included)
-    app.connect("autodoc-process-docstring", read_docstring)
+    # Before napoleon.
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)
