@@ -1,9 +1,11 @@
 """Time calls over several GPUs of one host beside the whole call on one, and see how far collectives hide.
 
-Each repetition runs every case once, in an order drawn anew and the same on all ranks, which meet before
-each call; a case's time in a repetition is its slowest rank's. Efficiency is per GPU: the time of the whole
-call on one GPU, alone, over ranks times the case's. The workspace is each GPU's. Results are a JSON list, one
-object a case and shape; bench/results/README.md says what each key means.
+Each repetition runs every case, in an order drawn anew and the same on all ranks, which meet before each
+call; a case's time in a repetition is its slowest rank's. `ms` is that of a call behind other work, as in a
+training step, where the host is ahead of its GPU; `ms_idle` that of one for which the GPU waits. Efficiency
+is per GPU, by `ms`: the time of the whole call on one GPU, alone, over ranks times the case's. The workspace
+is each GPU's. Results are a JSON list, one object a case and shape; bench/results/README.md says what each
+key means.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
     python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
@@ -43,7 +45,8 @@ from cute_lce.parallel import tensor
 
 KEYS = (
     *("gpu", "ranks", "case", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
-    *("ms", "ms_min", "ms_max", "efficiency", "extra_mib", "hidden_share", "err_loss", "err_dh", "err_dw"),
+    *("ms", "ms_min", "ms_max", "ms_idle", "efficiency", "extra_mib", "hidden_share"),
+    *("err_loss", "err_dh", "err_dw"),
     *("versions", "date", "command"),
 )
 CASES = {
@@ -74,6 +77,7 @@ class Setting:
     reduction: str
     dtype: str
     workspace_mb: float
+    sm_margin: int | None
     reps: int
 
 
@@ -110,7 +114,7 @@ class Step:
         hidden, weight = whole.hidden, whole.weight
         if case.startswith("tp"):
             weight = weight.chunk(ranks)[rank]
-            options["tp_group"] = group
+            options["tp_group"], options["sm_margin"] = group, setting.sm_margin
         if case == "tp_sequence":
             hidden = hidden.chunk(ranks)[rank]
             options["sequence_dim"] = 0
@@ -146,8 +150,15 @@ class Step:
             self.loss_and_gradients()
 
 
-def time_steps(steps: Sequence[Step], reps: int, device: torch.device) -> list[list[float]]:
-    """Milliseconds of each step's repetitions, of the slowest rank."""
+AHEAD_CYCLES = 4_000_000
+"""Of other work before a call, some 2 ms."""
+
+
+def time_steps(
+    steps: Sequence[Step], reps: int, device: torch.device, *, is_ahead: bool
+) -> list[list[float]]:
+    """Milliseconds of each step's repetitions, of the slowest rank. is_ahead: whether the host is, of a GPU
+    that is at other work until the call is queued."""
     meeting = torch.zeros(1, device=device)
     on_gpu = device.type == "cuda"
     flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.int8, device=device)
@@ -158,6 +169,8 @@ def time_steps(steps: Sequence[Step], reps: int, device: torch.device) -> list[l
             begin, end = (_Mark(device) for _ in range(2))
             flush.zero_()
             dist.all_reduce(meeting)
+            if is_ahead and on_gpu:
+                torch.cuda._sleep(AHEAD_CYCLES)
             begin.record()
             steps[i]()
             end.record()
@@ -249,7 +262,8 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
         gradients = 0 if step.case.endswith("forward") else step.hidden.nbytes + step.weight.nbytes
         extra.append(max(0, peak_extra_bytes(step, device) - gradients) / 2**20)
         dist.barrier()
-    times = time_steps(steps, setting.reps, device)
+    times = time_steps(steps, setting.reps, device, is_ahead=True)
+    idle = time_steps(steps, setting.reps, device, is_ahead=False) if device.type == "cuda" else None
     shares = []
     for step in steps:
         shares.append(hidden_share(step, device))
@@ -275,6 +289,7 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
                 "ms": medians[step.case],
                 "ms_min": min(each),
                 "ms_max": max(each),
+                "ms_idle": None if idle is None else statistics.median(idle[i]),
                 "efficiency": None if base is None else base / (shared * medians[step.case]),
                 "extra_mib": extra[i],
                 "hidden_share": shares[i],
@@ -319,13 +334,28 @@ def run_rank(
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """One line a result."""
-    rows = [("shape", "reduction", "case", "ms", "min", "max", "efficiency", "hidden", "extra MiB", "err dH")]
+    rows = [
+        (
+            "shape",
+            "reduction",
+            "case",
+            "ms",
+            "min",
+            "max",
+            "idle",
+            "efficiency",
+            "hidden",
+            "extra MiB",
+            "err dH",
+        )
+    ]
     for r in results:
         number = "{:.3f}".format
         rows.append(
             (
                 *(f"{r['n']},{r['d']},{r['vocab']}", r["reduction"], r["case"]),
                 *(number(r["ms"]), number(r["ms_min"]), number(r["ms_max"])),
+                "-" if r["ms_idle"] is None else number(r["ms_idle"]),
                 "-" if r["efficiency"] is None else number(r["efficiency"]),
                 "-" if r["hidden_share"] is None else f"{r['hidden_share']:.0%}",
                 f"{r['extra_mib']:.0f}",
@@ -347,6 +377,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--reduction", nargs="+", default=["mean"], choices=("mean", "sum", "none"))
     found.add_argument("--dtype", default="bf16", choices=DTYPES)
     found.add_argument("--workspace-mb", type=float, default=2400)
+    found.add_argument("--sm-margin", type=int, help="the calls' sm_margin")
     found.add_argument("--reps", type=int, default=30)
     found.add_argument("--quick", action="store_true", help="5 repetitions")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -367,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = [
         Setting(
             *(shape, tuple(args.cases), args.schedule, reduction, args.dtype),
-            *(args.workspace_mb, 5 if args.quick else args.reps),
+            *(args.workspace_mb, args.sm_margin, 5 if args.quick else args.reps),
         )
         for text in args.shapes
         for shape in shapes.parse(text)

@@ -42,6 +42,7 @@ def linear_cross_entropy(
     vocab_start: int | None = None,
     sequence_dim: int | None = None,
     grad_input: str = "reduced",
+    sm_margin: int | None = None,
 ) -> Tensor:
     """Cross entropy of ``input @ linear_weight.T`` with class indices, without the logits in memory.
 
@@ -113,6 +114,8 @@ def linear_cross_entropy(
             ranks' tokens. An upstream gradient is the same on every rank, or each has a slice's.
         grad_input: "reduced": input's gradient is summed over the group, in float32, and rounded once;
             "partial": it is this shard's part, rounded, and the caller sums it.
+        sm_margin: SMs that the GEMM of linear_weight's gradient leaves to that sum while it is predicted to
+            run; None: as many as the group's collectives take. Not for a GPU without kernels.
 
     Returns:
         The loss in nats, of target's shape for "none", else a scalar; float32 (float64 for float64).
@@ -138,8 +141,9 @@ def linear_cross_entropy(
     plain = ops.is_plain_eager(input, linear_weight, target)
     loss, compute = _remembered_options(values) if plain else _options(*values)
     spread = None
-    if tp_group is not None or vocab_start is not None or sequence_dim is not None or grad_input != "reduced":
-        spread = _parallel().spread_of(tp_group, vocab_start, sequence_dim, grad_input)
+    over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
+    if over_group != _ON_ONE_DEVICE:
+        spread = _parallel().spread_of(*over_group)
     terms = label_smoothing, softcap, z_loss
     tensors = linear_bias, weight, token_weight, denominator
     destination = None
@@ -172,6 +176,8 @@ def linear_cross_entropy(
 
 
 _NO_TENSORS = (None, None, None, None)
+_ON_ONE_DEVICE = (None, None, None, "reduced", None)
+"""The arguments about a group."""
 
 
 def call_with_terms(

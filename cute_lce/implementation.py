@@ -35,7 +35,7 @@ from torch import Tensor
 from . import maths
 from .arguments import Operands
 from .options import LossOptions, TermOptions
-from .plan.problem import NO_LIMITS, Limits, Problem
+from .plan.problem import NO_LIMITS, Collective, Limits, Problem
 
 
 class Request(NamedTuple):
@@ -47,7 +47,8 @@ class Request(NamedTuple):
     are needed. added: the dtype of a tensor of the caller's to which dweight will be added; None: there is
     none. shard: whether weight is a part of the vocabulary, and target counts from its first class: one
     outside it that is not ignore_index belongs to another part. The two phases of a pass are then apart:
-    Forward and Backward say what the first one gives. need_dbias: of a Statistics.
+    Forward and Backward say what the first one gives. beside: what runs beside the second phase of a shard's
+    backward. need_dbias: of a Statistics.
     """
 
     limits: Limits = NO_LIMITS
@@ -57,6 +58,7 @@ class Request(NamedTuple):
     statistics: bool = True
     added: torch.dtype | None = None
     shard: bool = False
+    beside: Collective | None = None
     need_dbias: bool = False
 
 

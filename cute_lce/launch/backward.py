@@ -20,6 +20,7 @@ from ..compile.frozen import freeze
 from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
 from ..plan import backward as backward_plan
+from ..plan import overlap
 from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts
 from ..plan.problem import Problem, round_up
@@ -101,6 +102,7 @@ class KernelBackward:
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
         problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
         chosen = plan or backward_plan.plan(gpu_of(device), problem, kept, request.limits)
+        self.problem, self.plan = problem, chosen
         configs = chosen.tokens, chosen.dweight
         dtypes = dtype_name(dtype), dtype_name(target.dtype)
         self.function = cache.get(BackwardKey(*configs, *dtypes, added, loss.terms))
@@ -316,7 +318,29 @@ class KernelBackward:
 
 
 class ShardBackward(KernelBackward):
-    """The same of a shard of the vocabulary: `dinput` launches all that dinput needs, `dweight` the rest."""
+    """The same of a shard of the vocabulary: `dinput` launches all that dinput needs, `dweight` the rest, of
+    which the last stripe leaves SMs to what runs beside it (plan/overlap.py)."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        loss: LossOptions,
+        request: Request,
+        plan: backward_plan.BackwardPlan | None = None,
+    ):
+        super().__init__(operands, loss, request, plan)
+        parts, stripe = None, self.plan.stripes[-1]
+        if request.beside is not None and request.need_dinput and request.need_dweight:
+            gpu = gpu_of(operands.hidden.device)
+            parts = overlap.divide(gpu, self.plan.dweight, self.problem, stripe, request.beside)
+        self.early, self.late, self.offset = None, None, 0
+        if parts is not None:
+            self.early = freeze(parts[0])
+            if parts[1] is not None:
+                self.late, self.offset = freeze(parts[1]), (parts[1].first - stripe.first) * self.itemsize
+        # Behind the counters of all launches, another's.
+        self.later_progress = 4 * self.counters
+        self.counters += COUNTERS if self.late is not None else 0
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
@@ -330,10 +354,24 @@ class ShardBackward(KernelBackward):
             # float16's first recomputed stripe would compute its scaled rows anew, and so its logits.
             if not later and (not self.half or steps[-1].source.kept_scale or not steps[-1].source.scales):
                 steps[-1], last = _halves(steps[-1])
-                later = [last._replace(rows=self._gathered(last.rows))]
+                later = [*self._divided(last._replace(rows=self._gathered(last.rows)), memory)]
         for step in steps:
             self.function(*step)
         return Halfway(without_padding(dinput, self.features), dweight, (later, memory))
+
+    def _divided(self, step: _Step, memory: Memory) -> Iterator[_Step]:
+        """dweight of the last stripe, in one launch or in two."""
+        if self.early is None:
+            yield step
+            return
+        yield step._replace(stripe=self.early)
+        if self.late is not None:
+            source, counters = step.source, memory[3]
+            yield step._replace(
+                source=source._replace(dlogits=source.dlogits + self.offset, scales=0),
+                stripe=self.late,
+                progress=0 if counters is None else counters.data_ptr() + self.later_progress,
+            )
 
     def dweight(
         self,

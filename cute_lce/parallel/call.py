@@ -23,7 +23,7 @@ from ..ops.select import implementation
 from ..options import ComputeOptions, LossOptions, split_options
 from ..plan.problem import Problem
 from . import ops, ranks
-from .collectives import group_of
+from .collectives import ctas_of, group_of
 from .tensor import Shard, ShardedPasses
 from .tokens import Tokens, tokens_of
 
@@ -37,13 +37,15 @@ class Spread(NamedTuple):
     vocab_start: int | None = None
     sequence_dim: int | None = None
     grad_input: str = "reduced"
+    sm_margin: int | None = None
 
 
-def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: Any) -> Spread:
+def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: Any, sm_margin: Any) -> Spread:
     """The arguments, checked as far as that needs no tensors. Raises TypeError and ValueError by name."""
     if tp_group is None:
         given = {"vocab_start": vocab_start is not None, "sequence_dim": sequence_dim is not None}
         given["grad_input"] = grad_input != "reduced"
+        given["sm_margin"] = sm_margin is not None
         name = next(name for name, is_given in given.items() if is_given)
         raise ValueError(f"{name}: got a value without tp_group, want one only where there is a tp_group")
     if not isinstance(tp_group, ProcessGroup):
@@ -62,7 +64,12 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
         raise ValueError(
             "grad_input: got 'partial' with sequence_dim, whose gradient is a slice of a sum; want 'reduced'"
         )
-    return Spread(tp_group, vocab_start, sequence_dim, grad_input)
+    if sm_margin is not None:
+        if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
+            raise TypeError(f"sm_margin: got {type(sm_margin).__name__}, want an int or None")
+        if not 0 <= sm_margin < 2**31:
+            raise ValueError(f"sm_margin: got {sm_margin}, want at least 0 and less than 2**31")
+    return Spread(tp_group, vocab_start, sequence_dim, grad_input, sm_margin)
 
 
 def call(
@@ -160,7 +167,10 @@ def _prepare(
     request = Request(compute.limits, kept, *needs, statistics=problem.wants_gradient)
     equal, given = spread.vocab_start is None, spread.vocab_start
     start = group.rank() * V if given is None else given
-    shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced")
+    margin = spread.sm_margin
+    if margin is None:
+        margin = ctas_of(group, hidden.device) if hidden.is_cuda else 0
+    shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced", margin)
     arguments = *request.limits, request.kept_columns, group.group_name, *shard[1:]
     if watched:
         return _Call(functools.partial(_run_op, arguments), tokens)
@@ -210,7 +220,9 @@ class _Own(torch.autograd.Function):
         return ops.gather_rows(dloss, ctx.group, ctx.count).view(-1), None, None, None
 
 
-_SPREAD = "str group, int? vocab_start=None, int? sequence_dim=None, str grad_input='reduced'"
+_SPREAD = (
+    "str group, int? vocab_start=None, int? sequence_dim=None, str grad_input='reduced', int? sm_margin=None"
+)
 PUBLIC = schemas.PUBLIC.replace("fused_linear", "sharded_linear", 1).replace(", *, ", f", *, {_SPREAD}, ", 1)
 
 
@@ -223,11 +235,12 @@ def _sharded_linear_cross_entropy(
     vocab_start: int | None = None,
     sequence_dim: int | None = None,
     grad_input: str = "reduced",
+    sm_margin: int | None = None,
     **options: Any,
 ) -> Tensor:
     """The body of the op of a whole call."""
     loss, _, compute = split_options(options)
-    spread = spread_of(group_of(group), vocab_start, sequence_dim, grad_input)
+    spread = spread_of(group_of(group), vocab_start, sequence_dim, grad_input, sm_margin)
     watched = not is_plain_eager(input, linear_weight, target)
     return linear_cross_entropy(input, linear_weight, target, loss, compute, spread, watched=watched)
 

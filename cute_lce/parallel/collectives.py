@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -16,6 +18,24 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def group_of(name: str) -> ProcessGroup:
     """The process group of a name, by which ops take it. Raises for one that this process does not have."""
     return distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+DEFAULT_CTAS = 24
+"""CTAs, each with an SM to itself, of a collective of NCCL's within a host, unless the group limits them."""
+
+
+def ctas_of(group: ProcessGroup, device: torch.device) -> int:
+    """SMs that a collective of a group takes of a GPU: what its options or NCCL_MAX_CTAS allow."""
+    limits = [DEFAULT_CTAS]
+    named = os.environ.get("NCCL_MAX_CTAS", "")
+    if named.isdecimal():
+        limits.append(int(named))
+    config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
+    own = getattr(config, "max_ctas", 0)
+    # NCCL's number for an option that was not given is negative.
+    if own > 0:
+        limits.append(own)
+    return min(limit for limit in limits if limit > 0)
 
 
 def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -28,7 +28,7 @@ from . import collectives
 from .collectives import group_of
 from .tensor import Shard, ShardedPasses
 
-SHARD = "str group, SymInt start, bool equal, bool sliced, bool reduces"
+SHARD = "str group, SymInt start, bool equal, bool sliced, bool reduces, SymInt sm_margin"
 _SHARD_FIELDS = len(Shard._fields)
 FORWARD = (
     f"sharded_forward({schemas.OPERANDS}, {schemas.LOSS}, {schemas.LIMITS}, SymInt kept_columns, {SHARD})"
@@ -107,7 +107,7 @@ def _split(arguments: tuple) -> tuple[LossOptions, Request, tuple]:
 
 
 def _fake_forward(input, linear_weight, target, *arguments):
-    loss, request, (_, _, _, sliced, _) = _split(arguments)
+    loss, request, (_, _, _, sliced, *_) = _split(arguments)
     n, dtype = target.shape[0], accumulate_dtype(input.dtype)
     every = input.new_empty((n, input.shape[1]))
     kept = implementation(input.device, input.dtype).empty_kept(every, request.kept_columns)
@@ -135,8 +135,8 @@ def sharded_forward(input, linear_weight, target, *arguments):
 
 
 def _fake_backward(dloss, input, linear_weight, target, *arguments):
-    *_, sliced, _, need_dinput, need_dweight = arguments
-    group = arguments[-7]
+    *_, sliced, _, _, need_dinput, need_dweight = arguments
+    group = arguments[-8]
     rows = input.shape[0] // (group_of(group).size() if sliced else 1)
     return (
         input.new_empty((rows, input.shape[1]) if need_dinput else (0,)),

@@ -37,7 +37,7 @@ def check(
         "the loss's options": tuple(loss),
         "schedule and window": (compute.schedule, compute.window),
         "whether vocab_start is given": spread.vocab_start is not None,
-        "sequence_dim and grad_input": tuple(spread)[2:],
+        "sequence_dim and grad_input": spread[2:4],
     }
     if not sliced:
         facts["input's values"] = _digest(input)

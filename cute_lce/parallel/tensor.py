@@ -21,6 +21,8 @@ from ..implementation import BothGradients, Halfway, Request, Results, Saved
 from ..ops.prepared import Prepared
 from ..ops.select import implementation
 from ..options import LossOptions
+from ..plan.overlap import sum_bytes
+from ..plan.problem import Collective
 from .collectives import gather, start_scatter, start_sum
 
 
@@ -29,7 +31,7 @@ class Shard(NamedTuple):
 
     start: the first class of this rank's shard. equal: whether it was derived from the rank. sliced: whether
     hidden is this rank's slice of the tokens, of which the group has all. reduces: whether dinput is summed
-    over the group, or left as this shard's part.
+    over the group, or left as this shard's part. sm_margin: SMs that are left to this sum.
     """
 
     group: ProcessGroup
@@ -37,15 +39,22 @@ class Shard(NamedTuple):
     equal: bool
     sliced: bool = False
     reduces: bool = True
+    sm_margin: int = 0
 
 
 class ShardedPasses(Prepared):
     """The passes of calls of one kind. target is that of every token of the group, flat, in rank order."""
 
     def __init__(self, operands: Operands, request: Request, shard: Shard):
-        """operands: of the call; only their devices and dtypes matter."""
-        hidden = operands.hidden
-        super().__init__(implementation(hidden.device, hidden.dtype), request._replace(shard=True))
+        """operands: of the call; only their devices, dtypes and sizes matter."""
+        hidden, ranks = operands.hidden, shard.group.size()
+        beside = None
+        if shard.reduces and shard.sm_margin:
+            d = hidden.shape[-1]
+            n = hidden.numel() // max(d, 1) * (ranks if shard.sliced else 1)
+            beside = Collective(sum_bytes(n, d, ranks, scatters=shard.sliced), shard.sm_margin)
+        request = request._replace(shard=True, beside=beside)
+        super().__init__(implementation(hidden.device, hidden.dtype), request)
         self.shard = shard
 
     def run(self, operands: Operands, loss: LossOptions) -> tuple[Results, Tensor | None, Tensor]:
@@ -77,8 +86,8 @@ class ShardedPasses(Prepared):
         return results, hidden if shard.sliced else None, targets.local
 
     def _folded(self, columns: int) -> int:
-        """How many columns' statistics are gathered at a time: the shard's, or those of the caller's window if
-        it divides equal shards and nothing is kept: their order is then that of any number of ranks."""
+        """How many columns' statistics are gathered at a time: the shard's, or those of the caller's window
+        if it divides equal shards and nothing is kept: their order is then that of any number of ranks."""
         window = self.request.limits.window
         if window and self.shard.equal and not self.request.kept_columns and columns % window == 0:
             return window

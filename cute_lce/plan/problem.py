@@ -37,6 +37,13 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
+class Collective(NamedTuple):
+    """A sum over the ranks of a group. nbytes: that a rank sends. sms: that it takes of the GPU."""
+
+    nbytes: int
+    sms: int
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

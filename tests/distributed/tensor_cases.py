@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from cute_lce import linear_cross_entropy
@@ -58,16 +59,17 @@ def uneven_shards(here: Rank) -> None:
 
 def losses_of_any_number_of_ranks(here: Rank) -> None:
     """With a window that divides the shards, the loss has the same bits over groups of every size."""
-    window, groups = 64, {here.ranks: here.group}
+    window = 64
+    groups: dict[int, ProcessGroup] = {here.ranks: here.group}
     for size in (1, 2):
         for first in range(0, here.ranks, size):
             group = dist.new_group(list(range(first, first + size)))
-            if first <= here.rank < first + size:
+            if isinstance(group, ProcessGroup) and first <= here.rank < first + size:
                 groups[size] = group
     for dtype in here.dtypes:
         case = ignoring(random_case(41, 48, 2 * window * here.ranks, dtype)).to(here.device)
         for reduction in REDUCTIONS:
-            options = {"schedule": "recompute", "window": window, "reduction": reduction}
+            options: dict = {"schedule": "recompute", "window": window, "reduction": reduction}
             check(here, case, **options)
             losses = []
             for group in groups.values():
@@ -85,8 +87,11 @@ def real_vocabularies(here: Rank) -> None:
         size = -(-V // here.ranks)
         sizes = [*[size] * (here.ranks - 1), V - size * (here.ranks - 1)]
         case = ignoring(random_case(300, 1536, V, torch.bfloat16))
-        for options in ({}, {"schedule": "recompute"}, {"schedule": "keep", "workspace_mb": 400}):
-            check(here, case, sizes=sizes, **options)
+        for schedule in ("auto", "recompute", "keep"):
+            check(here, case, sizes=sizes, schedule=schedule, workspace_mb=400)
+        # Another number of SMs than the group's collectives take, and so many that no GEMM has one.
+        for margin in (0, 64, 1000):
+            check(here, case, sizes=sizes, sm_margin=margin)
 
 
 def shards_in_another_order(here: Rank) -> None:
@@ -358,6 +363,9 @@ def refusals(here: Rank) -> None:
         (ValueError, "grad_input", {"grad_input": "partial", "sequence_dim": 0}),
         (ValueError, "vocab_start", {"vocab_start": -1}),
         (TypeError, "vocab_start", {"vocab_start": 0.5}),
+        (ValueError, "sm_margin", {"tp_group": None, "sm_margin": 8}),
+        (ValueError, "sm_margin", {"sm_margin": -1}),
+        (TypeError, "sm_margin", {"sm_margin": 0.5}),
         (ValueError, "sequence_dim", {"sequence_dim": 1}),
         (TypeError, "sequence_dim", {"sequence_dim": 0.0}),
         (ValueError, "target", {"sequence_dim": 0, "target": case.target[:-1]}),

@@ -16,8 +16,8 @@ from cute_lce.implementation import Halfway, LocalTargets, Request, Results, Sav
 from cute_lce.launch import KERNELS
 from cute_lce.options import LossOptions
 from cute_lce.parallel.tensor import local_loss
-from cute_lce.plan import memory
-from cute_lce.plan.problem import Limits
+from cute_lce.plan import memory, overlap
+from cute_lce.plan.problem import Collective, Limits
 from cute_lce.streaming import STREAMING
 from tests.device import forget_plans, two_sweeps
 from tests.emulated.backward import device, narrow_plans
@@ -46,6 +46,7 @@ def train(
     window: int = 0,
     reduction: str = "none",
     equal: bool = False,
+    beside: Collective | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[str]]:
     """(loss, dinput, dweight, kernels launched) of a vocabulary in shards of these sizes, which keep so many
     columns. dinput is the shards' sum, rounded once."""
@@ -56,7 +57,7 @@ def train(
         for start, size, columns in zip(starts, sizes, kept, strict=True):
             targets = KERNELS.localize(case.target, case.ignore_index, start, size, equal)
             operands = Operands(case.input, case.linear_weight[start : start + size], targets.local)
-            request = Request(Limits(window), columns, shard=True)
+            request = Request(Limits(window), columns, shard=True, beside=beside)
             forward = KERNELS.forward(operands, loss, request)
             found = forward.statistics(operands, local_loss(loss))
             shards.append((operands, (forward, request, targets), found))
@@ -131,6 +132,31 @@ def test_two_shards(arch: str, kept: list[int], window: int, dtype: torch.dtype)
         stripes = -(-(size - columns) // (window or size))
         gemms += 1 + 3 * stripes + 2 * (columns > 0)
     assert sum("Gemm" in name for name in launched) == gemms
+
+
+@hopper_first
+@pytest.mark.parametrize(
+    ("kept", "dtype", "divided"),
+    [
+        ([0, 0], BF16, 1),
+        ([600, 0], FP16, 1),
+        pytest.param([600, 70], BF16, 1, marks=full),
+        pytest.param([0, 0], FP16, 0, marks=full),
+    ],
+)
+def test_dweight_beside_a_collective(
+    arch: str, kept: list[int], dtype: torch.dtype, divided: int, monkeypatch
+):
+    """A part leaves two of the four SMs, in a launch of its own; of float16's recomputed stripe there is
+    none, and a shard of few classes is too small."""
+    monkeypatch.setattr(overlap, "START_CLOCKS", 0)
+    monkeypatch.setattr(overlap, "LAUNCH_CLOCKS", 0)
+    case, beside = ignoring(random_case(40, 72, 670, dtype)), Collective(nbytes=20_000, sms=2)
+    gemms = [
+        sum("Gemm" in name for name in check(case, arch, [600, 70], kept, beside=each))
+        for each in (None, beside)
+    ]
+    assert gemms[1] - gemms[0] == divided
 
 
 @hopper_first

@@ -1,0 +1,64 @@
+"""How dweight's GEMM makes room for a collective that runs beside it.
+
+A kernel of NCCL takes whole SMs, and CTAs of a persistent GEMM that find no SM begin when it ends, with all
+of their tiles before them: the collective would cost its whole time. So the GEMM is launched twice: over as
+many columns as take the collective's time on the SMs that it leaves, then over the others on all.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..arch import Gpu, KernelConfig
+from ..arguments import Stripe
+from . import gemm
+from .cost import DWEIGHT, LAUNCH_CLOCKS, START_CLOCKS, Gemm
+from .problem import Collective, Problem, ceil_div
+
+WIRE = 240e9
+"""Bytes a second that a GPU sends in a collective: over NVLink without multicast, beside a GEMM."""
+SEARCHED = 8
+"""Rows of tiles."""
+
+
+def sum_bytes(n: int, d: int, ranks: int, *, scatters: bool) -> int:
+    """Bytes that a rank sends for the sum of (n, d) fp32, in a ring; scatters: of which each gets a part."""
+    return (1 if scatters else 2) * 4 * n * d * (ranks - 1) // ranks
+
+
+def divide(
+    gpu: Gpu, config: KernelConfig, problem: Problem, stripe: Stripe, beside: Collective
+) -> tuple[Stripe, Stripe | None] | None:
+    """A stripe's dweight as two: beside a collective, and after it, if anything is left. None: it is
+    predicted to be no faster than one. problem: of the shard; config: of dweight's GEMM."""
+    n, d, columns = problem.n, problem.d, stripe.columns
+    model = Gemm(gpu, config, n * d * problem.vocab)
+    clusters = (gpu.sms - beside.sms) // config.cluster_size
+    if not beside.nbytes or not beside.sms or clusters < 1:
+        return None
+    tile = model.tile(n, DWEIGHT)
+    across, down = ceil_div(d, config.cluster_columns), ceil_div(columns, config.cluster_rows)
+    # Rounds of tiles on what the collective leaves, and the rows of tiles that these fill.
+    rounds = math.ceil(beside.nbytes / WIRE * model.rates.clock / tile)
+    least = min(max(rounds * clusters // across, 1), down)
+
+    def clocks(first: int) -> float:
+        rest = (down - first) * across
+        apart = (ceil_div(first * across, clusters) + ceil_div(rest, model.clusters)) * tile
+        return apart + START_CLOCKS + LAUNCH_CLOCKS if rest else apart
+
+    # Of a few more the one that fills the rounds best.
+    first = min(range(least, min(least + SEARCHED, down) + 1), key=clocks)
+    if clocks(first) >= (ceil_div(down * across, model.clusters) + rounds) * tile:
+        return None
+    width = min(first * config.cluster_rows, columns)
+    grid = gemm.plan(gpu, config, width, d, n)
+    early = stripe._replace(columns=width, dweight=grid._replace(clusters=min(grid.clusters, clusters)))
+    if width == columns:
+        return early, None
+    late = stripe._replace(
+        first=stripe.first + width,
+        columns=columns - width,
+        dweight=gemm.plan(gpu, config, columns - width, d, n),
+    )
+    return early, late
