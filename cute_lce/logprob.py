@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from . import ops, options
 from .functional import check_types
-from .options import TokenStats
+from .implementation import StatsOperands
+from .ops.logprob import Wanted
+from .options import ComputeOptions, LossOptions, TermOptions, TokenStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _fused_linear_logprob = torch.ops.cute_lce.fused_linear_logprob.default
 
@@ -30,6 +35,9 @@ def linear_logprob(
     schedule: str = "auto",
     workspace_mb: float | None = None,
     window: int | None = None,
+    tp_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    grad_input: str = "reduced",
 ) -> TokenStats:
     """Numbers of each token from its logits, in one pass over them and without them in memory.
 
@@ -47,6 +55,9 @@ def linear_logprob(
             They may repeat, and be the target; one outside [0, V) gives 0 and has no gradient.
         entropy_grad: whether entropy is differentiable.
         schedule: "recompute", "keep" or "auto", as in linear_cross_entropy.
+        tp_group, vocab_start, grad_input: as in linear_cross_entropy: the vocabulary is sharded over a group,
+            and linear_weight and linear_bias are this rank's rows. outputs are then of "logprob", "entropy"
+            and "lse"; under torch.compile the graph breaks there, but for what the kernels serve.
 
     Returns:
         TokenStats: each field that outputs names, the others None.
@@ -61,6 +72,18 @@ def linear_logprob(
     check_types(input, linear_weight, target)
     names = outputs if isinstance(outputs, str) else tuple(outputs)
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+    if tp_group is not None or vocab_start is not None or grad_input != "reduced":
+        from .parallel import call, logprob
+
+        found = logprob.linear_logprob(
+            StatsOperands(input, linear_weight, target, linear_bias, temperature=tensor, topk_ids=topk_ids),
+            Wanted(names, entropy_grad, number),
+            LossOptions("none", ignore_index, logit_scale),
+            TermOptions(softcap=softcap),
+            ComputeOptions(schedule, workspace_mb, window),
+            call.spread_of(tp_group, vocab_start, None, grad_input),
+        )
+        return TokenStats(**dict(zip(names, found, strict=True)))
     plain = ops.is_plain_eager(input, linear_weight, target)
     run = ops.linear_logprob if plain else _fused_linear_logprob
     found = run(

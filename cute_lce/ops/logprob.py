@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import StatsOperands, StatsOptions
+from ..implementation import Stats, StatsOperands, StatsOptions
 from ..options import ComputeOptions, LossOptions, TermOptions, check_outputs, check_positive
 from . import inner
 from .checks import TARGET_DTYPES, check_term, flatten, refuse_gradient
@@ -43,39 +45,86 @@ def linear_logprob(
 
     temperature_number: the temperature where there is no tensor.
     """
-    check_outputs(outputs)
-    check_positive("temperature", temperature_number)
-    if not isinstance(entropy_grad, bool):
-        raise TypeError(f"entropy_grad: got {type(entropy_grad).__name__}, want a bool")
-    if schedule == "grad_in_forward":
-        raise ValueError("schedule: got 'grad_in_forward', want 'recompute', 'keep' or 'auto'")
-    loss, compute = (
+    call = call_of(
+        StatsOperands(input, linear_weight, target, linear_bias, temperature=temperature, topk_ids=topk_ids),
+        Wanted(outputs, entropy_grad, temperature_number),
         LossOptions("none", ignore_index, logit_scale),
+        TermOptions(softcap=softcap),
         ComputeOptions(schedule, workspace_mb, window),
     )
-    terms = TermOptions(softcap=softcap)
-    operands, linear_bias = checked(Operands(input, linear_weight, target), linear_bias)
-    _check(operands, temperature, topk_ids, outputs)
+    if call.is_plain:
+        return [-plain_losses(call.plain_operands, call.plain_loss, call.compute).view(target.shape)]
+    _, how = decide(call.operands, call.options, call.compute, "none", None)
+    return call.named(stats_of(call.operands, how))
+
+
+class Wanted(NamedTuple):
+    """What linear_logprob is asked for, by its arguments' names; temperature_number: where there is no
+    tensor."""
+
+    outputs: tuple[str, ...]
+    entropy_grad: bool
+    temperature_number: float
+
+
+class Call(NamedTuple):
+    """A checked call: operands in two dimensions, target's shape, and what is computed of them."""
+
+    operands: StatsOperands
+    shape: torch.Size
+    options: StatsOptions
+    compute: ComputeOptions
+    entropy_grad: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a plain call's, which the kernels serve."""
+        given, options = self.operands, self.options
+        terms = given.linear_bias, given.temperature, options.softcap
+        return options.outputs == ("logprob",) and all(each is None for each in terms)
+
+    @property
+    def plain_operands(self) -> Operands:
+        return Operands(*self.operands[:3])
+
+    @property
+    def plain_loss(self) -> LossOptions:
+        """Whose rows' losses are -logprob."""
+        options = self.options
+        return LossOptions("none", options.ignore_index, options.logit_scale / options.temperature)
+
+    def named(self, found: Stats) -> list[Tensor]:
+        """The outputs in their order and in target's shape."""
+        if found.entropy is not None and not self.entropy_grad:
+            found = found._replace(entropy=found.entropy.detach())
+        numbers = (getattr(found, name) for name in self.options.outputs)
+        return [each.view(*self.shape, *each.shape[1:]) for each in numbers]
+
+
+def call_of(
+    given: StatsOperands, wanted: Wanted, loss: LossOptions, terms: TermOptions, compute: ComputeOptions
+) -> Call:
+    """Check a call, and cast and flatten its tensors. given: as the caller has them."""
+    check_outputs(wanted.outputs)
+    check_positive("temperature", wanted.temperature_number)
+    if not isinstance(wanted.entropy_grad, bool):
+        raise TypeError(f"entropy_grad: got {type(wanted.entropy_grad).__name__}, want a bool")
+    if compute.schedule == "grad_in_forward":
+        raise ValueError("schedule: got 'grad_in_forward', want 'recompute', 'keep' or 'auto'")
+    operands, linear_bias = checked(Operands(*given[:3]), given.linear_bias)
+    temperature, topk_ids = given.temperature, given.topk_ids
+    _check(operands, temperature, topk_ids, wanted.outputs)
     flat = flatten(operands)
-    n, shape = flat.hidden.shape[0], target.shape
-    if tuple(outputs) == ("logprob",) and linear_bias is None and softcap is None and temperature is None:
-        # A plain call's, which the kernels serve.
-        scaled = loss._replace(logit_scale=logit_scale / temperature_number)
-        return [-plain_losses(flat, scaled, compute).view(shape)]
-    numbers = loss.ignore_index, loss.logit_scale, terms.softcap, temperature_number
-    options = StatsOptions(*numbers, tuple(outputs))
-    given = StatsOperands(
+    n = flat.hidden.shape[0]
+    numbers = loss.ignore_index, loss.logit_scale, terms.softcap, wanted.temperature_number
+    tensors = StatsOperands(
         *flat,
         linear_bias,
         temperature=None if temperature is None else temperature.reshape(n),
         topk_ids=None if topk_ids is None else topk_ids.reshape(n, topk_ids.shape[-1]),
     )
-    _, how = decide(given, options, compute, "none", None)
-    found = stats_of(given, how)
-    if found.entropy is not None and not entropy_grad:
-        found = found._replace(entropy=found.entropy.detach())
-    named = found._asdict()
-    return [named[name].view(*shape, *named[name].shape[1:]) for name in outputs]
+    options = StatsOptions(*numbers, tuple(wanted.outputs))
+    return Call(tensors, operands.target.shape, options, compute, wanted.entropy_grad)
 
 
 def _check(

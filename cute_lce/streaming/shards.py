@@ -11,6 +11,7 @@ from ..arguments import ELSEWHERE, IGNORED
 from ..implementation import LocalTargets, Merged
 from ..options import LossOptions
 from .rows import is_ignored, reduce
+from .token_stats import RowSums
 
 
 def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal: bool) -> LocalTargets:
@@ -45,3 +46,16 @@ def fold(row_max: Tensor, row_sum: Tensor, target_logit: Tensor) -> tuple[Tensor
         logit = torch.where(logit.isnan(), other, logit)
     owners = (~target_logit.isnan()).sum(0)
     return highest, total, logit.masked_fill(owners != 1, torch.nan)
+
+
+def fold_sums(gathered: Tensor) -> RowSums:
+    """The same of RowSums, (shards, 4, n)."""
+    row_max, row_sum, target_logit, gap_sum = gathered.unbind(1)
+    highest, total, logit = fold(row_max, row_sum, target_logit)
+    reference = highest.masked_fill(highest == -torch.inf, 0)
+    # Of a gap in a shard relative to the maximum of all.
+    gaps = maths.rescaled(gap_sum + (reference - row_max) * row_sum, row_max, reference, torch.exp)
+    gap_total = gaps[0]
+    for gap in gaps[1:]:
+        gap_total = gap_total + gap
+    return RowSums(highest, total, logit, gap_total)

@@ -10,6 +10,7 @@ and the gradient by the product is that times dz / d(product).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,20 @@ class _Logits:
         return self._options.logit_scale / self._temperature
 
 
+SHARDED_OUTPUTS = ("logprob", "lse", "entropy")
+"""The numbers that RowSums suffice for."""
+
+
+class RowSums(NamedTuple):
+    """What a row's logprob, lse and entropy are made of, acc (n,): gap_sum is the sum of exp(z - row_max)
+    (row_max - z), 0 if entropy is not asked for."""
+
+    row_max: Tensor
+    row_sum: Tensor
+    target_logit: Tensor
+    gap_sum: Tensor
+
+
 class _Running:
     """The numbers over the windows so far; sums of exponentials are relative to exp(row_max)."""
 
@@ -111,6 +126,14 @@ class _Running:
             self.square_sum = shrunk * shrunk * self.square_sum + exponentials.square().sum(1)
         self.row_sum = shrunk * self.row_sum + exponentials.sum(1)
 
+    @property
+    def sums(self) -> RowSums:
+        return RowSums(self.row_max, self.row_sum, self.target_logit, self.gap_sum)
+
+    @sums.setter
+    def sums(self, sums: RowSums) -> None:
+        self.row_max, self.row_sum, self.target_logit, self.gap_sum = sums
+
 
 def _ids_in_window(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """Whether each id is in the window, and its column there, 0 if it is not."""
@@ -118,11 +141,23 @@ def _ids_in_window(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, ids - low, 0).long()
 
 
+Merge = Callable[[RowSums], RowSums]
+"""Of a shard's sums those of the whole vocabulary: a collective. A row's target logit is nan where its target
+is not in the shard, and what is returned has nan where it is not in exactly one."""
+
+
 @without_autocast
-def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
+def forward(
+    operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None = None
+) -> Stats:
+    """merge: of a shard, whose targets count from its first class; then outputs are names of
+    SHARDED_OUTPUTS. None: the vocabulary is whole."""
     hidden, weight, target = operands[:3]
     n, V = hidden.shape[0], weight.shape[0]
-    valid, classes, out_of_range = classify(target, options.ignore_index, V)
+    if merge is None:
+        valid, classes, out_of_range = classify(target, options.ignore_index, V)
+    else:
+        valid, classes, out_of_range = ~is_ignored(target, options.ignore_index), target.long(), None
     products = Products(_without_ignored(hidden, ~valid), weight)
     logits = _Logits(operands, options, ~valid, products.acc)
     kept_columns = request.kept_columns
@@ -137,6 +172,11 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
         running.add(logits.of(product, low, high, own=own)[0], low, high)
         # Freed before the next window's is allocated.
         del out, product
+    if merge is not None:
+        own = running.sums._replace(target_logit=_where_class(target, V, running.target_logit, torch.nan))
+        running.sums = merge(own)
+        out_of_range = valid & running.target_logit.isnan()
+    assert out_of_range is not None
     return _numbers(running, operands, options, valid, out_of_range)._replace(kept=kept)
 
 
@@ -175,6 +215,11 @@ def _numbers(
 
 def _are_classes(ids: Tensor, V: int) -> Tensor:
     return (ids >= 0) & (ids < V)
+
+
+def _where_class(target: Tensor, V: int, values: Tensor, otherwise: float) -> Tensor:
+    """The values (n,) of rows whose target is a class of this weight."""
+    return torch.where(_are_classes(target, V), values, otherwise)
 
 
 class _Coefficients(NamedTuple):
@@ -223,7 +268,11 @@ def _coefficients(
         classes = _are_classes(operands.topk_ids, operands.weight.shape[0])
         each = torch.where(classes, given.topk_logprob, 0)
         softmax, topk = softmax - each.sum(1), _at_first(operands.topk_ids, each)
-    return _Coefficients(softmax, gap_factor, uniform, given.logprob, topk)
+    onehot = given.logprob
+    if onehot is not None:
+        # In a shard others have the other targets.
+        onehot = _where_class(operands.target, operands.weight.shape[0], onehot, 0)
+    return _Coefficients(softmax, gap_factor, uniform, onehot, topk)
 
 
 def _of_valid(upstream: Tensor, valid: Tensor, acc: torch.dtype) -> Tensor:
@@ -251,19 +300,20 @@ def backward(
     out: Tensor | None = None,
 ) -> AllGradients:
     dtype = operands.hidden.dtype
-    dinput, dweight, dbias = _gradients(upstream, operands, saved, options, request, out)
+    dinput, dweight, dbias = gradients(upstream, operands, saved, options, request, out)
     return None if dinput is None else dinput.to(dtype), dweight, None if dbias is None else dbias.to(dtype)
 
 
-def _gradients(
+@without_autocast
+def gradients(
     upstream: StatsUpstream,
     operands: StatsOperands,
     saved: StatsSaved,
     options: StatsOptions,
     request: Request,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> AllGradients:
-    """dinput and dbias in acc, dweight in its dtype or added to `out`."""
+    """dinput and dbias in acc, dweight in its dtype or added to `out`. Of a shard dinput is its part."""
     hidden, weight, target = operands[:3]
     (n, d), V, dtype = hidden.shape, weight.shape[0], hidden.dtype
     valid = ~is_ignored(target, options.ignore_index)
@@ -368,7 +418,7 @@ def grad_in_forward(
         saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept)
         upstream = own.upstream(stats, V)
         del stats
-        dinput_part, _, dbias_part = _gradients(upstream, part, saved, options, request, dweight)
+        dinput_part, _, dbias_part = gradients(upstream, part, saved, options, request, dweight)
         if dinput is not None and dinput_part is not None:
             dinput[start:stop] = dinput_part
         if dbias is not None and dbias_part is not None:

@@ -11,12 +11,17 @@ import pytest
 import torch
 
 from cute_lce import linear_cross_entropy
-from tests.distributed import dtensor_cases, ranks, tensor_cases
+from tests.distributed import dtensor_cases, logprob_cases, ranks, tensor_cases
 
-CASES = (*tensor_cases.CASES, *dtensor_cases.CASES)
+CASES = (*tensor_cases.CASES, *dtensor_cases.CASES, *logprob_cases.CASES)
 GLOO = {
     2: CASES,
-    3: (tensor_cases.uneven_shards, tensor_cases.targets_in_no_shard, dtensor_cases.a_sharded_weight),
+    3: (
+        logprob_cases.numbers_of_shards,
+        tensor_cases.uneven_shards,
+        tensor_cases.targets_in_no_shard,
+        dtensor_cases.a_sharded_weight,
+    ),
     4: (
         tensor_cases.uneven_shards,
         tensor_cases.losses_of_any_number_of_ranks,
