@@ -1,0 +1,1 @@
+"""The loss in the stacks that people train with, a module for each, which is imported only when asked for."""

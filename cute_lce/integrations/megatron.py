@@ -1,0 +1,242 @@
+"""megatron-core's output layer and its loss as one call, without the logits.
+
+    megatron-core < 0.18     fuse_output_layer(model), once: every head of the model, MTP's too
+    megatron-core >= 0.18    model(..., labels=labels, output_processor=output_processor): the main head
+
+In both the output layer is called as before, and returns a `Projection` in place of logits. So its hooks
+run, which gather its parameters where `overlap_param_gather` is on. What the model then does with logits is
+done to the Projection: MuP's factor, and the loss. Anything else raises AttributeError.
+
+Of a layer (ColumnParallelLinear) are followed: its tensor parallel group, `sequence_parallel`, a weight that
+is passed (tied or detached), and `gradient_accumulation_fusion`: the weight's gradient is added to
+`main_grad`, `grad_added_to_main_grad` is set, and autograd gets zeros in its place. Megatron-core's extension
+for that is not needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import linear_cross_entropy
+from ..options import IGNORE_INDEX
+
+
+def fuse_output_layer(model: nn.Module) -> None:
+    """Make a GPTModel of megatron-core < 0.18 compute its losses without logits, wherever it gets labels.
+
+    model: a GPTModel, or wrappers around one with `module`. One without an output layer (a pipeline's other
+    stages), or that has been fused, stays as it is. Without labels it gives logits as before.
+
+    Labels are [b, s]; a row whose label is -100, or where the model gets a loss_mask that is 0 there, is
+    ignored: loss 0 and no gradient. The losses are [b, s], float32 (float64 for float64).
+
+    Raises TypeError for another kind of model, and ValueError, by name, for what would give another loss:
+    a model or layer with a forward or a loss of its own, a bias, `defer_embedding_wgrad_compute`, label
+    smoothing, Megatron-FSDP's weights under gradient_accumulation_fusion, a later megatron-core.
+    """
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # pyright: ignore[reportAssignmentType]
+    layer = getattr(model, "output_layer", None)
+    if layer is None and not getattr(model, "post_process", True):
+        return
+    for name in ("output_layer", "_postprocess", "compute_language_model_loss"):
+        if not hasattr(model, name):
+            raise TypeError(
+                f"model: got {type(model).__name__} without {name}, want megatron-core's GPTModel"
+            )
+    if "output_processor" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            "model: got one of megatron-core >= 0.18, want output_processor=cute_lce.integrations.megatron."
+            "output_processor in its forward"
+        )
+    # Of nn.Module's attributes, which may be anything.
+    given: Any = model
+    if isinstance(given._postprocess, _Postprocess):
+        return
+    _check_loss(given.compute_language_model_loss)
+    forward = _fused(layer, given.config)
+    given._postprocess = _Postprocess(given._postprocess, forward)
+    given.compute_language_model_loss = _Loss(given.compute_language_model_loss)
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    loss_mask: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    inference_context: Any = None,
+    compute_language_model_loss: Any = None,
+    scale_logits: Any = None,
+    config: Any,
+    **others: Any,
+) -> Tensor:
+    """The output_processor of GPTModel.forward in megatron-core >= 0.18: the losses [b, s] of labels [b, s].
+
+    Arguments, losses and errors as in fuse_output_layer; others are not used. Without labels it gives the
+    logits [b, s, V]. MTP's heads, whose logits megatron-core reads besides, are not fused there.
+    """
+    if inference_context is not None:
+        raise ValueError("inference_context: got one, want None: inference takes no output_processor")
+    if compute_language_model_loss is not None:
+        _check_loss(compute_language_model_loss)
+    forward = _fused(output_layer, config)
+    forward.fuses = labels is not None
+    try:
+        given, _ = output_layer(
+            hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
+    finally:
+        forward.fuses = False
+    if scale_logits is not None:
+        given = scale_logits(given)
+    if labels is None:
+        return given.transpose(0, 1).contiguous()
+    return given.losses(_ignoring(labels, loss_mask))
+
+
+class Projection:
+    """What an output layer gives in place of logits.
+
+    hidden: [s, b, h], s this rank's slice with sequence_parallel. weight: (V / ranks, h). scale: what the
+    logits are multiplied by.
+    """
+
+    def __init__(self, layer: Any, hidden: Tensor, weight: Tensor, scale: float = 1.0):
+        self.layer, self.hidden, self.weight, self.scale = layer, hidden, weight, scale
+
+    def __mul__(self, factor: float) -> Projection:
+        return Projection(self.layer, self.hidden, self.weight, self.scale * factor)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"logits: got a use of their {name!r}, want none: a fused output layer has no logits"
+        )
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """[b, s], of labels [b, s]."""
+        layer, weight = self.layer, self.weight
+        parallel: dict[str, Any] = {}
+        if layer.tp_group is not None and layer.tp_group.size() > 1:
+            parallel["tp_group"] = layer.tp_group
+            if layer.sequence_parallel:
+                parallel["sequence_dim"] = 0
+            elif not layer.allreduce_dgrad:
+                parallel["grad_input"] = "partial"
+        adds = layer.gradient_accumulation_fusion and torch.is_grad_enabled() and weight.requires_grad
+        # Megatron's attributes of parameters, which others do not have.
+        main_grad = getattr(weight, "main_grad", None) if adds else None
+        has_flag = hasattr(weight, "grad_added_to_main_grad")
+        if main_grad is not None:
+            parallel.update(grad_weight_out=main_grad, grad_weight_dummy=has_flag)
+        losses = linear_cross_entropy(
+            self.hidden,
+            weight,
+            labels.transpose(0, 1),
+            reduction="none",
+            ignore_index=IGNORE_INDEX,
+            logit_scale=self.scale,
+            **parallel,
+        )
+        if main_grad is not None and has_flag:
+            # In the backward, before the weight's own hooks: the flag is of one step.
+            losses.register_hook(lambda _: setattr(weight, "grad_added_to_main_grad", True))
+        return losses.transpose(0, 1).contiguous()
+
+
+class _Forward:
+    """In place of a layer's forward. fuses: whether a Projection is given instead of logits."""
+
+    def __init__(self, layer: Any):
+        self.layer, self.original, self.fuses = layer, layer.forward, False
+
+    def __call__(self, input_: Tensor, weight: Tensor | None = None, *others: Any, **named: Any) -> Any:
+        if not self.fuses:
+            return self.original(input_, weight, *others, **named)
+        weight = self.layer.weight if weight is None else weight
+        if weight is None:
+            raise ValueError("weight: got None of an output layer that has none, want one")
+        if self.layer.gradient_accumulation_fusion and hasattr(weight, "__fsdp_param__"):
+            raise ValueError("gradient_accumulation_fusion: got True with Megatron-FSDP, want False")
+        return Projection(self.layer, input_, weight), None
+
+
+class _Postprocess:
+    """In place of a model's _postprocess: with labels its heads are fused, and masked rows ignored."""
+
+    def __init__(self, original: Any, forward: _Forward):
+        self.original, self.forward = original, forward
+
+    def __call__(self, *, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any) -> Any:
+        if labels is None:
+            return self.original(labels=labels, loss_mask=loss_mask, **named)
+        self.forward.fuses = True
+        try:
+            # MTP rolls labels as it rolls the mask.
+            return self.original(labels=_ignoring(labels, loss_mask), loss_mask=loss_mask, **named)
+        finally:
+            self.forward.fuses = False
+
+
+class _Loss:
+    """In place of a model's compute_language_model_loss."""
+
+    def __init__(self, original: Any):
+        self.original = original
+
+    def __call__(self, labels: Tensor, logits: Tensor | Projection) -> Tensor:
+        if isinstance(logits, Projection):
+            return logits.losses(labels)
+        return self.original(labels, logits)
+
+
+def _ignoring(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """The labels with rows ignored where the mask is 0. Raises ValueError for one of another shape."""
+    if loss_mask is None:
+        return labels
+    if loss_mask.shape != labels.shape:
+        raise ValueError(f"loss_mask: got shape {tuple(loss_mask.shape)}, want {tuple(labels.shape)}")
+    return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
+
+
+def _fused(layer: Any, config: Any) -> _Forward:
+    """What a layer's forward is replaced by, once."""
+    forward = vars(layer).get("forward")
+    if isinstance(forward, _Forward):
+        return forward
+    _check_layer(layer, config)
+    layer.forward = _Forward(layer)
+    return layer.forward
+
+
+def _check_layer(layer: Any, config: Any) -> None:
+    own = getattr(type(layer).forward, "__qualname__", "")
+    if own != "ColumnParallelLinear.forward" or "forward" in vars(layer):
+        raise ValueError(
+            f"output_layer: got {type(layer).__name__} with a forward of its own, want megatron-core's "
+            "ColumnParallelLinear: what it does to the logits is not known"
+        )
+    for name, owner, wanted in (
+        ("bias", layer, None),
+        ("is_expert", layer, False),
+        ("gtp_remat_size", layer, 1),
+        ("defer_embedding_wgrad_compute", config, False),
+        ("label_smoothing", config, 0),
+    ):
+        value = getattr(owner, name, wanted)
+        if value is not wanted and (wanted is None or value != wanted):
+            raise ValueError(f"{name}: got {value if wanted is not None else 'one'}, want {wanted}")
+
+
+def _check_loss(loss: Any) -> None:
+    own = getattr(loss, "__qualname__", type(loss).__qualname__)
+    if own != "LanguageModule.compute_language_model_loss":
+        raise ValueError(
+            f"compute_language_model_loss: got {own}, want that of megatron-core's LanguageModule"
+        )

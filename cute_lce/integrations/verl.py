@@ -1,0 +1,92 @@
+"""verl's fused head: log-probabilities and entropy from hidden states, by the signature of its own kernel.
+
+verl (0.9.1) calls `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` with positional arguments in
+its FSDP models (`use_fused_kernels`, backend "triton") and in its Megatron models, there with the tensor
+parallel group. `install` puts the function of this file in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..logprob import linear_logprob
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+REDUCTIONS = ("none", "sum", "mean")
+_KERNEL = "verl.utils.kernel.linear_cross_entropy"
+_CALLERS = ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap")
+"""Modules that import the function by its name when they are imported; others do when they are called."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropy) of each token, from the logits hidden @ weight.T / temperature.
+
+    Args:
+        hidden: (..., d), and labels (...), int64 or int32, with as many tokens N; their shapes may differ, as
+            (s, 1, d) and (1, s) do. Labels are aligned with hidden already: nothing is shifted.
+        weight: (V, d), hidden's dtype; with a group this rank's rows, as many as every rank's, in rank order.
+        temperature: a positive number.
+        reduction: of logprobs alone: "none", "sum" or "mean" over all N.
+        dist_process_group: over whose ranks the vocabulary is sharded. The gradient by hidden is then this
+            rank's part, in hidden's dtype, and the caller sums it over the group, as verl does.
+
+    Returns:
+        logprobs, (N,) or (), and entropy, (N,), float32 (float64 for float64), each differentiable. A row
+        whose label is -100 has both 0 and no gradient, where verl's kernel has no such label.
+
+    Errors as in cute_lce.linear_logprob, which names hidden input, weight linear_weight and labels target;
+    ValueError for a weight that is a DTensor. Memory as there: never the logits. On a GPU the streaming path
+    serves it.
+    """
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        raise TypeError(
+            f"temperature: got {type(temperature).__name__}, want a number, the same of all tokens"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: got {reduction!r}, want one of {', '.join(map(repr, REDUCTIONS))}")
+    if hasattr(weight, "device_mesh"):
+        raise ValueError(
+            "weight: got a DTensor, want an ordinary tensor: the head belongs to the unit of the model's own "
+            "forward, or see cute_lce.parallel.gathered_weight"
+        )
+    sharded = dist_process_group is not None and dist_process_group.size() > 1
+    stats = linear_logprob(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        temperature=temperature,
+        outputs=("logprob", "entropy"),
+        tp_group=dist_process_group if sharded else None,
+        grad_input="partial" if sharded else "reduced",
+    )
+    logprobs, entropy = stats.logprob, stats.entropy
+    assert logprobs is not None
+    assert entropy is not None
+    if reduction == "sum":
+        logprobs = logprobs.sum()
+    elif reduction == "mean":
+        logprobs = logprobs.mean()
+    return logprobs, entropy
+
+
+def install() -> None:
+    """Make verl call this file's function, in this process. Before or after its models are imported.
+
+    Raises ImportError without verl.
+    """
+    __import__(_KERNEL)
+    for name in (_KERNEL, *_CALLERS):
+        if name in sys.modules:
+            vars(sys.modules[name])["linear_cross_entropy"] = linear_cross_entropy
