@@ -7,10 +7,12 @@ from importlib.util import find_spec
 import pytest
 
 from tests.distributed import ranks
-from tests.integrations import megatron_cases, test_verl
+from tests.integrations import megatron_cases, test_verl, torchtitan_cases
 
-# The machines with GPUs may lack megatron-core, which needs nothing else there.
-CASES = (test_verl.sharded, *(megatron_cases.CASES if find_spec("megatron") else ()))
+PACKAGES = {"megatron": megatron_cases.CASES, "torchtitan": torchtitan_cases.CASES}
+"""A machine with GPUs, whose packages are given, may lack these."""
+INSTALLED = [name for name in PACKAGES if find_spec(name)]
+CASES = (test_verl.sharded, *(case for name in INSTALLED for case in PACKAGES[name]))
 
 
 def check(backend: str) -> None:
@@ -19,7 +21,7 @@ def check(backend: str) -> None:
 
 
 def test_gloo():
-    assert set(megatron_cases.CASES) < set(CASES)
+    assert list(PACKAGES) == INSTALLED
     check("gloo")
 
 

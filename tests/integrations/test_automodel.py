@@ -1,0 +1,143 @@
+"""NeMo Automodel's loss, by the signature of its class: Automodel itself is not installed here."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.numerics import assert_close, random_case
+
+HOOK = "nemo_automodel.components.loss.linear_ce"
+OURS = "cute_lce.integrations.automodel"
+
+
+class FusedLinearCrossEntropy(nn.Module):
+    """What of Automodel's class ours follows: its constructor, its attributes, and what gathers a weight."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        logit_softcapping: float = 0,
+        reduction: str = "sum",
+        impl: str = "cce",
+    ):
+        super().__init__()
+        self.ignore_index, self.logit_softcapping = ignore_index, logit_softcapping
+        self.reduction, self.impl = reduction, impl
+
+    @staticmethod
+    def materialize_lm_weight(lm_weight: Tensor, *, grad_reduce_group: Any = None) -> Tensor:
+        assert grad_reduce_group == "the group"
+        return lm_weight.clone()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        lm_weight: Tensor,
+        num_label_tokens: int | None = None,
+        grad_reduce_group: Any = None,
+        loss_weights: Tensor | None = None,
+    ) -> Tensor:
+        raise AssertionError("Automodel's own forward was called")
+
+
+@pytest.fixture
+def module(monkeypatch) -> Any:
+    name = ""
+    for part in HOOK.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[HOOK].FusedLinearCrossEntropy = FusedLinearCrossEntropy  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.delitem(sys.modules, OURS, raising=False)
+    yield importlib.import_module(OURS)
+    sys.modules.pop(OURS, None)
+
+
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    case = random_case(24, 32, 150, dtype, scale=3.0)
+    case.target[[2, 11]] = -100
+    return case.input.view(2, 12, 32), case.linear_weight, case.target.view(2, 12)
+
+
+def by_torch(dtype, options: dict, hidden: Tensor, weight: Tensor, labels: Tensor, **arguments: Any):
+    """(loss, dhidden, dweight) by its contract, with the logits."""
+    leaves = [each.to(dtype, copy=True).requires_grad_() for each in (hidden, weight)]
+    logits = leaves[0] @ leaves[1].T
+    cap = options.get("logit_softcapping", 0)
+    logits = cap * (logits / cap).tanh() if cap else logits
+    each = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    weights = arguments.get("loss_weights")
+    total = (each if weights is None else each * weights.to(dtype)).sum()
+    if options.get("reduction") == "mean":
+        total = total / (labels != -100).sum()
+    total = total / arguments.get("num_label_tokens", 1)
+    return total.detach(), *torch.autograd.grad(total, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, {}),
+        ({"reduction": "mean"}, {}),
+        ({"logit_softcapping": 5.0}, {"num_label_tokens": 17}),
+        ({}, {"num_label_tokens": 22, "loss_weights": torch.linspace(0, 2, 24).view(2, 12)}),
+    ],
+)
+def test_values_and_gradients(module, dtype, options, arguments):
+    hidden, weight, labels = tensors(dtype)
+    leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+    loss = module.FusedLinearCrossEntropy(**options)(leaves[0], labels, leaves[1], **arguments)
+    found = loss.detach(), *torch.autograd.grad(loss, leaves)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    expected, baseline = (
+        by_torch(kind, options, hidden, weight, labels, **arguments) for kind in (torch.float64, wide)
+    )
+    for name, got, want, plain in zip(("loss", "dhidden", "dweight"), found, expected, baseline, strict=True):
+        assert_close(name, got, want, plain.to(got.dtype))
+
+
+def test_no_tokens_give_zeros(module):
+    hidden, weight, labels = tensors(torch.float32)
+    leaf = hidden.clone().requires_grad_()
+    loss = module.FusedLinearCrossEntropy()(leaf, labels, weight, num_label_tokens=0)
+    loss.backward()
+    assert loss == 0
+    assert leaf.grad is not None
+    assert not leaf.grad.any()
+
+
+def test_a_sharded_weight_is_gathered_by_automodel(module):
+    hidden, weight, labels = tensors(torch.float32)
+    weight.device_mesh = None  # pyright: ignore[reportAttributeAccessIssue]
+    loss = module.FusedLinearCrossEntropy()
+    assert loss(hidden, labels, weight, grad_reduce_group="the group").isfinite()
+
+
+def test_it_is_automodels_class_and_signature(module):
+    assert issubclass(module.FusedLinearCrossEntropy, FusedLinearCrossEntropy)
+    ours, theirs = (
+        [(name, each.default) for name, each in inspect.signature(kind.forward).parameters.items()]
+        for kind in (module.FusedLinearCrossEntropy, FusedLinearCrossEntropy)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["num_label_tokens", "loss_weights"])
+def test_refused(module, name):
+    hidden, weight, labels = tensors(torch.float32)
+    with pytest.raises(ValueError, match=f"^{name}: got one with reduction='mean'"):
+        module.FusedLinearCrossEntropy(reduction="mean")(hidden, labels, weight, **{name: torch.ones(2, 12)})
+
+
+def test_without_automodel():
+    with pytest.raises(ImportError, match="want NeMo Automodel"):
+        importlib.import_module(OURS)

@@ -1,0 +1,102 @@
+"""torchtitan's own hook class and its head, on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.torchtitan_cases import D, V, batch, expected, make
+from tests.numerics import assert_close
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_and_gradients(dtype):
+    inputs, weight, labels = batch(dtype)
+    loss_fn, model = make(weight)
+    leaf = inputs.clone().requires_grad_()
+    hidden = model(leaf)
+    hidden.retain_grad()
+    loss, metrics = loss_fn(hidden, labels, torch.tensor(11), positions=torch.arange(8))
+    assert metrics == {}
+    assert "forward" not in vars(model.lm_head)
+    loss.backward()
+
+    def by_torch(kind: torch.dtype) -> tuple[Tensor, ...]:
+        # From the hidden states as they were rounded.
+        leaves = [each.detach().to(kind, copy=True).requires_grad_() for each in (hidden, weight)]
+        logits = (leaves[0] @ leaves[1].T).transpose(1, 2)
+        total = nn.functional.cross_entropy(logits, labels, reduction="sum") / 11
+        return total.detach(), *torch.autograd.grad(total, leaves)
+
+    found = loss.detach(), hidden.grad, model.lm_head.weight.grad
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    for name, got, want, plain in zip(
+        ("loss", "dhidden", "dweight"), found, by_torch(torch.float64), by_torch(wide), strict=True
+    ):
+        assert got is not None
+        assert_close(name, got, want, plain.to(got.dtype))
+    assert leaf.grad is not None
+    assert leaf.grad.any()
+
+
+def test_it_is_torchtitans_own_loss():
+    """ChunkedLossWrapper's loss and gradients, and in validation."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    inputs, weight, labels = batch(torch.float32)
+    _, model = make(weight)
+    ours = make(weight)[0]
+    theirs = ChunkedLossWrapper.Config(num_chunks=4).build(compile_config=None)
+    found = []
+    for loss_fn in (ours, theirs):
+        loss_fn.set_lm_head(model.lm_head)
+        model.zero_grad()
+        leaf = inputs.clone().requires_grad_()
+        loss, _ = loss_fn(model(leaf), labels, torch.tensor(14.0))
+        loss.backward()
+        with torch.no_grad():
+            validation, _ = loss_fn(model(inputs), labels)
+        found.append((loss.detach(), validation, leaf.grad, model.lm_head.weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert one.any()
+        torch.testing.assert_close(one, other)
+    want, plain = (expected(torch.float32, kind, 14.0) for kind in (torch.float64, torch.float32))
+    assert_close("loss", found[0][0], want[0][0], plain[0][0])
+
+
+def test_a_bias_is_followed():
+    inputs, weight, labels = batch(torch.float64)
+    loss_fn, model = make(weight)
+    model.lm_head.bias = nn.Parameter(torch.linspace(-2, 2, V, dtype=torch.float64))
+    hidden = model(inputs)
+    want = nn.functional.cross_entropy(model.lm_head(hidden).transpose(1, 2), labels, reduction="sum")
+    loss, _ = loss_fn(hidden, labels)
+    torch.testing.assert_close(loss, want)
+    (dbias,) = torch.autograd.grad(loss, model.lm_head.bias)
+    torch.testing.assert_close(dbias, torch.autograd.grad(want, model.lm_head.bias)[0])
+
+
+def test_refused():
+    from torchtitan.components.loss import MSELoss
+
+    from cute_lce.integrations.torchtitan import FusedLoss
+
+    class Capped(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).tanh()
+
+    loss: Any = FusedLoss.Config().build(compile_config=None)
+    for head in (Capped(D, V), nn.RMSNorm(D)):
+        with pytest.raises(ValueError, match=f"^lm_head: got {type(head).__name__}"):
+            loss.set_lm_head(head)
+    with pytest.raises(ValueError, match=r"^lm_head: got none"):
+        loss(torch.zeros(1, 1, D), torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^loss_fn: got MSELoss"):
+        FusedLoss.Config(loss_fn=MSELoss.Config()).build()
+    loss = FusedLoss.Config(schedule="fast").build()
+    loss.set_lm_head(nn.Linear(D, V))
+    with pytest.raises(ValueError, match=r"^schedule: got 'fast'"):
+        loss(torch.zeros(1, 1, D), torch.zeros(1, 1, dtype=torch.int64))
