@@ -20,6 +20,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme_options = {"page_width": "1240px", "body_max_width": "none", "sidebar_width": "230px"}
 html_show_copyright = False
+# "auto" keeps the quotes that can be pasted.
+smartquotes = False
 
 # Math, and anchors of headings, as on GitHub.
 myst_enable_extensions = ["deflist", "dollarmath"]
