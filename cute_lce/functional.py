@@ -90,7 +90,7 @@ def linear_cross_entropy(
             and the gradients), in MiB (2**20 bytes). None means the environment's CUTE_LCE_WORKSPACE_MB, or
             2304, raised automatically if a call needs more; a number is never raised. By prediction,
             "auto" and "recompute" are never slower with more, and with the least that the kernels accept take
-            1.8 times as long as the matrix products alone, or 1.5 times the best where that is longer.
+            at most 1.8 times as long as the matrix products alone, or 1.5 times the best if that is longer.
         window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
             rounding only.
         grad_weight_out: (V, d), float32, bfloat16 or linear_weight's dtype, contiguous, on input's device at
