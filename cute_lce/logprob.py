@@ -81,7 +81,7 @@ def linear_logprob(
             LossOptions("none", ignore_index, logit_scale),
             TermOptions(softcap=softcap),
             ComputeOptions(schedule, workspace_mb, window),
-            call.spread_of(tp_group, vocab_start, None, grad_input),
+            call.spread_of(tp_group, vocab_start, None, grad_input, None),
         )
         return TokenStats(**dict(zip(names, found, strict=True)))
     plain = ops.is_plain_eager(input, linear_weight, target)
