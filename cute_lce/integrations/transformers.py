@@ -1,0 +1,331 @@
+"""Hugging Face's causal language models: patch(model) makes their training loss without the logits.
+
+Two methods of the model's instance and one of its head's are replaced: `forward` notes the labels, the head's
+`forward` returns the loss of its input where there are labels, and `loss_function` hands that loss on. So the
+head runs as a module, and what hangs on it (FSDP's units, hooks) sees its input and its output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss import loss_utils
+
+from ..functional import linear_cross_entropy
+from ..options import IGNORE_INDEX, ComputeOptions
+from .forward_source import Tail, read, value_of, written
+
+PATCH = "_cute_lce_patch"
+"""The attribute of a patched model that holds its Patch."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class _Call(NamedTuple):
+    """What a call of the model gave for its loss."""
+
+    labels: Tensor
+    shift_labels: Tensor | None
+    num_items_in_batch: Tensor | float | None
+    ignore_index: int
+
+
+class _Loss(NamedTuple):
+    """What the head computed, and of how many classes."""
+
+    loss: Tensor
+    classes: int
+
+
+class _Own:
+    """`function` of a Patch in place of `original`, with its signature; copied and pickled with the model."""
+
+    def __init__(self, function: Callable, patch: Patch, original: Callable):
+        functools.update_wrapper(self, original)
+        self.function, self.patch = function, patch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.patch, *args, **kwargs)
+
+
+class _Replaced(NamedTuple):
+    """A method of an instance: the attribute that holds it, what was there, and what is there instead."""
+
+    module: nn.Module
+    slot: str
+    original: Callable
+    own: Callable
+
+
+class Patch:
+    """A patched model's state. call, done, logits: of the call of the model that runs, else None."""
+
+    def __init__(self, model: PreTrainedModel, tail: Tail, train_only: bool, compute: ComputeOptions):
+        self.model, self.tail, self.train_only, self.compute = model, tail, train_only, compute
+        self.head: nn.Linear = getattr(model, tail.head)
+        self.forward = self._replaced(model, _forward)
+        self.head_forward = self._replaced(self.head, _head_forward)
+        self.own_loss: Callable = model.loss_function
+        self.own_loss_was_set = "_loss_function" in vars(model)
+        self.loss_function = _Own(_loss_function, self, self.own_loss)
+        self.call: _Call | None = None
+        self.done: _Loss | None = None
+        self.logits: Tensor | None = None
+
+    def _replaced(self, module: nn.Module, function: Callable) -> _Replaced:
+        slot = _slot(module)
+        original = getattr(module, slot)
+        return _Replaced(module, slot, original, _Own(function, self, original))
+
+    def apply(self) -> None:
+        for each in (self.forward, self.head_forward):
+            setattr(each.module, each.slot, each.own)
+        self.model.loss_function = self.loss_function
+        setattr(self.model, PATCH, self)
+
+    def remove(self) -> None:
+        both = self.forward, self.head_forward
+        for each in both:
+            if vars(each.module).get(each.slot) is not each.own:
+                raise ValueError(
+                    f"model: got {type(each.module).__name__}.{each.slot} that was wrapped or replaced since "
+                    "patch, want that undone first"
+                )
+        for each in both:
+            if each.slot == "forward":
+                delattr(each.module, each.slot)
+            else:
+                setattr(each.module, each.slot, each.original)
+        if vars(self.model).get("_loss_function") is self.loss_function:
+            if self.own_loss_was_set:
+                self.model.loss_function = self.own_loss
+            else:
+                delattr(self.model, "_loss_function")
+        delattr(self.model, PATCH)
+
+
+def patch(
+    model: nn.Module,
+    train_only: bool = True,
+    *,
+    schedule: str = "auto",
+    workspace_mb: float | None = None,
+) -> None:
+    """Let a causal language model of transformers compute its loss without its logits, in place.
+
+    The loss and its gradients are those of the model's own loss, ForCausalLMLoss, with the head's bias,
+    scales and soft cap of the logits, `num_items_in_batch`, `shift_labels` and `ignore_index`; in 16 bits the
+    logits are not rounded. Where every label is ignored the loss is 0 where the model's own is nan.
+
+    Args:
+        model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear that has
+            no adapter. It may be under FSDP2 (fully_shard), or come under it, DDP or torch.compile later.
+            What its forward does between head and loss is read from its source.
+        train_only: whether calls in evaluation mode go the model's own way, logits included. False: calls
+            with labels have no logits in evaluation either.
+        schedule, workspace_mb: as in cute_lce.linear_cross_entropy, of every call.
+
+    A call with labels then returns None for `logits` (a mapping has no such key, a tuple has None there); one
+    without labels, such as generate's, is unchanged.
+
+    Raises:
+        TypeError: another model, or a head that is no plain nn.Linear (an adapter, a quantised layer).
+        ValueError: a model that is patched already, whose loss is not ForCausalLMLoss, whose forward was
+            replaced, or does with the logits what is not understood; the message names it. A later call
+            raises where head or loss were replaced after patch.
+    """
+    compute = ComputeOptions(schedule, workspace_mb)
+    inner = _inner(model)
+    name = type(inner).__name__
+    if PATCH in vars(inner):
+        raise ValueError(f"model: got a {name} that is patched, want unpatch(model) first")
+    if "forward" in vars(inner) and _slot(inner) == "forward":
+        raise ValueError(f"model: got a {name} whose forward was replaced, want patch before that")
+    _check_loss_function(inner)
+    tail = read(type(inner).forward)
+    _check_head(getattr(inner, tail.head), f"{name}.{tail.head}")
+    _terms(inner, tail)
+    Patch(inner, tail, train_only, compute).apply()
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo patch: every attribute is as it was.
+
+    Raises TypeError for what is no transformers model, ValueError for one that is not patched, or on which
+    something else was put around forward since.
+    """
+    inner = _inner(model)
+    found = vars(inner).get(PATCH)
+    if found is None:
+        raise ValueError(f"model: got a {type(inner).__name__} that is not patched, want a patched one")
+    found.remove()
+
+
+def _inner(model: nn.Module) -> PreTrainedModel:
+    """The transformers model, which may be inside a PEFT model."""
+    inner = model
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # pyright: ignore[reportCallIssue]
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"model: got {type(model).__name__}, want a transformers.PreTrainedModel or a PEFT model of one, "
+            "before it is compiled or wrapped"
+        )
+    return inner
+
+
+def _slot(module: nn.Module) -> str:
+    """The attribute that holds a module's own forward: accelerate's hooks for devices move it."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+
+
+def _check_loss_function(model: PreTrainedModel) -> None:
+    """Raise ValueError unless the loss is ForCausalLMLoss, which does what `_head_forward` does."""
+    found = model.loss_function
+    if found is not loss_utils.ForCausalLMLoss:
+        name = getattr(found, "__qualname__", repr(found))
+        raise ValueError(f"loss_function: got {name}, want transformers' ForCausalLMLoss")
+    options = {"dtype": torch.float32, "device": "cpu"}
+    logits = torch.linspace(-1, 2, 30, **options).square().view(2, 3, 5)
+    labels = torch.tensor([[4, 1, -100], [0, 3, 2]], device="cpu")
+    count = torch.tensor(7, device="cpu")
+    for call in (
+        _Call(labels, None, None, IGNORE_INDEX),
+        _Call(labels, None, count, IGNORE_INDEX),
+        _Call(labels, labels.clamp(min=0), 3, 4),
+    ):
+        with torch.no_grad():
+            expected = found(logits, vocab_size=5, **call._asdict())
+            own = _loss(logits, torch.eye(5, **options), call)
+        if not torch.allclose(own, expected):
+            raise ValueError(f"loss_function: got one that gives {expected}, want ForCausalLMLoss, {own}")
+
+
+def _check_head(head: Any, name: str) -> None:
+    """Raise TypeError or ValueError unless calling the head is linear(input, head.weight, head.bias)."""
+    kind = type(head)
+    if not isinstance(head, nn.Linear) or kind.forward is not nn.Linear.forward:
+        raise TypeError(f"{name}: got {kind.__module__}.{kind.__qualname__}, want an nn.Linear")
+    replaced = vars(head).get("forward")
+    if replaced is not None and not hasattr(head, "_hf_hook"):
+        raise ValueError(f"{name}: got one whose forward was replaced, want nn.Linear's")
+    weight = head.weight
+    plain = type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "device_mesh")
+    if not plain or weight.dtype not in DTYPES:
+        got = f"{type(weight).__name__} of {weight.dtype}"
+        raise TypeError(f"{name}.weight: got {got}, want an ordinary one of {', '.join(map(str, DTYPES))}")
+    _check_hooks(head, name)
+
+
+def _check_hooks(head: nn.Module, name: str) -> None:
+    """Raise ValueError for hooks on the head's output, which is a loss, but FSDP's."""
+    for hook in head._forward_hooks.values():
+        if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+            raise ValueError(
+                f"{name}: got a forward hook, {hook!r}, want none: it would get the loss as logits"
+            )
+
+
+def _terms(model: PreTrainedModel, tail: Tail) -> tuple[float, float | None]:
+    """logit_scale and softcap of a call. Raises TypeError for what is no number."""
+    scale = 1.0
+    for factor in tail.factors:
+        if factor.guard is None or value_of(model, factor.guard) is not None:
+            value = _number(model, factor.path)
+            scale = scale / value if factor.inverse else scale * value
+    if tail.softcap is None or (tail.softcap.guard and value_of(model, tail.softcap.guard) is None):
+        return scale, None
+    return scale, _number(model, tail.softcap.path)
+
+
+def _number(model: PreTrainedModel, path: tuple[str, ...]) -> float:
+    value = value_of(model, path)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{type(model).__name__}.{written(path)}: got {type(value).__name__}, want a number")
+    return float(value)
+
+
+def _forward(patch: Patch, *args: Any, **kwargs: Any) -> Any:
+    """The model's forward."""
+    model, forward = patch.model, patch.forward.original
+    # accelerate's unwrap_model makes a method of it.
+    if args and args[0] is model:
+        args = args[1:]
+    place = patch.tail.labels
+    labels = args[place] if len(args) > place else kwargs.get("labels")
+    if labels is None or (patch.train_only and not model.training):
+        return forward(*args, **kwargs)
+    _check_parts(patch)
+    ignore_index = kwargs.get("ignore_index", IGNORE_INDEX)
+    patch.call = _Call(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), ignore_index)
+    try:
+        output = forward(*args, **kwargs)
+        logits = patch.logits
+    finally:
+        patch.call = patch.done = patch.logits = None
+    if logits is None:
+        raise RuntimeError(f"{type(model).__name__}: got no call of loss_function after the head's, want one")
+    if isinstance(output, tuple):
+        return *output[:1], *(None if each is logits else each for each in output[1:])
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+
+def _check_parts(patch: Patch) -> None:
+    """Raise ValueError where head or loss are others than patch found."""
+    model, name = patch.model, patch.tail.head
+    head = getattr(model, name)
+    if head is not patch.head:
+        raise ValueError(
+            f"{name}: got {type(head).__module__}.{type(head).__qualname__} in place of what was patched, "
+            "want unpatch(model) before it is replaced"
+        )
+    if model.loss_function is not patch.loss_function:
+        raise ValueError("loss_function: got one that was set after patch, want unpatch(model) before that")
+    if head._forward_hooks:
+        _check_hooks(head, name)
+
+
+def _head_forward(patch: Patch, input: Tensor) -> Tensor:
+    """The head's forward: input's (..., d) loss where the model was called with labels, else its logits."""
+    if patch.call is None:
+        return patch.head_forward.original(input)
+    head = patch.head
+    scale, softcap = _terms(patch.model, patch.tail)
+    terms = {"linear_bias": head.bias, "logit_scale": scale, "softcap": softcap}
+    loss = _loss(input, head.weight, patch.call, **terms, **patch.compute._asdict())
+    patch.done = _Loss(loss, head.weight.shape[0])
+    return loss
+
+
+def _loss(input: Tensor, weight: Tensor, call: _Call, **options: Any) -> Tensor:
+    """ForCausalLMLoss of the logits of input."""
+    target, count = call.shift_labels, call.num_items_in_batch
+    if target is None:
+        target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
+    hidden, target = input.flatten(0, -2), target.reshape(-1).to(input.device)
+    if hidden.shape[0] != target.shape[0]:
+        raise ValueError(
+            f"labels: got {target.shape[0]} beside {hidden.shape[0]} hidden states at the head, want as many "
+            "(logits_to_keep leaves some out)"
+        )
+    if isinstance(count, Tensor):
+        count = count.to(input.device).reshape(())
+    ignore_index = call.ignore_index
+    return linear_cross_entropy(
+        hidden, weight, target, denominator=count, ignore_index=ignore_index, **options
+    )
+
+
+def _loss_function(patch: Patch, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """The model's loss_function: the loss that the head has computed, if it has."""
+    if patch.done is None:
+        return patch.own_loss(logits, labels, vocab_size, **kwargs)
+    patch.logits = logits
+    if vocab_size != patch.done.classes:
+        raise ValueError(f"vocab_size: got {vocab_size}, want the head's {patch.done.classes} classes")
+    return patch.done.loss

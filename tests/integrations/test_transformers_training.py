@@ -1,0 +1,220 @@
+"""Patched models in the hands of Trainer, accelerate, PEFT and FSDP2, beside the unpatched."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="transformers is not installed (extra integrations)")
+pytest.importorskip("accelerate", reason="accelerate is not installed (extra integrations)")
+
+from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainingArguments
+
+from cute_lce.integrations.transformers import patch, unpatch
+from tests.distributed import ranks
+from tests.integrations.language_models import expected, make, own, tokens
+from tests.numerics import assert_close
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """Not to be changed."""
+    return make("llama")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Trainer
+
+
+def chats() -> list[dict[str, Tensor]]:
+    """Of which micro-batches have very different numbers of labels."""
+    found = []
+    for seed in range(8):
+        ids, labels = tokens(seed, rows=1)
+        found.append(
+            {"input_ids": ids[0], "labels": labels[0] if seed % 4 else labels[0].clone().fill_(-100)}
+        )
+        found[-1]["labels"][-1 - seed :] = ids[0, -1 - seed :]
+    return found
+
+
+def train(model: Any, folder: Path, **options: Any) -> tuple[list[float], float, Tensor]:
+    """Losses of two steps, the evaluation's, and all weights."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        logging_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    data: Any = chats()
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:2])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    evaluated = trainer.evaluate()["eval_loss"]
+    return losses, evaluated, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+class Counted(nn.Module):
+    """Counts what the head gives while training: losses, and logits."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.losses = self.logits = 0
+        head = model.lm_head
+        before = head.forward
+
+        def forward(input: Tensor) -> Tensor:
+            output = before(input)
+            if model.training:
+                self.losses += output.dim() == 0
+                self.logits += output.dim() > 0
+            return output
+
+        head.forward = forward
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=str)
+def test_a_trainer_that_accumulates(llama: Any, tmp_path: Path, options: dict[str, Any]):
+    mine, theirs = copy.deepcopy(llama), copy.deepcopy(llama)
+    patch(mine)
+    seen = Counted(mine)
+    found, want = train(mine, tmp_path, **options), train(theirs, tmp_path, **options)
+    assert (seen.losses, seen.logits) == (4, 0)
+    assert found[0] == pytest.approx(want[0], rel=1e-5)
+    assert found[1] == pytest.approx(want[1], rel=1e-5)
+    start = torch.cat([parameter.detach().flatten() for parameter in llama.parameters()])
+    assert (want[2] - start).norm() > 1e3 * (found[2] - want[2]).norm()
+
+
+def test_a_trainer_whose_loss_is_not_the_models(llama: Any, tmp_path: Path):
+    """Label smoothing is Trainer's own, from logits: it withholds the labels, and so gets them."""
+    mine, theirs = copy.deepcopy(llama), copy.deepcopy(llama)
+    patch(mine)
+    seen = Counted(mine)
+    found, want = (train(each, tmp_path, label_smoothing_factor=0.3) for each in (mine, theirs))
+    assert (seen.losses, seen.logits) == (0, 4)
+    assert found[:2] == want[:2]
+    assert torch.equal(found[2], want[2])
+
+
+def test_a_trainer_in_bfloat16(llama: Any, tmp_path: Path):
+    """accelerate puts autocast around forward; what it takes off again still has the loss."""
+    mine = copy.deepcopy(llama)
+    patch(mine)
+    seen = Counted(mine)
+    losses, _, _ = train(mine, tmp_path, bf16=True)
+    assert (seen.losses, seen.logits) == (4, 0)
+    want, _, _ = train(copy.deepcopy(llama), tmp_path)
+    assert losses == pytest.approx(want, rel=2e-2)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# accelerate
+
+
+def test_accelerate_unwraps_its_autocast(llama: Any):
+    (ids, labels), model = tokens(), copy.deepcopy(llama)
+    patch(model)
+    # A Trainer before has set the process's.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
+    assert prepared(ids, labels=labels).logits is None
+    with pytest.raises(ValueError, match=r"^model: got LlamaForCausalLM\.forward that was wrapped"):
+        unpatch(model)
+    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    found = bare(ids, labels=labels)
+    assert found.logits is None
+    assert torch.allclose(found.loss, llama(ids, labels=labels).loss, rtol=1e-6)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerates_hooks_for_devices(llama: Any):
+    """As from_pretrained(device_map=...) leaves them on a model."""
+    (ids, labels), model = tokens(), copy.deepcopy(llama)
+    for module in (model, model.lm_head):
+        add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    before = dict(vars(model)), dict(vars(model.lm_head))
+    patch(model)
+    found = model(ids, labels=labels)
+    assert found.logits is None
+    assert torch.allclose(found.loss, llama(ids, labels=labels).loss, rtol=1e-6)
+    unpatch(model)
+    assert (dict(vars(model)), dict(vars(model.lm_head))) == before
+    assert torch.equal(model(ids, labels=labels).loss, llama(ids, labels=labels).loss)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# PEFT
+
+
+def with_adapter(model: Any, **options: Any) -> Any:
+    """A PEFT model whose adapter does something."""
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra integrations)")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **options)
+    return peft.get_peft_model(copy.deepcopy(model), config).train()
+
+
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+def test_a_frozen_head_under_an_adapter(first: str):
+    model, (ids, labels) = make("tied" if first == "patch" else "phi"), tokens()
+    theirs = with_adapter(model, target_modules=["q_proj"])
+    if first == "patch":
+        patch(model)
+        mine = with_adapter(model, target_modules=["q_proj"])
+    else:
+        mine = with_adapter(model, target_modules=["q_proj"])
+        patch(mine)
+    assert mine(input_ids=ids, labels=labels).logits is None
+    assert mine.get_base_model().lm_head.weight.requires_grad is False
+    found, want = own(mine, ids, labels), own(theirs, ids, labels)
+    assert found.head.numel() == want.head.numel() == 0
+    exact = expected(theirs, ids, labels)
+    assert_close("loss", found.loss, exact.loss, want.loss)
+    assert_close("adapters", found.others, exact.others, want.others)
+    unpatch(mine)
+    assert mine(input_ids=ids, labels=labels).logits is not None
+
+
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str
+)
+def test_an_adapter_at_the_head_is_refused(options: dict[str, Any], llama: Any):
+    (ids, labels), options = tokens(), {"target_modules": ["q_proj"], **options}
+    with pytest.raises(TypeError, match=r"^LlamaForCausalLM\.lm_head: got peft\..*, want an nn\.Linear"):
+        patch(with_adapter(llama, **options))
+    model = copy.deepcopy(llama)
+    patch(model)
+    later = with_adapter(model, **options)
+    with pytest.raises(ValueError, match=r"^lm_head: got peft\..* in place of what was patched"):
+        later(input_ids=ids, labels=labels)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Two processes
+
+
+def test_two_ranks():
+    from tests.integrations import sharded_cases
+
+    failed = {case: found for case, found in ranks.run(2, "gloo", sharded_cases.CASES).items() if found}
+    assert not failed, "\n\n".join(f"{case}: {found}" for case, found in failed.items())
