@@ -22,7 +22,7 @@ from ..options import IGNORE_INDEX, ComputeOptions
 from .forward_source import Tail, read, value_of, written
 
 PATCH = "_cute_lce_patch"
-"""The attribute of a patched model that holds its Patch."""
+"""The attribute of a patched model that holds its _Patch."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -43,9 +43,9 @@ class _Loss(NamedTuple):
 
 
 class _Own:
-    """`function` of a Patch in place of `original`, with its signature; copied and pickled with the model."""
+    """`function` of a _Patch in place of `original`, with its signature; copied and pickled with it."""
 
-    def __init__(self, function: Callable, patch: Patch, original: Callable):
+    def __init__(self, function: Callable, patch: _Patch, original: Callable):
         functools.update_wrapper(self, original)
         self.function, self.patch = function, patch
 
@@ -62,7 +62,7 @@ class _Replaced(NamedTuple):
     own: Callable
 
 
-class Patch:
+class _Patch:
     """A patched model's state. call, done, logits: of the call of the model that runs, else None."""
 
     def __init__(self, model: PreTrainedModel, tail: Tail, train_only: bool, compute: ComputeOptions):
@@ -150,7 +150,7 @@ def patch(
     tail = read(type(inner).forward)
     _check_head(getattr(inner, tail.head), f"{name}.{tail.head}")
     _terms(inner, tail)
-    Patch(inner, tail, train_only, compute).apply()
+    _Patch(inner, tail, train_only, compute).apply()
 
 
 def unpatch(model: nn.Module) -> None:
@@ -250,7 +250,7 @@ def _number(model: PreTrainedModel, path: tuple[str, ...]) -> float:
     return float(value)
 
 
-def _forward(patch: Patch, *args: Any, **kwargs: Any) -> Any:
+def _forward(patch: _Patch, *args: Any, **kwargs: Any) -> Any:
     """The model's forward."""
     model, forward = patch.model, patch.forward.original
     # accelerate's unwrap_model makes a method of it.
@@ -275,7 +275,7 @@ def _forward(patch: Patch, *args: Any, **kwargs: Any) -> Any:
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
-def _check_parts(patch: Patch) -> None:
+def _check_parts(patch: _Patch) -> None:
     """Raise ValueError where head or loss are others than patch found."""
     model, name = patch.model, patch.tail.head
     head = getattr(model, name)
@@ -290,7 +290,7 @@ def _check_parts(patch: Patch) -> None:
         _check_hooks(head, name)
 
 
-def _head_forward(patch: Patch, input: Tensor) -> Tensor:
+def _head_forward(patch: _Patch, input: Tensor) -> Tensor:
     """The head's forward: input's (..., d) loss where the model was called with labels, else its logits."""
     if patch.call is None:
         return patch.head_forward.original(input)
@@ -321,7 +321,7 @@ def _loss(input: Tensor, weight: Tensor, call: _Call, **options: Any) -> Tensor:
     )
 
 
-def _loss_function(patch: Patch, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+def _loss_function(patch: _Patch, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
     """The model's loss_function: the loss that the head has computed, if it has."""
     if patch.done is None:
         return patch.own_loss(logits, labels, vocab_size, **kwargs)

@@ -8,18 +8,22 @@ from pathlib import Path
 
 import cute_lce
 
+COMPILERS = ("cutlass", "nvidia_cutlass_dsl", "tvm_ffi", "cuda", "triton")
+FRAMEWORKS = ("transformers", "trl", "accelerate", "peft", "megatron", "torchtitan", "verl")
+
 
 def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-def test_import_loads_no_compiler_and_no_driver():
+def test_import_loads_no_compiler_no_driver_and_no_framework():
     loaded = run("import sys, cute_lce; print(*sys.modules)").split()
     roots = {name.split(".")[0] for name in loaded}
     assert "torch" in roots
     before = {name.split(".")[0] for name in run("import sys, torch; print(*sys.modules)").split()}
-    assert not (roots - before) & {"cutlass", "nvidia_cutlass_dsl", "tvm_ffi", "cuda", "triton"}
+    assert not (roots - before) & {*COMPILERS, *FRAMEWORKS}
     assert "cutlass" not in roots
+    assert not any(name.startswith("cute_lce.integrations") for name in loaded)
     assert run("import cute_lce, torch; print(torch.cuda.is_initialized())").strip() == "False"
 
 
