@@ -1,11 +1,13 @@
 """The documents: links lead somewhere, the files that they name exist, and their examples run."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import cute_lce
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, kernels
 from tests import documents
 
@@ -63,6 +65,13 @@ def test_how_many_kernels_there_are():
     assert says in kernels_md
     assert f"of {plain} and {backwards} on Hopper" in tuning
     assert f"bfloat16 with int64 has {plain + keeping + backwards}" in tuning
+
+
+def test_the_readme_has_every_argument():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| argument | |\n")[2].partition("\n\n")[0]
+    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert named == set(inspect.signature(cute_lce.linear_cross_entropy).parameters)
 
 
 def test_every_environment_variable_is_documented():
