@@ -46,7 +46,7 @@ test-gpu:  ## run the tests that need a GPU with the python3 that is there; inst
 
 test-gpu-multi:  ## run the tests that need several GPUs, on all that are there; installs nothing
 	@$(PYTHON) -c 'import torch, sys; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else "test-gpu-multi: $(PYTHON) has torch %s, which sees %d CUDA devices" % (torch.__version__, n))'
-	$(PYTHON) -m pytest -m gpu_multi tests/distributed $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m gpu_multi tests/distributed tests/integrations $(PYTEST_ARGS)
 
 test-emulator-full: $(STAMP)  ## run the long sweeps of emulated and of compiled kernels
 	$(ONE_THREAD) $(BIN)/python -m pytest -m emulator_full -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
