@@ -11,7 +11,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types test-gpu test-gpu-multi test-emulator-full bench figures docs clean
+.PHONY: help setup demo test check lint types test-gpu test-gpu-multi test-emulator-full bench wheel figures docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -53,6 +53,9 @@ test-emulator-full: $(STAMP)  ## run the long sweeps of emulated and of compiled
 
 bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GPU: python3 -m bench.run ...)
 	$(BIN)/python -m bench.run $(BENCH_ARGS)
+
+wheel: $(STAMP)  ## build a wheel that carries the compiled kernels, into dist; WHEEL_ARGS="--help"
+	$(BIN)/python -m tools.wheel $(WHEEL_ARGS)
 
 figures: $(STAMP)  ## draw docs/figures from the kept results of random shapes; FIGURE_ARGS="--help"
 	$(BIN)/python -m bench.plot $(FIGURE_ARGS)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         keys += [MergeKey(args.arch, name) for name in args.target_dtype]
     started = time.perf_counter()
     try:
-        for seconds, key in _compiled(keys, min(args.jobs or _cores(), len(keys))):
+        for seconds, key in compiled(keys, min(args.jobs or cores(), len(keys))):
             print(f"{seconds:6.2f} s  {key}", flush=True)
     except OSError as error:
         print(f"cute-lce compile: {error}", file=sys.stderr)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:
+def compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:
     """Compile the keys in `jobs` processes, or here if 1; yields (seconds, key) as each is there."""
     if jobs == 1:
         yield from map(_compile, keys)
@@ -90,6 +90,6 @@ def _compile(key: Key) -> tuple[float, Key]:
     return time.perf_counter() - started, key
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ..compile import cache, driver
 from ..measure import isolated
-from .info import describe_cache, devices
+from ..plan.kernels import carried
+from .info import describe_cache, describe_carried, devices
 from .terminal import positive
 
 PASS, FAIL, NOTE = "PASS", "FAIL", "note"
@@ -62,6 +63,7 @@ def examine(seconds: float) -> Iterator[Line]:
     yield from _cuda()
     yield _compiler()
     yield _cache()
+    yield _carried()
     yield from _answers(seconds)
 
 
@@ -160,6 +162,14 @@ def _cache() -> Line:
     except OSError as error:
         return Line(FAIL, "compiled kernels", str(error))
     return Line(PASS, "compiled kernels", describe_cache())
+
+
+def _carried() -> Line:
+    try:
+        unusable = any(cache.CARRIED.glob("*.so")) and not any(map(cache.carries, carried()))
+        return Line(FAIL if unusable else NOTE, "carried kernels", describe_carried())
+    except ImportError as error:
+        return Line(FAIL, "carried kernels", str(error))
 
 
 # Calls

@@ -9,6 +9,7 @@ import os
 import platform
 
 from ..compile import cache
+from ..plan.kernels import carried
 from .terminal import print_table
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         ]
     )
     print()
-    print_table([*devices(), ("compiled kernels", describe_cache())])
+    print_table([*devices(), ("compiled kernels", describe_cache()), ("carried kernels", describe_carried())])
     return 0
 
 
@@ -58,6 +59,18 @@ def describe_cache() -> str:
             with contextlib.suppress(OSError):
                 sizes.append(file.stat().st_size)
     return f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB"
+
+
+def describe_carried() -> str:
+    """How many kernels came with the package, and whether they are for what is installed."""
+    files = len(list(cache.CARRIED.glob("*.so")))
+    if not files:
+        return "none: kernels are compiled when they are first needed"
+    usual = carried()
+    usable = sum(map(cache.carries, usual))
+    if not usable:
+        return f"{files} for other versions than those that are installed: kernels are compiled"
+    return f"{files}, with {usable} of the {len(usual)} of bfloat16"
 
 
 def devices() -> list[tuple[str, str]]:

@@ -1,2 +1,2 @@
-"""Compiled kernels: `trace` compiles them, `cache` stores them, `frozen` makes constants of their arguments,
-`driver` knows what can run here."""
+"""Compiled kernels: `trace` compiles them, for a `baseline` of CPUs, `cache` stores them, `frozen` makes
+constants of their arguments, `driver` knows what can run here."""

@@ -1,16 +1,20 @@
-"""Compiled kernels by key: a call's key is looked up in memory, then on disk.
+"""Compiled kernels by key: a call's key is looked up in memory, among the package's own, then in a folder.
 
-What neither holds is compiled (trace.py) and stored in both. A file is a shared library that the host's C
-compiler (`cc`, or what CC names) links from the object that the DSL exports. Loading it needs apache-tvm-ffi
-and the DSL's runtime library but not the DSL itself, so the first call of a second process does not import
-cutlass.
+What none of them holds is compiled (trace.py) and stored in memory and in the folder. A file is a shared
+library that the host's C compiler (`cc`, or what CC names) links from the object that the DSL exports.
+Loading it needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so the first call of a
+second process does not import cutlass.
 
 A file's name is a hash of everything that it depends on: the key, the versions of the DSL, of its CUDA
-toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture. A file is written
+toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture; of its CPUs any will
+do (baseline.py), so that machines may share the folder. A file is written
 under a temporary name and renamed when it is complete. It ends in a hash of its name and content; a file
 whose hash does not match (truncated, altered, copied from another name) is a miss and is replaced. Any number
 of processes may share a folder: each one that misses compiles, all write the same content, and the last
 rename wins. Stale temporary folders are deleted by the first compile an hour later.
+
+The package's own, under the same names, are those that a wheel carries (tools/wheel.py); installed from
+sources it has none. Whoever may write them may write the package's sources.
 
 CUTE_LCE_CACHE_DIR names the folder (`~` is the user's home); otherwise it is $XDG_CACHE_HOME/cute_lce or
 ~/.cache/cute_lce.
@@ -54,6 +58,8 @@ _lock = threading.Lock()
 
 SOURCES = ("kernels/**/*.py", "compile/*.py", "arch.py", "arguments.py", "maths.py", "plan/kernels.py")
 """Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
+CARRIED = Path(__file__).parent.parent / "carried"
+"""The folder of the files that came with the package."""
 SEAL_BYTES = 32
 TEMPORARY = ".compiling-"
 STALE_SECONDS = 3600
@@ -89,18 +95,33 @@ def _get(key: Key) -> Callable[..., None]:
     with _lock:
         function = _functions.get(key)
         if function is None:
-            path = cache_dir() / f"{_digest(key)}.so"
-            _create(path.parent)
-            with _private(path.parent) as folder:
-                function = _load(path, folder)
-                if function is None:
-                    _logger.info("compiling %s", key)
-                    _build(key, path)
-                    function = _load(path, folder)
-            if function is None:
-                raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
+            name = file_name(key)
+            function = _load_carried(CARRIED / name) or _load_or_build(key, cache_dir() / name)
             _functions[key] = function
         return function
+
+
+def carries(key: Key) -> bool:
+    """Whether the key's file came with the package, compiled by what is installed here."""
+    return (CARRIED / file_name(key)).is_file()
+
+
+def file_name(key: Key) -> str:
+    """The name of the key's file, wherever it lies."""
+    return f"{_digest(key)}.so"
+
+
+def _load_or_build(key: Key, path: Path) -> Callable[..., None]:
+    _create(path.parent)
+    with _private(path.parent) as folder:
+        function = _load(path, folder)
+        if function is None:
+            _logger.info("compiling %s", key)
+            _build(key, path)
+            function = _load(path, folder)
+    if function is None:
+        raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
+    return function
 
 
 def _create(folder: Path) -> None:
@@ -198,6 +219,20 @@ def _load(path: Path, folder: int) -> Callable[..., None] | None:
             content = Path(f"/proc/self/fd/{file}").read_bytes()
     except FileNotFoundError:
         return None
+    return _load_sealed(path, content)
+
+
+def _load_carried(path: Path) -> Callable[..., None] | None:
+    """The function in a file of the package, or None if there is no usable file."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return _load_sealed(path, content)
+
+
+def _load_sealed(path: Path, content: bytes) -> Callable[..., None] | None:
+    """The function in a file's content, or None if it is not what was written under this name."""
     try:
         # The loader maps as much as the headers declare: a truncated file would kill the process (SIGBUS).
         if content[-SEAL_BYTES:] != _seal(path.name, content[:-SEAL_BYTES]):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..arch import KernelConfig, architecture
+from ..arch import ARCHITECTURES, KernelConfig, architecture
 
 
 class ForwardKey(NamedTuple):
@@ -58,4 +59,16 @@ def kernels(
                 keys[ForwardKey(config, dtype, target_dtype, keeps, terms)] = None
             for dweight in configs.dweight:
                 keys[BackwardKey(config, dweight, dtype, target_dtype, added, terms)] = None
+    return list(keys)
+
+
+def carried(dtypes: Sequence[str] = ("bfloat16",)) -> list[Key]:
+    """The keys of all kernels that a wheel carries, compiled: of every architecture, for int64 targets and no
+    terms, those that add to a float32 buffer (grad_in_forward's too), and those of groups."""
+    keys: dict[Key, None] = {}
+    for arch in ARCHITECTURES:
+        for dtype in dtypes:
+            for added in ("", "float32"):
+                keys.update(dict.fromkeys(kernels(arch, dtype, "int64", added)))
+        keys[MergeKey(arch)] = None
     return list(keys)

@@ -1,0 +1,1 @@
+"""Programs for those who release the package."""
