@@ -1,7 +1,9 @@
 """The python blocks of README.md and docs, and how they are run.
 
-A block stands alone: it has the names of `names` below, and its sizes are reduced to those. One whose fence
-says "python torchrun" is a file of its own, for two processes (tests/distributed/test_documents.py).
+A block stands alone: it has the names of `names` below, and its sizes are reduced to those. Its fence may say
+
+    python torchrun         a file of its own, for two processes (tests/distributed/test_documents.py)
+    python integrations     it needs a framework (tests/integrations/test_documents.py)
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 """The documents whose blocks are run."""
 FENCE = re.compile(r"^```python ?([^\n]*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+KINDS = ("", "torchrun", "integrations")
+"""What a fence says after "python"."""
 D, VOCAB = 32, 128
 SMALL = {"4096": str(D), "128256": str(VOCAB)}
 
 
 class Block(NamedTuple):
-    """A python block: its document, the line of its fence, what the fence says after "python", its text."""
+    """A python block: its document, the line of its fence, which of KINDS it is, its text."""
 
     document: str
     line: int
@@ -40,7 +44,7 @@ class Block(NamedTuple):
 
 
 def blocks(kind: str) -> list[Block]:
-    """All blocks of a kind: "" or "torchrun"."""
+    """All blocks of one of KINDS."""
     return [block for document in SITE for block in _blocks(document) if block.kind == kind]
 
 
@@ -50,7 +54,7 @@ def _blocks(document: Path) -> list[Block]:
         Block(name, text.count("\n", 0, match.start()) + 1, *match.groups()) for match in FENCE.finditer(text)
     ]
     for block in found:
-        assert block.kind in ("", "torchrun"), f"{block}: got {block.kind!r}, want torchrun or nothing"
+        assert block.kind in KINDS, f"{block}: got {block.kind!r}, want one of {', '.join(map(repr, KINDS))}"
     return found
 
 
@@ -87,5 +91,7 @@ def run(block: Block, device: str, dtype: torch.dtype) -> None:
                 assert torch.isfinite(tensor).all(), f"{block}: {name}"
     if "backward(" in text:
         leaves += [each for each in scope.values() if isinstance(each, Tensor) and each.is_leaf]
+        models = [each for each in scope.values() if isinstance(each, nn.Module)]
+        leaves += [each for model in models for each in model.parameters()]
         grown = [leaf.grad for leaf in leaves] + [leaves[1].main_grad]
         assert any(each is not None and each.isfinite().all() and each.any() for each in grown), str(block)
