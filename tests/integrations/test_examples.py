@@ -1,0 +1,66 @@
+"""The examples that torchrun starts, at tiny sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from examples import fsdp2_tp, megatron_layer
+from tests.documents import ROOT
+
+TINY = "--steps 6 --batch 4 --length 16 --hidden 32 --layers 1 --vocab-size 64"
+
+
+def torchrun(ranks: int, module: str, *arguments: str, device: str = "cpu") -> str:
+    """What it printed. Its ranks are processes with one thread each."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module
+    done = subprocess.run(
+        [sys.executable, *command, *arguments, "--device", device],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_training(printed: str, sizes: str) -> None:
+    found = re.fullmatch(rf"{sizes}: loss (\S+) -> (\S+), at most \S+ from one model's", printed.strip())
+    assert found, printed
+    assert float(found[2]) < float(found[1]) - 0.05
+
+
+def test_fsdp2_tp():
+    check_training(torchrun(4, "examples.fsdp2_tp", *TINY.split(), "--lr", "1e-2"), "2 x 2 ranks")
+
+
+@pytest.mark.gpu_multi
+def test_fsdp2_tp_on_gpus():
+    printed = torchrun(2, "examples.fsdp2_tp", *TINY.split(), "--lr", "1e-2", device="cuda")
+    check_training(printed, "1 x 2 ranks")
+
+
+def test_megatron_layer():
+    arguments = (
+        "--sequence-parallel --length 16 --hidden 32 --vocab-size 128 --dtype float32 --tolerance 1e-5"
+    )
+    assert "main_grad" in torchrun(2, "examples.megatron_layer", *arguments.split())
+
+
+@pytest.mark.parametrize("example", [fsdp2_tp, megatron_layer])
+def test_help_and_a_start_without_torchrun(example, capsys, monkeypatch):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        example.main(["--help"])
+    assert "torchrun --nproc-per-node" in capsys.readouterr().out
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="want torchrun to start it"):
+        example.main([])
