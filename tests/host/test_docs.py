@@ -1,5 +1,6 @@
 """The documents: links lead somewhere, the files that they name exist, and their examples run."""
 
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import cute_lce
+from cute_lce import cli
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, kernels
 from tests import documents
 
@@ -65,6 +67,20 @@ def test_how_many_kernels_there_are():
     assert says in kernels_md
     assert f"of {plain} and {backwards} on Hopper" in tuning
     assert f"bfloat16 with int64 has {plain + keeping + backwards}" in tuning
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_named_commands_exist(document, capsys):
+    """At the beginning of a line or of `code`: make's targets, modules that are run, cute-lce's commands."""
+    text = document.read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= set(targets)
+    for module in re.findall(r"python3? -m ([a-z_]+(?:\.\w+)*)", text):
+        assert importlib.util.find_spec(module), module
+    for command in set(re.findall(r"(?:^|`)cute-lce ([a-z]+)", text, flags=re.MULTILINE)):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([command, "--help"])
+        assert f"usage: cute-lce {command}" in capsys.readouterr().out
 
 
 def test_the_readme_has_every_argument():
