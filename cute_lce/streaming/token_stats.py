@@ -103,7 +103,7 @@ class _Running:
             inside, column = _ids_in_window(self._ids, low, high)
             self.topk_logit = torch.where(inside, z.gather(1, column), self.topk_logit)
         highest, index = z.max(1)
-        if "argmax" in self._outputs:
+        if "argmax" in self._outputs or "is_top1" in self._outputs:
             # The first of equal ones wins.
             self.argmax = torch.where(highest > self.row_max, index + low, self.argmax)
         before, self.row_max = self.row_max, torch.maximum(self.row_max, highest)

@@ -158,6 +158,10 @@ def test_the_first_maximum_wins():
             )
             assert found.argmax.tolist() == [20]
             assert found.is_top1.tolist() == [top]
+            alone = linear_logprob(
+                hidden, weight, torch.tensor([target]), outputs=("is_top1",), window=window
+            )
+            assert alone.is_top1.tolist() == [top]
 
 
 def test_a_temperature_of_zero_spoils_its_own_row():
