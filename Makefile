@@ -57,8 +57,9 @@ bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GP
 wheel: $(STAMP)  ## build a wheel that carries the compiled kernels, into dist; WHEEL_ARGS="--help"
 	$(BIN)/python -m tools.wheel $(WHEEL_ARGS)
 
-figures: $(STAMP)  ## draw docs/figures from the kept results of random shapes; FIGURE_ARGS="--help"
-	$(BIN)/python -m bench.plot $(FIGURE_ARGS)
+figures: $(STAMP)  ## draw docs/figures from the kept results
+	$(BIN)/python -m bench.plot
+	$(BIN)/python -m bench.scaling
 
 docs: $(STAMP)  ## check the documents (links, measured numbers, examples) and build their site, docs/_build/html
 	$(BIN)/python -m pytest -q tests/host/test_docs.py tests/host/test_documented_numbers.py

@@ -168,9 +168,9 @@ def time_steps(
         for i in draw.sample(range(len(steps)), len(steps)):
             begin, end = (_Mark(device) for _ in range(2))
             flush.zero_()
-            dist.all_reduce(meeting)
             if is_ahead and on_gpu:
                 torch.cuda._sleep(AHEAD_CYCLES)
+            dist.all_reduce(meeting)
             begin.record()
             steps[i]()
             end.record()

@@ -363,6 +363,7 @@ def over_gpus(file: str) -> Rows:
             f"{record['n']}, {record['d']}, {record['vocab']}",
             record["case"],
             f"{record['ms']:.2f}",
+            f"{record['ms_idle']:.2f}",
             f"{record['efficiency']:.3f}",
             f"{record['extra_mib']:.0f}",
         ]
@@ -403,7 +404,7 @@ def sentences() -> list[tuple[str, str]]:
     first = [trained("h100_backward.json", shape, shape.bars[0][0]) for shape in shapes.BACKWARD[:4]]
     ratios = [ratio(record) for pair in first for record in pair]
     mean, none = three_gemms("h100_backward.json")
-    present = [float(row[2]) for row in budgets("h200_tables.json") if row[0] in ("2355", "307")]
+    present = [float(str(row[2])) for row in budgets("h200_tables.json") if row[0] in ("2355", "307")]
     found = records("h100_errors.json")
     ours = [
         max(record[key] for record in found if record["provider"] == "cute_lce" and record[key] is not None)
