@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import torch
 
@@ -22,6 +26,48 @@ def test_doctor_finds_all_well(capsys):
             (line,) = [line for line in lines if f"cuda:0 {dtype} {kind} " in line]
             assert "PASS" in line
             assert "kernels" in line
+
+
+CALL = """
+import sys
+from pathlib import Path
+import torch
+import cute_lce
+from cute_lce.compile import cache
+cache.CARRIED = Path(sys.argv[1])
+torch.manual_seed(0)
+kind = {"dtype": torch.bfloat16, "device": "cuda"}
+hidden, weight = torch.randn(300, 256, **kind), torch.randn(5000, 256, **kind) / 16
+target = torch.randint(5000, (300,), device="cuda")
+hidden.requires_grad_()
+weight.requires_grad_()
+for schedule in ("recompute", "keep", "grad_in_forward"):
+    loss = cute_lce.linear_cross_entropy(hidden, weight, target, schedule=schedule)
+    dinput, dweight = torch.autograd.grad(loss, (hidden, weight))
+    wanted = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().mT, target)
+    expected = torch.autograd.grad(wanted, (hidden, weight))
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-4, atol=0)
+    for got, want in zip((dinput, dweight), expected, strict=True):
+        assert (got - want).norm() < 2e-2 * want.norm()
+print("cutlass" in sys.modules)
+"""
+
+
+def test_calls_load_carried_kernels(tmp_path):
+    """What one process compiled, another finds beside the package, without cutlass and without a folder."""
+    carried, cached = tmp_path / "carried", tmp_path / "cached"
+    carried.mkdir()
+    for folder, imports in ((cached, "True"), (tmp_path / "never", "False")):
+        environment = {**os.environ, "CUTE_LCE_CACHE_DIR": str(folder)}
+        if folder != cached:
+            environment["CC"] = "no-such-compiler"
+            for path in cached.glob("*.so"):
+                shutil.copy(path, carried)
+        command = [sys.executable, "-c", CALL, str(carried)]
+        found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        assert found.stdout.split() == [imports]
+    assert len(list(carried.iterdir())) >= 3
+    assert not (tmp_path / "never").exists()
 
 
 def test_bench_has_a_verdict(capsys):
