@@ -76,7 +76,9 @@ def test_every_result_and_gradient(temperature: float, softcap: float | None, sc
     options = (temperature, 40, softcap, scale, tuple(OUTPUTS))
     found, gradients = results(LogProb, given, *options)
     theirs, their_gradients = results(ChunkedLogProbFunction, given, *options)
-    wide: list[Any] = [None if each is None else each.detach().double().requires_grad_() for each in given[:3]]
+    wide: list[Any] = [
+        None if each is None else each.detach().double().requires_grad_() for each in given[:3]
+    ]
     stats = reference.linear_logprob(
         wide[0],
         wide[1],
