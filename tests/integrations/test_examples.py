@@ -1,4 +1,4 @@
-"""The examples that torchrun starts, at tiny sizes."""
+"""The examples of frameworks, and those that torchrun starts, at tiny sizes."""
 
 from __future__ import annotations
 
@@ -64,3 +64,31 @@ def test_help_and_a_start_without_torchrun(example, capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit, match="want torchrun to start it"):
         example.main([])
+
+
+def test_finetune_hf(capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed (extra integrations)")
+    from examples import finetune_hf
+
+    sizes = "--steps 3 --batch 2 --length 32 --d 32 --layers 1 --vocab-size 256 --device cpu"
+    assert finetune_hf.main(sizes.split()) == 0
+    printed = re.findall(r"^(fused|own) +loss (\S+) -> (\S+),", capsys.readouterr().out, flags=re.MULTILINE)
+    assert [name for name, *_ in printed] == ["fused", "own"]
+    assert all(float(last) < float(first) for _, first, last in printed)
+    assert finetune_hf.main([*sizes.split(), "--tolerance", "-1"]) == 1
+    with pytest.raises(SystemExit, match=r"^0$"):
+        finetune_hf.main(["--help"])
+    assert "--accumulate" in capsys.readouterr().out
+
+
+def test_grpo(capsys):
+    pytest.importorskip("trl", reason="trl is not installed (extra integrations)")
+    from examples import grpo
+
+    assert grpo.main(["--steps", "10", "--lr", "1e-2", "--device", "cpu"]) == 0
+    found = re.search(r"^reward (\S+) -> (\S+) in 10 steps$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert found
+    assert float(found[2]) > float(found[1]) + 0.05
+    with pytest.raises(SystemExit, match=r"^0$"):
+        grpo.main(["--help"])
+    assert "--letter" in capsys.readouterr().out
