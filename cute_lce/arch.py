@@ -192,6 +192,7 @@ class Architecture:
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
     l2_bytes_per_clock: that an SM loads from L2 while all do.
     data_sheet: peaks for `cute-lce plan`.
+    term_columns: (term, tile_n of the widest tiles of tokens whose epilogues have registers for it).
     tilings: for few tokens first.
     """
 
@@ -207,6 +208,7 @@ class Architecture:
     dense_flops_per_clock: int
     l2_bytes_per_clock: int
     data_sheet: DataSheet
+    term_columns: tuple[tuple[str, int], ...]
     tilings: tuple[Tilings, ...]
 
     @functools.cached_property
@@ -227,12 +229,15 @@ class Architecture:
         """All configurations of the gradient by weight's GEMM."""
         return tuple(dict.fromkeys(config for configs in self.configs for config in configs.dweight))
 
-    def configs_for(self, tokens: int, window: int) -> Configs:
+    def configs_for(self, tokens: int, window: int, columns: int = 0) -> Configs:
         """The configurations that a call of so many tokens chooses from: the first whose widest tile holds
         all of them, or the last. An explicit window takes the first: nothing that orders a row's additions
-        may then depend on the number of tokens."""
-        fit = (each for each in self.configs if window or each.tokens[-1].tile_n >= tokens)
-        return next(fit, self.configs[-1])
+        may then depend on the number of tokens. columns: as in Gpu."""
+        configs = self.configs
+        if columns:
+            configs = tuple(each.within(columns) for each in configs)
+        fit = (each for each in configs if window or each.tokens[-1].tile_n >= tokens)
+        return next(fit, configs[-1])
 
     def _configure(self, tiling: Tiling) -> KernelConfig:
         fields = {name: getattr(tiling, name) for name in _TILING}
@@ -251,16 +256,27 @@ class Configs(NamedTuple):
     tokens: tuple[KernelConfig, ...]
     dweight: tuple[KernelConfig, ...]
 
+    def within(self, columns: int) -> Configs:
+        """Without tiles of tokens that are wider."""
+        return self._replace(tokens=tuple(each for each in self.tokens if each.tile_n <= columns))
+
 
 class Gpu(NamedTuple):
-    """What a plan is made for: the name of an architecture, and how many SMs there are."""
+    """What a plan is made for: the name of an architecture, and how many SMs there are. columns: tile_n of
+    the widest tiles of tokens that the plan may have; 0: any."""
 
     arch: str
     sms: int
+    columns: int = 0
 
     @property
     def row(self) -> Architecture:
         return architecture(self.arch)
+
+    def serving(self, terms: tuple[str, ...]) -> Gpu:
+        """The same for kernels that are compiled for these terms."""
+        columns = [most for term, most in self.row.term_columns if term in terms]
+        return self._replace(columns=min(columns)) if columns else self
 
 
 def architecture(name: str) -> Architecture:
@@ -321,6 +337,7 @@ _SM_90A = Architecture(
     dense_flops_per_clock=4096,
     l2_bytes_per_clock=42,
     data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
+    term_columns=(("softcap", 176),),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
@@ -356,6 +373,7 @@ _SM_100A = Architecture(
     dense_flops_per_clock=8192,
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
+    term_columns=(("softcap", 224),),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )
 _SM_103A = replace(

@@ -32,6 +32,22 @@ KEPT_TILE = 128
 UNIT = 32
 """Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
 NOTE_BYTES = 2
+TERMS: dict[str, dict[str, Any]] = {
+    "logit_scale": {"logit_scale": Float32},
+    "softcap": {"inverse_cap": Float32, "cap": Float32},
+    "coefficients": {"row_factor": Address},
+}
+"""What kernels that are compiled for a term take for it in LossArguments.
+
+logit_scale: z = logit_scale x, of a product x. softcap: z = cap tanh(inverse_cap x), which holds a scale and
+a temperature too. coefficients: of a backward; the gradient by a product is
+
+    softmax exp(z - row_max) slope - target onehot
+
+with slope 1, or of a softcap 1 - tanh^2, and coefficients of each token, (n,) fp32: `softmax` lies where else
+row_sum does, `target` where dloss does. In float16 they are at most HALF_SCALE, and row_factor (n,) fp32
+multiplies the gradient; else it is 0.
+"""
 COMPUTED_ROWS = 64
 """Compacted tokens are computed in multiples of so many, the depth of a k tile (kernels/rows.py)."""
 
@@ -54,8 +70,8 @@ class Operands(NamedTuple):
 
 
 class LossArguments(NamedTuple):
-    """The fields of options.LossOptions that kernels read at run time: its numbers, by their names, and the
-    reduction as a number of REDUCTIONS. `terms`: names of further numbers, which `with_terms` adds."""
+    """What kernels read of a loss at run time: the reduction as a number of REDUCTIONS, and ignore_index.
+    `terms`: names of TERMS, whose numbers `with_terms` adds."""
 
     reduction: Int32
     ignore_index: Int64
@@ -64,17 +80,19 @@ class LossArguments(NamedTuple):
 
     @classmethod
     def of(cls, loss: Any) -> LossArguments:
-        """loss: LossOptions."""
+        """loss: LossOptions, or what else has the terms' numbers by their names."""
         kind = with_terms(loss.terms)
         return kind(REDUCTIONS[loss.reduction], *[getattr(loss, name) for name in kind._fields[1:]])
 
 
 @functools.cache
 def with_terms(terms: tuple[str, ...]) -> Any:
-    """LossArguments with a number for each of the terms, by its name."""
+    """LossArguments with the numbers of the terms."""
     if not terms:
         return LossArguments
-    fields = {**get_type_hints(LossArguments, include_extras=True), **dict.fromkeys(terms, Float32)}
+    fields = get_type_hints(LossArguments, include_extras=True)
+    for term in terms:
+        fields |= TERMS[term]
     kind: Any = NamedTuple("LossArguments", [*fields.items()])  # pyright: ignore[reportArgumentType]
     kind.terms = terms
     return kind

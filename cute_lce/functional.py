@@ -69,7 +69,8 @@ def linear_cross_entropy(
             "grad_in_forward" in 16 bits makes linear_weight's gradient nan, as torch does.
         label_smoothing: in [0, 1]: the part of a target's probability that is spread over all classes.
         logit_scale: multiplies the logits.
-        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. None: not applied.
+        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. None: not applied. On
+            the kernels "auto" then recomputes, and "keep" is refused.
         z_loss: the coefficient of the square of the row's lse, which is added to its loss.
         token_weight: target's shape, any real dtype: multiplies the row's loss. "mean" does not divide by it.
         denominator: a positive number, or a tensor of shape () on input's device, of any real dtype, by which
@@ -129,11 +130,12 @@ def linear_cross_entropy(
     Raises:
         TypeError: a dtype, or a Python type, other than the above.
         ValueError: a shape, a value or a device other than the above; a gradient that weight, token_weight or
-            denominator would need; a workspace_mb too small for the schedule (it names the least that fits);
-            on a CPU, a target outside [0, V) that is not ignore_index. On a GPU, where checking would
-            synchronise, such a row's loss and its input's gradient, and hence the weight's gradient, are nan,
-            whatever its upstream gradient, and nothing outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1
-            in the environment makes it a device-side assertion there.
+            denominator would need; a schedule that cannot serve the call; a workspace_mb too small for the
+            schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
+            ignore_index. On a GPU, where checking would synchronise, such a row's loss and its input's
+            gradient, and hence the weight's gradient, are nan, whatever its upstream gradient, and nothing
+            outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
+            assertion there.
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB

@@ -19,8 +19,8 @@ Shapes, with "acc" for float32 (float64 for float64):
 
 A call with terms (options.TermOptions, and tensors beside the operands), and every call of linear_logprob, is
 a Statistics' instead: numbers of each token, from which ops/ makes the loss, and the gradients from those by
-these numbers. `ops.select.statistics` picks it. Only the streaming path has one so far, so it serves such
-calls on a GPU too.
+these numbers. `ops.select.statistics` picks it: the kernels' where they serve such a call, else the streaming
+path's.
 
 No method synchronises with a device; on a CPU the targets are checked. No argument but `out` is modified.
 """
@@ -282,7 +282,8 @@ class Stats(NamedTuple):
     int64: the first class with the largest z. is_top1 bool: whether that is the target. log_sum_sq_probs:
     log sum p^2. mean_logit: of z over the classes.
     For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for.
-    kept (n, kept_columns): products of hidden and weight.
+    target_logit: z of the target, if there is a softcap. kept (n, kept_columns): products of hidden and
+    weight.
     """
 
     logprob: Tensor | None = None
@@ -297,6 +298,7 @@ class Stats(NamedTuple):
     row_max: Tensor | None = None
     row_sum: Tensor | None = None
     mean_gap: Tensor | None = None
+    target_logit: Tensor | None = None
     kept: Tensor | None = None
 
 
@@ -311,11 +313,12 @@ class StatsUpstream(NamedTuple):
 
 
 class StatsSaved(NamedTuple):
-    """What the backward receives of its forward; kept None: nothing is."""
+    """What the backward receives of its forward, fields of Stats; kept None: nothing is."""
 
     row_max: Tensor
     row_sum: Tensor
     mean_gap: Tensor | None
+    target_logit: Tensor | None
     kept: Tensor | None
 
 
@@ -369,7 +372,8 @@ AllGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Statistics(Protocol):
-    """streaming.STATISTICS. The request's need_dinput and need_dweight are of input and linear_weight."""
+    """streaming.STATISTICS and launch.STATISTICS. The request's need_dinput and need_dweight are of input and
+    linear_weight."""
 
     def choose(
         self,

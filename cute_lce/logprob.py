@@ -62,9 +62,9 @@ def linear_logprob(
     Returns:
         TokenStats: each field that outputs names, the others None.
 
-    Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob alone, with a number as
-    temperature and neither bias nor softcap, and the streaming path all others. Any combination of the
-    differentiable numbers may have an upstream gradient, and one without costs nothing. A temperature that
+    Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob and lse with a number as
+    temperature and no bias, if they need not keep (logprob alone without a softcap may be kept), and the
+    streaming path all others. There "keep" is refused with a softcap. Any combination of the differentiable numbers may have an upstream gradient, and one without costs nothing. A temperature that
     requires a gradient is refused.
     """
     if workspace_mb is None:

@@ -50,24 +50,28 @@ HALF_LEAST = float(2**-60)
 """The least that the largest magnitude is taken to be before it is scaled; a gradient of it rounds to 0."""
 
 
-def logits(product, loss):
+def logits(product, loss, tanh=None):
     """What a product of hidden and weight becomes before the softmax. A tensor is changed in place.
 
     loss: LossOptions, or in kernels arguments.LossArguments, which has its numbers: those in `terms` matter.
+    tanh: for a softcap.
     """
+    if "softcap" in loss.terms:
+        return capped(cap_ratio(product, loss.inverse_cap, tanh), loss.cap)
     if "logit_scale" in loss.terms:
         product *= loss.logit_scale
     return product
 
 
 def product_gradient(gradient, loss):
-    """The gradient by a product, of one by its logit."""
-    return gradient * loss.logit_scale if "logit_scale" in loss.terms else gradient
+    """The gradient by a product, of one by its logit. Coefficients (arguments.TERMS) are by products."""
+    scales = "logit_scale" in loss.terms and "coefficients" not in loss.terms
+    return gradient * loss.logit_scale if scales else gradient
 
 
-def cap_ratio(x, cap, tanh):
+def cap_ratio(x, inverse_cap, tanh):
     """What a softcap of x is, relative to the cap."""
-    return tanh(x * (1.0 / cap))
+    return tanh(x * inverse_cap)
 
 
 def capped(ratio, cap):
@@ -78,6 +82,27 @@ def capped(ratio, cap):
 def cap_slope(ratio):
     """The derivative of `capped` by x."""
     return 1.0 - ratio * ratio
+
+
+TANH_SERIES = (-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+"""Of tanh(x) / x - 1 by powers of x^2, the highest first."""
+TANH_SMALL = 0.35
+"""Up to here the series errs by 2^-26; beyond it exponentials do by little more than their own rounding."""
+
+
+def small_tanh(x, fma):
+    """tanh(x) of |x| < TANH_SMALL, where a difference of exponentials would lose digits."""
+    square = x * x
+    total = TANH_SERIES[0]
+    for coefficient in TANH_SERIES[1:]:
+        total = fma(total, square, coefficient)
+    return fma(x * square, total, x)
+
+
+def large_tanh(distance, exp, reciprocal):
+    """tanh(|x|). distance: |x|."""
+    falling = exp(distance * -2.0)
+    return (1.0 - falling) * reciprocal(1.0 + falling)
 
 
 def smoothed(nll, total_nll, smoothing, classes):

@@ -52,6 +52,7 @@ def forget_device() -> None:
     launch.device.template.cache_clear()
     launch.merge._prepared.cache_clear()
     prepared.cache.clear()
+    launch.token_stats.forget()
 
 
 def forget_plans() -> None:

@@ -45,6 +45,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="kernels of calls with a logit_scale, or a temperature, other than 1, whatever its value",
     )
+    command.add_argument(
+        "--softcap", action="store_true", help="of calls with a softcap, whatever it is, and any logit_scale"
+    )
+    command.add_argument(
+        "--z-loss", action="store_true", help="of calls with a z_loss, or for the lse of linear_logprob"
+    )
     command.add_argument("--tp-group", action="store_true", help="kernels of calls with a tp_group, too")
     command.add_argument("--jobs", type=positive, help="processes that compile (one for each core)")
     command.set_defaults(run=run)
@@ -55,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"into {cache.cache_dir()}", flush=True)
     added = ["" if name == "none" else name for name in args.grad_weight_out]
     types = itertools.product(args.dtype, args.target_dtype, added)
-    terms = ("logit_scale",) if args.logit_scale else ()
+    terms = ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
+    if args.softcap or args.z_loss:
+        terms = (*terms, "coefficients")
     keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, terms))]
     if args.tp_group:
         keys += [MergeKey(args.arch, name) for name in args.target_dtype]

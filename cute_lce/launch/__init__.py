@@ -4,9 +4,9 @@ Arch-neutral: what differs between architectures is in the plan and behind `comp
 without a product, is the streaming implementation's.
 """
 
-from ..implementation import Implementation
+from ..implementation import Implementation, Statistics
 from ..streaming import STREAMING
-from . import backward, choose, forward, grad_in_forward, merge
+from . import backward, choose, forward, grad_in_forward, merge, token_stats
 from .device import DTYPES, serves
 
 
@@ -23,4 +23,14 @@ class Kernels:
 
 KERNELS: Implementation = Kernels()
 
-__all__ = ["DTYPES", "KERNELS", "serves"]
+
+class KernelStatistics:
+    choose = staticmethod(token_stats.choose)
+    forward = staticmethod(token_stats.forward)
+    backward = staticmethod(token_stats.backward)
+    grad_in_forward = staticmethod(token_stats.grad_in_forward)
+
+
+STATISTICS: Statistics = KernelStatistics()
+
+__all__ = ["DTYPES", "KERNELS", "STATISTICS", "serves"]

@@ -101,7 +101,8 @@ class KernelBackward:
         self.added, self.directly = request.added, self.features == d
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
         problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
-        chosen = plan or backward_plan.plan(gpu_of(device), problem, kept, request.limits)
+        gpu = gpu_of(device).serving(loss.terms)
+        chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
         configs = chosen.tokens, chosen.dweight
         dtypes = dtype_name(dtype), dtype_name(target.dtype)

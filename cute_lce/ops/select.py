@@ -7,9 +7,10 @@ import logging
 
 import torch
 
-from ..implementation import Implementation, Statistics
+from ..implementation import Implementation, Statistics, StatsOperands, StatsOptions
 from ..launch import DTYPES as KERNEL_DTYPES
-from ..launch import KERNELS, serves
+from ..launch import KERNELS, serves, token_stats
+from ..launch import STATISTICS as KERNEL_STATISTICS
 from ..streaming import STATISTICS, STREAMING
 
 _logger = logging.getLogger("cute_lce")
@@ -24,9 +25,16 @@ def implementation(device: torch.device, dtype: torch.dtype) -> Implementation:
     return _picked.get((device, dtype)) or _pick(device, dtype)
 
 
-def statistics(device: torch.device, dtype: torch.dtype) -> Statistics:
-    """What serves calls with terms and linear_logprob: the streaming path, on every device."""
-    return STATISTICS
+def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) -> Statistics:
+    """What serves a call with terms or linear_logprob: the kernels, if they recompute. Raises ValueError by
+    the name of the schedule where kernels for the call would have to keep what they do not."""
+    hidden = operands.hidden
+    if implementation(hidden.device, hidden.dtype) is not KERNELS:
+        return STATISTICS
+    if schedule == "keep" and options.softcap is not None:
+        raise ValueError("schedule: got 'keep' with a softcap, want 'recompute' or 'auto'")
+    recomputes = schedule in ("auto", "recompute")
+    return KERNEL_STATISTICS if recomputes and token_stats.serves(operands, options) else STATISTICS
 
 
 def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:

@@ -152,7 +152,7 @@ def decide(
     need_dinput, need_dweight, need_dbias = _needs(operands)
     limits, (V, d), dtype = compute.limits, weight.shape, hidden.dtype
     problem = Problem(hidden.shape[0], d, V, dtype is torch.float16, need_dinput, need_dweight)
-    schedule, kept_columns = statistics(hidden.device, dtype).choose(
+    schedule, kept_columns = statistics(operands, options, compute.schedule).choose(
         problem, dtype, hidden.device, compute.schedule, reduction, limits
     )
     if schedule == "grad_in_forward" and reduction == "none" and need_dbias:

@@ -20,6 +20,7 @@ from ..implementation import (
     AllGradients,
     Request,
     RowLoss,
+    Statistics,
     Stats,
     StatsOperands,
     StatsOptions,
@@ -58,7 +59,7 @@ _UPSTREAM = ", ".join(f"Tensor? d{name}" for name in StatsUpstream._fields)
 TOKEN_STATS = f"token_stats({_OPERANDS}, {_OPTIONS}, {LIMITS}, SymInt kept_columns) -> ({_RESULTS})"
 TOKEN_STATS_BACKWARD = (
     f"token_stats_backward({_UPSTREAM}, {_OPERANDS}, Tensor row_max, Tensor row_sum, Tensor? mean_gap, "
-    f"Tensor? kept, {_OPTIONS}, {LIMITS}, {_NEEDED})"
+    f"Tensor? target_logit, Tensor? kept, {_OPTIONS}, {LIMITS}, {_NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
 )
 _TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
@@ -97,6 +98,8 @@ def _fake_token_stats(input, linear_weight, target, linear_bias, class_weight, t
     shapes: dict[str, tuple[int, ...]] = {name: (n,) for name in (*options.outputs, "row_max", "row_sum")}
     if "entropy" in options.outputs:
         shapes["mean_gap"] = (n,)
+    if options.softcap is not None:
+        shapes["target_logit"] = (n,)
     if "topk_logprob" in options.outputs:
         shapes["topk_logprob"] = tuple(ids.shape)
     shapes["kept"] = (n, kept_columns)
@@ -132,6 +135,10 @@ def _fake_loss_gradients(*arguments):
 # Ops
 
 
+def _statistics(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> Statistics:
+    return statistics(operands, options, "keep" if kept_columns else "recompute")
+
+
 def _check(operands: StatsOperands, ignore_index: int) -> None:
     if CHECK_TARGETS:
         check_targets(Operands(*operands[:3]), LossOptions("none", ignore_index))
@@ -145,7 +152,7 @@ def token_stats(*arguments):
     hidden = operands.hidden
     acc = accumulate_dtype(hidden.dtype)
     request = Request(Limits(window, workspace), kept_columns)
-    found = statistics(hidden.device, hidden.dtype).forward(operands, options, request)
+    found = _statistics(operands, options, kept_columns).forward(operands, options, request)
     if found.kept is None:
         found = found._replace(kept=hidden.new_empty((hidden.shape[0], 0), dtype=acc))
     return tuple(
@@ -162,11 +169,12 @@ def _run_backward(
     request: Request,
     out: Tensor | None = None,
 ) -> AllGradients:
-    hidden, kept = operands.hidden, saved.kept
+    kept = saved.kept
     if kept is not None and kept.shape[1] == 0:
         saved = saved._replace(kept=None)
     request = request._replace(kept_columns=0 if saved.kept is None else saved.kept.shape[1])
-    return statistics(hidden.device, hidden.dtype).backward(upstream, operands, saved, options, request, out)
+    serving = _statistics(operands, options, request.kept_columns)
+    return serving.backward(upstream, operands, saved, options, request, out)
 
 
 @inner.define(TOKEN_STATS_BACKWARD, _fake_backward)
@@ -190,7 +198,7 @@ def token_loss_gradients(*arguments):
     _check(operands, options.ignore_index)
     hidden = operands.hidden
     request = Request(Limits(window, workspace), 0, *needed[:2], need_dbias=needed[2])
-    losses, *gradients = statistics(hidden.device, hidden.dtype).grad_in_forward(
+    losses, *gradients = statistics(operands, options, "grad_in_forward").grad_in_forward(
         operands, options, RowLoss(terms, target_weight, token_weight), request
     )
     num_valid = (~is_ignored(operands.target, options.ignore_index)).sum()

@@ -188,7 +188,9 @@ def candidates(gpu: Gpu, problem: Problem, window: int = 0) -> Candidates:
 def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
     """The configuration with which dweight's GEMM takes the fewest clocks over the whole vocabulary."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    gemms = [Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window).dweight]
+    gemms = [
+        Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window, gpu.columns).dweight
+    ]
     return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT))
 
 
@@ -199,7 +201,8 @@ def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, list[int]]:
     Where a tile holds all tokens, it is the narrowest of these, and the weight is read once. An explicit
     window fixes the order of a row's additions: no other splits than its stripes."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    found, gemms = [], [Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window).tokens]
+    configs = gpu.row.configs_for(n, window, gpu.columns).tokens
+    found, gemms = [], [Gemm(gpu, config, n * d * vocab) for config in configs]
     for gemm in [gemm for gemm in gemms if gemm.columns >= n][:1] or gemms:
         clocks, splits = gemm.clocks(vocab, n, d, EXPONENTIALS), [1]
         if problem.need_dinput and not window:

@@ -122,4 +122,4 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
         columns = ceil_div(n, gemm.columns)
         return columns * gemm.tile(d, epilogue) / gemm.rows, config.tile_n if columns == 1 else -config.tile_n
 
-    return min(gpu.row.configs_for(n, window).tokens, key=cost)
+    return min(gpu.row.configs_for(n, window, gpu.columns).tokens, key=cost)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..arch import ARCHITECTURES, KernelConfig, architecture
+from ..arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 
 
 class ForwardKey(NamedTuple):
     """The key of a kernels.entry.forward.Forward.
 
-    dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64". terms: names of the
-    loss's numbers that are no default (options.LossOptions.terms), whose values are arguments.
+    dtype: "bfloat16" or "float16", of both operands. target_dtype: "int32" or "int64". terms: names of
+    arguments.TERMS, whose numbers are arguments.
     """
 
     config: KernelConfig
@@ -50,13 +50,15 @@ Key = ForwardKey | BackwardKey | MergeKey
 def kernels(
     arch: str, dtype: str, target_dtype: str, added: str = "", terms: tuple[str, ...] = ()
 ) -> list[Key]:
-    """The keys of all kernels that calls with these types may need; added: see BackwardKey."""
-    row = architecture(arch)
+    """The keys of all kernels that calls with these types may need; added: see BackwardKey. terms: of a
+    backward: forwards have no coefficients, and those whose backward has some keep nothing."""
+    row, columns = architecture(arch), Gpu(arch, 1).serving(terms).columns
+    of_forward = tuple(term for term in terms if term != "coefficients")
     keys: dict[Key, None] = {}
     for configs in row.configs:
-        for config in configs.tokens:
-            for keeps in (False, True):
-                keys[ForwardKey(config, dtype, target_dtype, keeps, terms)] = None
+        for config in (configs.within(columns) if columns else configs).tokens:
+            for keeps in (False, True) if of_forward == terms else (False,):
+                keys[ForwardKey(config, dtype, target_dtype, keeps, of_forward)] = None
             for dweight in configs.dweight:
                 keys[BackwardKey(config, dweight, dtype, target_dtype, added, terms)] = None
     return list(keys)

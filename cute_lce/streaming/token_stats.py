@@ -55,7 +55,7 @@ class _Logits:
         if self._options.logit_scale != 1:
             z.mul_(self._options.logit_scale)
         if self._options.softcap is not None:
-            z = maths.cap_ratio(z, self._options.softcap, torch.tanh_)
+            z = maths.cap_ratio(z, 1.0 / self._options.softcap, torch.tanh_)
             slope = maths.cap_slope(z) if needs_slope else None
             z = maths.capped(z, self._options.softcap)
         return z.div_(self._temperature), slope
@@ -210,7 +210,13 @@ def _numbers(
         each = maths.logprob(log_row_sum.unsqueeze(1), row_max.unsqueeze(1), running.topk_logit)
         wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & _are_classes(operands.topk_ids, V), each, 0)
     has_entropy = "entropy" in options.outputs
-    return Stats(**wanted, row_max=row_max, row_sum=row_sum, mean_gap=mean_gap if has_entropy else None)
+    return Stats(
+        **wanted,
+        row_max=row_max,
+        row_sum=row_sum,
+        mean_gap=mean_gap if has_entropy else None,
+        target_logit=running.target_logit if options.softcap is not None else None,
+    )
 
 
 def _are_classes(ids: Tensor, V: int) -> Tensor:
@@ -222,7 +228,7 @@ def _where_class(target: Tensor, V: int, values: Tensor, otherwise: float) -> Te
     return torch.where(_are_classes(target, V), values, otherwise)
 
 
-class _Coefficients(NamedTuple):
+class Coefficients(NamedTuple):
     """See the file's docstring; (n,), but topk (n, K): what is added at an id's first occurrence in its row.
     0 in ignored rows."""
 
@@ -232,10 +238,10 @@ class _Coefficients(NamedTuple):
     target: Tensor | None
     topk: Tensor | None
 
-    def times(self, factor: Tensor) -> _Coefficients:
+    def times(self, factor: Tensor) -> Coefficients:
         gap_factor, uniform, target = (None if each is None else each * factor for each in self[1:4])
         topk = None if self.topk is None else self.topk * factor.unsqueeze(1)
-        return _Coefficients(self.softmax * factor, gap_factor, uniform, target, topk)
+        return Coefficients(self.softmax * factor, gap_factor, uniform, target, topk)
 
     def size(self) -> Tensor:
         """A bound of the coefficients."""
@@ -245,9 +251,9 @@ class _Coefficients(NamedTuple):
         return total if self.topk is None else total + self.topk.abs().sum(1)
 
 
-def _coefficients(
+def coefficients_of(
     upstream: StatsUpstream, operands: StatsOperands, saved: StatsSaved, valid: Tensor
-) -> _Coefficients:
+) -> Coefficients:
     given = StatsUpstream(
         *(None if each is None else _of_valid(each, valid, saved.row_max.dtype) for each in upstream)
     )
@@ -272,7 +278,7 @@ def _coefficients(
     if onehot is not None:
         # In a shard others have the other targets.
         onehot = _where_class(operands.target, operands.weight.shape[0], onehot, 0)
-    return _Coefficients(softmax, gap_factor, uniform, onehot, topk)
+    return Coefficients(softmax, gap_factor, uniform, onehot, topk)
 
 
 def _of_valid(upstream: Tensor, valid: Tensor, acc: torch.dtype) -> Tensor:
@@ -320,7 +326,7 @@ def gradients(
     products = Products(_without_ignored(hidden, ~valid), weight)
     acc = products.acc
     logits = _Logits(operands, options, ~valid, acc)
-    coefficients, factor, outer = _coefficients(upstream, operands, saved, valid), logits.factor, None
+    coefficients, factor, outer = coefficients_of(upstream, operands, saved, valid), logits.factor, None
     scaled_hidden, weight_scale = products.hidden, None
     if products.rounded and dtype is torch.float16:
         # Its range is too small for upstream / n: the rows' factors are applied in float32.
@@ -415,7 +421,7 @@ def grad_in_forward(
         assert stats.row_max is not None
         assert stats.row_sum is not None
         losses[start:stop] = own.losses(stats, V)
-        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept)
+        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, None, stats.kept)
         upstream = own.upstream(stats, V)
         del stats
         dinput_part, _, dbias_part = gradients(upstream, part, saved, options, request, dweight)

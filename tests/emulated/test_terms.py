@@ -11,8 +11,10 @@ import torch
 from cute_lce.plan import memory
 from cute_lce.plan.kernels import MergeKey
 from tests.device import forget_plans
+from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring
+from tests.emulated.token_stats import Numbers
 from tests.numerics import random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -59,3 +61,45 @@ def test_logit_scale_of_compacted_rows(arch, kept, monkeypatch):
     run = train(case, arch, kept_columns=kept)
     check(case, run)
     assert any("Gather" in name for name in run.emulator.launched)
+
+
+both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+
+
+def terms_of_keys(run: token_stats.Run) -> set[tuple[str, ...]]:
+    return {key.terms for key in run.emulator.keys if not isinstance(key, MergeKey)}
+
+
+each_dtype_once = pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("sm_90a", BF16),
+        ("sm_100a", FP16),
+        *(pytest.param(*each, marks=full) for each in (("sm_90a", FP16), ("sm_100a", BF16))),
+    ],
+)
+
+
+@each_dtype_once
+def test_softcap(arch, dtype):
+    """Of logits on either side of the cap; rows beyond the vocabulary are masked after it."""
+    case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
+    numbers = Numbers(case, softcap=5.0, logit_scale=0.8, temperature=0.7)
+    if dtype is BF16:
+        numbers = replace(numbers, outputs=("logprob", "lse"), differentiated=("logprob", "lse"))
+    run = token_stats.run(numbers, arch)
+    token_stats.check(numbers, run)
+    assert terms_of_keys(run) == {("softcap",), ("softcap", "coefficients")}
+    with pytest.raises(AssertionError):
+        token_stats.check(replace(numbers, softcap=5.2), run)
+
+
+@full
+@both
+@pytest.mark.parametrize("seed", range(20))
+def test_softcap_of_any_schedule_of_warps(arch, seed):
+    dtype = FP16 if seed % 2 else BF16
+    case = ignoring(random_case(70 + seed, 72 + 8 * (seed % 3), 190 + 7 * seed, dtype, scale=6.0, seed=seed))
+    differentiated = (("logprob",), ("lse",), ("logprob", "lse"))[seed % 3]
+    numbers = Numbers(case, ("logprob", "lse"), differentiated, softcap=3.0)
+    token_stats.check(numbers, token_stats.run(numbers, arch, seed=seed, window=0 if seed % 4 else 130))

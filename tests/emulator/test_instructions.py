@@ -140,6 +140,7 @@ def bf16(x: np.ndarray) -> np.ndarray:
         ("fma.rn.f32 %o0, %a, %b, %c;", lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32)),
         ("neg.f32 %o0, %a;", lambda x, y, z: -x),
         ("abs.f32 %o0, %a;", lambda x, y, z: np.abs(x)),
+        ("copysign.f32 %o0, %a, %b;", lambda x, y, z: np.copysign(y, x)),
         ("max.f32 %o0, %a, %b;", lambda x, y, z: np.fmax(x, y)),
         ("max.NaN.f32 %o0, %a, %b;", lambda x, y, z: np.maximum(x, y)),
         ("min.f32 %o0, %a, %b;", lambda x, y, z: np.fmin(x, y)),

@@ -21,7 +21,7 @@ from cute_lce.compile import cache
 from cute_lce.ops.select import DTYPES, implementation
 from cute_lce.plan import backward, forward
 from cute_lce.plan import schedule as schedules
-from cute_lce.plan.kernels import MergeKey, kernels
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, MergeKey, kernels
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.streaming import STREAMING
 
@@ -276,6 +276,27 @@ def test_compile_takes_the_merge_where_there_are_groups(monkeypatch, capsys):
         asked.clear()
         assert cli.main((argv + extra).split()) == 0
         assert {key for key in asked if isinstance(key, MergeKey)} == wanted
+    capsys.readouterr()
+
+
+def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cache, "get", asked.append)
+    plain, given = (), ("coefficients",)
+    for options, of_forward, of_backward in (
+        ("--logit-scale", ("logit_scale",), ("logit_scale",)),
+        ("--z-loss", plain, given),
+        ("--z-loss --logit-scale", ("logit_scale",), ("logit_scale", *given)),
+        ("--softcap", ("softcap",), ("softcap", *given)),
+        ("--softcap --logit-scale --z-loss", ("softcap",), ("softcap", *given)),
+    ):
+        asked.clear()
+        assert cli.main(f"compile --arch sm_90a --jobs 1 {options}".split()) == 0
+        assert {key.terms for key in asked if isinstance(key, ForwardKey)} == {of_forward}
+        assert {key.terms for key in asked if isinstance(key, BackwardKey)} == {of_backward}
+        assert any(key.keeps for key in asked if isinstance(key, ForwardKey)) == (of_backward == of_forward)
+        wide = any(key.config.tile_n > 176 for key in asked if isinstance(key, ForwardKey))
+        assert wide == ("softcap" not in of_forward)
     capsys.readouterr()
 
 

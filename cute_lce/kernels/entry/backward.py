@@ -146,7 +146,7 @@ class Backward:
                     rows=tokens,
                     hidden=origins(given, hidden, rows),
                     target=target,
-                    dloss=dloss_of_origins(upstream, rows, everything),
+                    dloss=dloss_of_origins(self._row_factors(upstream, loss), rows, everything),
                     num_valid=num_valid,
                     kept_scale=vector(Float32, source.kept_scale, n),
                     factor=factors,
@@ -201,6 +201,12 @@ class Backward:
                 tokens,
                 stream,
             )
+
+    def _row_factors(self, upstream: Upstream, loss) -> Upstream:
+        """What the rows of float16's dlogits are multiplied by."""
+        if "coefficients" in loss.terms:
+            return Upstream(dloss=loss.row_factor, stride=Int64(1))
+        return upstream
 
     def _dweight_tensors(
         self, dtype, gradients: Gradients, first: Int32, columns: Int32, d: Int32, factor: cute.Tensor

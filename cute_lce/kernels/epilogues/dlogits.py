@@ -72,13 +72,21 @@ class DlogitsEpilogue:
         for own, token, exists in fragment.owned_columns(column, cute.size(tensors.target)):
             if exists:
                 ref[own] = row_stats.finite_max(tensors.row_max[token])
-                scale = self._scale(tensors, token)
-                factor[own] = maths.softmax_factor(scale, tensors.row_sum[token])
+                factor[own] = self._factor(tensors, token)
         ignored = ignored_tokens(fragment, tensors.target, tensors.loss.ignore_index, column)
         return DlogitsState(ref, factor, ignored)
 
+    def _factor(self, tensors: DlogitsTensors, token: Int32) -> Float32:
+        """The factor of a token's exponentials."""
+        if "coefficients" in tensors.loss.terms:
+            return tensors.row_sum[token]
+        scale = self._scale(tensors, token)
+        return maths.softmax_factor(scale, tensors.row_sum[token])
+
     def _scale(self, tensors: DlogitsTensors, token: Int32) -> Float32:
-        """The factor of a token's softmax and onehot."""
+        """The factor of a token's onehot, and of its softmax where there are no coefficients."""
+        if "coefficients" in tensors.loss.terms:
+            return tensors.dloss[token]
         if self.half:
             return Float32(maths.HALF_SCALE)
         return row_stats.grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
@@ -96,12 +104,20 @@ class DlogitsEpilogue:
         split: Int32,
     ):
         fragment = self.fragment
-        row_stats.to_logits(frag, tensors.loss)
+        caps = cutlass.const_expr("softcap" in tensors.loss.terms)
+        if cutlass.const_expr(not caps):
+            row_stats.to_logits(frag, tensors.loss)
         for c in cutlass.range_constexpr(fragment.count):
             ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
             factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
             for r in cutlass.range_constexpr(len(fragment.rows)):
-                frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
+                if cutlass.const_expr(caps):
+                    ratio = maths.cap_ratio(frag[r, c], tensors.loss.inverse_cap, row_stats.tanh)
+                    z = maths.capped(ratio, tensors.loss.cap)
+                    term = factor * maths.exponential(z, ref, row_stats.exp)
+                    frag[r, c] = term * maths.cap_slope(ratio)
+                else:
+                    frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
         # Read again for every tile: registers are scarcer than loads.
         last = tensors.first + tensors.columns
         own = targets(fragment, tensors.target, column, slab, tensors.first, last)

@@ -319,6 +319,12 @@ def _abs(d):
     return computed(d, type_name, _through_f32(type_name, lambda a: flush(np.abs(a)) if ftz else np.abs(a)))
 
 
+@instruction("copysign")
+def _copysign(d):
+    """The second operand with the first one's sign (PTX ISA 9.7.3)."""
+    return computed(d, d.mods.type("f32", "f64"), lambda a, b: np.copysign(b, a))
+
+
 def _approximate(name: str, function):
     """Registers name.approx[.ftz].f32 and, where it exists, the rounded forms; without .ftz, denormals are
     kept."""

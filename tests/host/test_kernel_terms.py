@@ -1,0 +1,112 @@
+"""Which calls with terms the kernels serve, and which of them: what `compile` is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cute_lce import linear_cross_entropy, linear_logprob
+from cute_lce.arch import Gpu
+from cute_lce.launch import KERNELS
+from cute_lce.ops import select
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from tests.device import planned_for
+from tests.numerics import random_case
+
+BF16 = torch.bfloat16
+GIVEN = "coefficients"
+
+
+class Asked:
+    """What stands for the compiled functions, which compute nothing."""
+
+    def __init__(self):
+        self.keys: list[Key] = []
+
+    def get(self, key: Key) -> Callable[..., None]:
+        self.keys.append(key)
+        return lambda *_: None
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    for dtype in (BF16, torch.float16):
+        monkeypatch.setitem(select._picked, (torch.device("cpu"), dtype), KERNELS)
+    functions = Asked()
+    with planned_for(Gpu("sm_90a", 132), functions):
+        yield functions
+
+
+def train(call, **options) -> None:
+    case = random_case(40, 64, 300, BF16)
+    hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    found = call(hidden, weight, case.target, **options)
+    numbers = [found] if isinstance(found, torch.Tensor) else [each for each in found if each is not None]
+    torch.stack([each.sum() for each in numbers if each.requires_grad]).sum().backward()
+    for leaf in (hidden, weight):
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
+
+
+LOSSES = [
+    ({"softcap": 30.0}, ("softcap",), ("softcap", GIVEN)),
+    ({"softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-4}, ("softcap",), ("softcap", GIVEN)),
+    ({"z_loss": 1e-4}, (), (GIVEN,)),
+    (
+        {"z_loss": 1e-4, "logit_scale": 0.5, "weight": torch.ones(300)},
+        ("logit_scale",),
+        ("logit_scale", GIVEN),
+    ),
+    ({"softcap": 30.0, "token_weight": torch.ones(40), "denominator": 7.0}, ("softcap",), ("softcap", GIVEN)),
+]
+
+
+@pytest.mark.parametrize("schedule", ["auto", "recompute"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("terms", "forward", "backward"), LOSSES, ids=lambda each: "-".join(each))
+def test_losses_of_the_kernels(asked, terms, forward, backward, reduction, schedule):
+    train(linear_cross_entropy, reduction=reduction, schedule=schedule, **terms)
+    assert [type(key) for key in asked.keys] == [ForwardKey, BackwardKey]
+    assert [key.terms for key in asked.keys] == [forward, backward]
+    assert not asked.keys[0].keeps
+    # Another value is another argument.
+    changed = {name: value * 1.5 if isinstance(value, float) else value for name, value in terms.items()}
+    train(linear_cross_entropy, reduction=reduction, schedule=schedule, **changed)
+    assert len(asked.keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [
+        ({"outputs": ("lse", "logprob")}, (), (GIVEN,)),
+        ({"outputs": ("lse",), "temperature": 0.5}, ("logit_scale",), ("logit_scale", GIVEN)),
+        ({"softcap": 30.0, "temperature": 0.5}, ("softcap",), ("softcap", GIVEN)),
+    ],
+    ids=str,
+)
+def test_numbers_of_the_kernels(asked, options, forward, backward):
+    train(linear_logprob, **options)
+    assert [key.terms for key in asked.keys] == [forward, backward]
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "keep"}),
+        (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "grad_in_forward"}),
+        (linear_cross_entropy, {"softcap": 30.0, "schedule": "grad_in_forward"}),
+        (linear_logprob, {"outputs": ("topk_logprob",), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)}),
+        (linear_logprob, {"outputs": ("lse", "argmax"), "entropy_grad": False}),
+    ],
+    ids=["z_loss kept", "z_loss at once", "softcap at once", "topk", "argmax"],
+)
+def test_others_are_the_streaming_paths(asked, call, options):
+    train(call, **options)
+    assert not asked.keys
+
+
+def test_a_softcap_is_not_kept(asked):
+    with pytest.raises(ValueError, match="schedule: got 'keep' with a softcap, want 'recompute' or 'auto'"):
+        train(linear_cross_entropy, softcap=30.0, schedule="keep")
