@@ -63,8 +63,9 @@ def linear_logprob(
         TokenStats: each field that outputs names, the others None.
 
     Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob and lse with a number as
-    temperature and no bias, if they need not keep (logprob alone without a softcap may be kept), and the
-    streaming path all others. There "keep" is refused with a softcap. Any combination of the differentiable numbers may have an upstream gradient, and one without costs nothing. A temperature that
+    temperature and no bias, and recompute the logits (logprob alone without a softcap may be kept); the
+    streaming path serves all others. There "keep" is refused with a softcap. Any combination of the
+    differentiable numbers may have an upstream gradient, and one without costs nothing. A temperature that
     requires a gradient is refused.
     """
     if workspace_mb is None:

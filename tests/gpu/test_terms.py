@@ -141,8 +141,9 @@ SHAPES = [(300, 96, 1003), (1, 64, 130), (190, 72, 513), (700, 100, 4099), (2100
 )
 def test_the_kernels_terms(dtype, shape, terms):
     """Ragged n, d and V, few tokens and many, with ignored rows; and in several stripes."""
-    case = device_case(*shape, dtype)
-    if shape[0] > 1:
+    n, d, V = shape
+    case = device_case(n, d, V, dtype)
+    if n > 1:
         case.target[::3] = case.ignore_index
     for reduction, options in (("mean", {}), ("none", {"schedule": "recompute"}), ("sum", {"window": 700})):
         check(case, terms, reduction, **options)
