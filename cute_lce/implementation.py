@@ -282,8 +282,8 @@ class Stats(NamedTuple):
     int64: the first class with the largest z. is_top1 bool: whether that is the target. log_sum_sq_probs:
     log sum p^2. mean_logit: of z over the classes.
     For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for.
-    target_logit: z of the target, if there is a softcap. kept (n, kept_columns): products of hidden and
-    weight.
+    kept (n, kept_columns): products of hidden and weight. target_logit: z of the target, if there is a
+    softcap.
     """
 
     logprob: Tensor | None = None
@@ -298,8 +298,8 @@ class Stats(NamedTuple):
     row_max: Tensor | None = None
     row_sum: Tensor | None = None
     mean_gap: Tensor | None = None
-    target_logit: Tensor | None = None
     kept: Tensor | None = None
+    target_logit: Tensor | None = None
 
 
 class StatsUpstream(NamedTuple):
@@ -318,8 +318,8 @@ class StatsSaved(NamedTuple):
     row_max: Tensor
     row_sum: Tensor
     mean_gap: Tensor | None
-    target_logit: Tensor | None
     kept: Tensor | None
+    target_logit: Tensor | None = None
 
 
 def outputs_of(terms: TermOptions) -> tuple[str, ...]:

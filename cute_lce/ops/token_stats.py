@@ -59,7 +59,7 @@ _UPSTREAM = ", ".join(f"Tensor? d{name}" for name in StatsUpstream._fields)
 TOKEN_STATS = f"token_stats({_OPERANDS}, {_OPTIONS}, {LIMITS}, SymInt kept_columns) -> ({_RESULTS})"
 TOKEN_STATS_BACKWARD = (
     f"token_stats_backward({_UPSTREAM}, {_OPERANDS}, Tensor row_max, Tensor row_sum, Tensor? mean_gap, "
-    f"Tensor? target_logit, Tensor? kept, {_OPTIONS}, {LIMITS}, {_NEEDED})"
+    f"Tensor? kept, Tensor? target_logit, {_OPTIONS}, {LIMITS}, {_NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
 )
 _TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())

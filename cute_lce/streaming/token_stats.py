@@ -421,7 +421,7 @@ def grad_in_forward(
         assert stats.row_max is not None
         assert stats.row_sum is not None
         losses[start:stop] = own.losses(stats, V)
-        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, None, stats.kept)
+        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept)
         upstream = own.upstream(stats, V)
         del stats
         dinput_part, _, dbias_part = gradients(upstream, part, saved, options, request, dweight)

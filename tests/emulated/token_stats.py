@@ -86,7 +86,7 @@ def run(
         stats = STATISTICS.forward(operands, options, request)
         assert stats.row_max is not None
         assert stats.row_sum is not None
-        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.target_logit, stats.kept)
+        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept, stats.target_logit)
         upstream = StatsUpstream(**{name: each.clone() for name, each in numbers.upstream.items()})
         total = None if out is None else out.clone()
         gradients = STATISTICS.backward(upstream, operands, saved, options, request, total)
