@@ -1,13 +1,17 @@
 """Cases of megatron-core's output layer on two ranks, with its own layer, loss and postprocessing.
 
-GPTModel itself needs a GPU: a model without a decoder runs GPTModel's _postprocess.
+Most are of a model without a decoder that runs GPTModel's _postprocess; one is of GPTModel itself, under its
+DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -238,6 +242,94 @@ def main_grad(here: Rank) -> None:
         assert_close("main_grad", head.main_grad, want, other.float())
 
 
+def gpt_model(here: Rank) -> None:
+    """GPTModel with an MTP head under DistributedDataParallel, which overlaps both of its collectives with
+    the passes: the same losses and main_grads as without us, of two micro-batches."""
+    core()
+    hooks = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+    with on_cpu() if here.device == "cpu" else nullcontext():
+        for tied in (False, True):
+            found = []
+            for fuse in (False, True):
+                model, wrapped = gpt(here, tied, hooks)
+                if fuse:
+                    megatron.fuse_output_layer(wrapped)
+                    # Not without us, since its extension is not there.
+                    model.output_layer.gradient_accumulation_fusion = True
+                wrapped.zero_grad_buffer()
+                wrapped.start_param_sync()
+                losses = []
+                for seed in range(2):
+                    tokens, labels, mask = texts(here, seed)
+                    places = torch.arange(S, device=here.device).expand(B, S)
+                    future = torch.ones(1, 1, S, S, dtype=torch.bool, device=here.device).triu(1)
+                    with wrapped.no_sync() if seed == 0 else nullcontext():
+                        loss = wrapped(tokens, places, future, labels=labels, loss_mask=mask) * mask
+                        loss.sum().backward()
+                    losses.append(loss.detach())
+                wrapped.finish_grad_sync()
+                found.append([*losses, *(each.main_grad.clone() for each in model.parameters())])
+                assert fuse == isinstance(model._postprocess, megatron._Postprocess)
+            assert len(found[0]) > 10
+            for one, other in zip(*found, strict=True):
+                assert one.any()
+                torch.testing.assert_close(one, other)
+
+
+def gpt(here: Rank, tied: bool, hooks: dict) -> tuple[Any, Any]:
+    """(a small GPTModel, the same wrapped), always with the same weights."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    MTPLossLoggingHelper.tracker["values"] = torch.zeros(1, device=here.device)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=here.ranks,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        mtp_num_layers=1,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    heads: Any = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=V,
+        max_sequence_length=S,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
+        mtp_block_spec=heads,
+    ).to(here.device)
+    return model, DistributedDataParallel(config, DistributedDataParallelConfig(**hooks), model)
+
+
+def texts(here: Rank, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, labels, loss_mask), [b, s]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, mask = torch.randint(V, (B, S), generator=generator), torch.ones(B, S)
+    mask[:, -1] = mask[0, : 3 + seed] = 0
+    return tuple(each.to(here.device) for each in (tokens, tokens.roll(-1, 1), mask))  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """What megatron-core asks a GPU for, answered by a CPU: a device for its buffers, and random states."""
+    from megatron.core.tensor_parallel import random
+
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        mock.patch.object(random.CudaRNGStatesTracker, "fork", return_value=nullcontext()),
+    ):
+        yield
+
+
 def hooks_run(here: Rank) -> None:
     """overlap_param_gather fills the weight in a hook that runs before the layer's forward."""
     hidden, weight, labels, mask = batch(here, torch.float32)
@@ -363,4 +455,4 @@ def refusals(here: Rank) -> None:
         model(hidden, labels, mask)
 
 
-CASES = (heads_and_slices, megatrons_own, evaluation, main_grad, hooks_run, processed, refusals)
+CASES = (heads_and_slices, megatrons_own, evaluation, main_grad, gpt_model, hooks_run, processed, refusals)
