@@ -1,7 +1,7 @@
 """megatron-core's output layer and its loss as one call, without the logits.
 
-    megatron-core < 0.18     fuse_output_layer(model), once: every head of the model, MTP's too
-    megatron-core >= 0.18    model(..., labels=labels, output_processor=output_processor): the main head
+    GPTModel before 0.18, MambaModel, HybridModel: fuse_output_layer(model), once; every head, MTP's too
+    GPTModel from 0.18 on: model(..., labels=labels, output_processor=output_processor); the main head
 
 In both the output layer is called as before, and returns a `Projection` in place of logits. So its hooks
 run, which gather its parameters where `overlap_param_gather` is on. What the model then does with logits is
@@ -26,40 +26,40 @@ from ..options import IGNORE_INDEX
 
 
 def fuse_output_layer(model: nn.Module) -> None:
-    """Make a GPTModel of megatron-core < 0.18 compute its losses without logits, wherever it gets labels.
+    """Make a language model of megatron-core compute its losses without logits, wherever it gets labels.
 
-    model: a GPTModel, or wrappers around one with `module`. One without an output layer (a pipeline's other
-    stages), or that has been fused, stays as it is. Without labels it gives logits as before.
+    model: a GPTModel before 0.18, a MambaModel or HybridModel; or wrappers around one with `module`. One
+    without an output layer (a pipeline's other stages), or that has been fused, stays as it is. Without
+    labels it gives logits as before.
 
     Labels are [b, s]; a row whose label is -100, or where the model gets a loss_mask that is 0 there, is
     ignored: loss 0 and no gradient. The losses are [b, s], float32 (float64 for float64).
 
     Raises TypeError for another kind of model, and ValueError, by name, for what would give another loss:
     a model or layer with a forward or a loss of its own, a bias, `defer_embedding_wgrad_compute`, label
-    smoothing, Megatron-FSDP's weights under gradient_accumulation_fusion, a later megatron-core.
+    smoothing, Megatron-FSDP's weights under gradient_accumulation_fusion, a model that takes an
+    output_processor.
     """
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # pyright: ignore[reportAssignmentType]
     layer = getattr(model, "output_layer", None)
     if layer is None and not getattr(model, "post_process", True):
         return
-    for name in ("output_layer", "_postprocess", "compute_language_model_loss"):
-        if not hasattr(model, name):
-            raise TypeError(
-                f"model: got {type(model).__name__} without {name}, want megatron-core's GPTModel"
-            )
+    if layer is None or not hasattr(model, "compute_language_model_loss"):
+        raise TypeError(f"model: got {type(model).__name__}, want a language model of megatron-core")
     if "output_processor" in inspect.signature(model.forward).parameters:
         raise ValueError(
-            "model: got one of megatron-core >= 0.18, want output_processor=cute_lce.integrations.megatron."
-            "output_processor in its forward"
+            "model: got one whose forward takes an output_processor, want "
+            "output_processor=cute_lce.integrations.megatron.output_processor there"
         )
     # Of nn.Module's attributes, which may be anything.
     given: Any = model
-    if isinstance(given._postprocess, _Postprocess):
+    name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
+    if isinstance(getattr(given, name), _Labelled):
         return
     _check_loss(given.compute_language_model_loss)
     forward = _fused(layer, given.config)
-    given._postprocess = _Postprocess(given._postprocess, forward)
+    setattr(given, name, _Labelled(getattr(given, name), forward))
     given.compute_language_model_loss = _Loss(given.compute_language_model_loss)
 
 
@@ -167,19 +167,24 @@ class _Forward:
         return Projection(self.layer, input_, weight), None
 
 
-class _Postprocess:
-    """In place of a model's _postprocess: with labels its heads are fused, and masked rows ignored."""
+class _Labelled:
+    """In place of the method that a model gets labels by: with them its heads are fused, and masked rows
+    ignored."""
 
     def __init__(self, original: Any, forward: _Forward):
         self.original, self.forward = original, forward
+        self.signature = inspect.signature(original)
 
-    def __call__(self, *, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        given = self.signature.bind(*args, **named)
+        labels = given.arguments.get("labels")
         if labels is None:
-            return self.original(labels=labels, loss_mask=loss_mask, **named)
+            return self.original(*args, **named)
+        # MTP rolls labels as it rolls the mask.
+        given.arguments["labels"] = _ignoring(labels, given.arguments.get("loss_mask"))
         self.forward.fuses = True
         try:
-            # MTP rolls labels as it rolls the mask.
-            return self.original(labels=_ignoring(labels, loss_mask), loss_mask=loss_mask, **named)
+            return self.original(*given.args, **given.kwargs)
         finally:
             self.forward.fuses = False
 

@@ -203,6 +203,28 @@ def evaluation(here: Rank) -> None:
 KINDS = (torch.float64, torch.float32)
 
 
+def a_model_without_postprocessing(here: Rank) -> None:
+    """MambaModel's own forward, whose labels are given in any way, of a decoder that does nothing."""
+    make = core()
+    from megatron.core.models.mamba import MambaModel
+
+    hidden, weight, labels, mask = batch(here, torch.float32)
+    model = make(here, weight)
+    kind = type(model)
+    kind = type("Mamba", (kind.__mro__[1],), {"forward": MambaModel.forward})
+    model.__class__, model.position_embedding_type = kind, "none"
+    model.decoder = lambda hidden_states, **_: hidden_states
+    megatron.fuse_output_layer(model)
+    ignoring = labels.masked_fill(mask == 0, -100)
+    for args, named in (((hidden, labels), {}), ((hidden,), {"labels": ignoring})):
+        losses = model(None, None, None, *args, **named).detach()
+        masked = mask if named else torch.ones_like(mask)
+        want = (expected(hidden, weight, labels, masked, kind)[0] for kind in KINDS)
+        assert_close("losses", losses, *want)
+    logits = model(None, None, None, hidden)
+    torch.testing.assert_close(logits, (hidden @ model.output_layer.weight.T).transpose(0, 1))
+
+
 def main_grad(here: Rank) -> None:
     """Two micro-batches under what megatron-core's DistributedDataParallel does after each backward, of an
     untied weight and of a tied one, whose embedding has a gradient of its own."""
@@ -269,7 +291,7 @@ def gpt_model(here: Rank) -> None:
                     losses.append(loss.detach())
                 wrapped.finish_grad_sync()
                 found.append([*losses, *(each.main_grad.clone() for each in model.parameters())])
-                assert fuse == isinstance(model._postprocess, megatron._Postprocess)
+                assert fuse == isinstance(model._postprocess, megatron._Labelled)
             assert len(found[0]) > 10
             for one, other in zip(*found, strict=True):
                 assert one.any()
@@ -409,7 +431,7 @@ def refusals(here: Rank) -> None:
         change(model)
         with pytest.raises(ValueError, match=f"^{name}: got"):
             megatron.fuse_output_layer(model)
-        assert not isinstance(model._postprocess, megatron._Postprocess)
+        assert not isinstance(model._postprocess, megatron._Labelled)
         if name != "model":
             with pytest.raises(ValueError, match=f"^{name}: got"):
                 processed_losses(model, hidden, labels, mask)
@@ -432,7 +454,7 @@ def refusals(here: Rank) -> None:
     refuses("output_layer", lambda model: setattr(model.output_layer, "forward", capped))
     refuses("compute_language_model_loss", lambda m: setattr(m, "compute_language_model_loss", capped))
     refuses("model", lambda model: setattr(model, "forward", Later().forward))
-    with pytest.raises(TypeError, match=r"^model: got Linear without output_layer"):
+    with pytest.raises(TypeError, match=r"^model: got Linear, want a language"):
         megatron.fuse_output_layer(nn.Linear(2, 2))
     model = make(here, weight)
     with pytest.raises(ValueError, match=r"^loss_mask: got"):
@@ -448,11 +470,21 @@ def refusals(here: Rank) -> None:
     wrapped, inner = nn.Module(), nn.Module()
     wrapped.module, inner.module = inner, model
     megatron.fuse_output_layer(wrapped)
-    assert isinstance(model._postprocess, megatron._Postprocess)
+    assert isinstance(model._postprocess, megatron._Labelled)
     model.output_layer.gradient_accumulation_fusion = True
     model.head.__fsdp_param__ = True
     with pytest.raises(ValueError, match=r"^gradient_accumulation_fusion: got"):
         model(hidden, labels, mask)
 
 
-CASES = (heads_and_slices, megatrons_own, evaluation, main_grad, gpt_model, hooks_run, processed, refusals)
+CASES = (
+    heads_and_slices,
+    megatrons_own,
+    evaluation,
+    a_model_without_postprocessing,
+    main_grad,
+    gpt_model,
+    hooks_run,
+    processed,
+    refusals,
+)
