@@ -59,6 +59,7 @@ wheel: $(STAMP)  ## build a wheel that carries the compiled kernels, into dist; 
 
 figures: $(STAMP)  ## draw docs/figures from the kept results
 	$(BIN)/python -m bench.plot
+	$(BIN)/python -m bench.grid
 	$(BIN)/python -m bench.scaling
 
 docs: $(STAMP)  ## check the documents (links, measured numbers, examples) and build their site, docs/_build/html

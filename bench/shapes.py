@@ -72,7 +72,12 @@ ZOO = {
     "Mistral Small 3": (5120, 131072),
 }
 
-TABLES = {"forward": FORWARD, "backward": BACKWARD, "tiny": TINY}
+# The paper's, whose d is 4096.
+PAPER = tuple(
+    Shape(n, 4096, V) for n in (1024, 4096, 8192, 16384, 32768) for V in (32768, 65536, 131072, 262144)
+)
+
+TABLES = {"forward": FORWARD, "backward": BACKWARD, "paper": PAPER, "tiny": TINY}
 
 RANDOM = "random:SEED:COUNT"
 LEAST_TOKENS, MOST_TOKENS = 16, 32768

@@ -1,0 +1,144 @@
+"""Plot the paper's grid: time and memory by the size of the vocabulary, a column for each number of tokens.
+
+    python3 -m bench.run --shapes paper --pass fwd fwd_bwd --providers all --out h200_paper.json
+    python3 -m bench.grid                                # each bench/results/*_paper.json
+
+Of ours the fastest of the measured budgets is drawn, of a peer its fastest pipeline. PUBLISHED are the
+paper's own measurements of its forward on a GB200 (its table 2), which bench/ does not draw: another GPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bench import summary
+from bench.plot import FIGURES, ROOT, SERIES, save
+from bench.summary import Result
+from cute_lce.measure import records
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Published(NamedTuple):
+    """Milliseconds and MB (10^6 bytes) of a forward, the weight among them, with logits and without."""
+
+    ms: float
+    fused_ms: float
+    mb: int
+    fused_mb: int
+
+
+PUBLISHED = {
+    (1024, 32768): Published(0.73, 0.69, 1064, 280),
+    (1024, 65536): Published(1.40, 0.97, 2088, 536),
+    (1024, 131072): Published(2.76, 1.27, 4136, 1048),
+    (1024, 262144): Published(5.46, 1.83, 8232, 2072),
+    (4096, 32768): Published(1.66, 1.16, 1904, 304),
+    (4096, 65536): Published(3.34, 1.69, 3696, 561),
+    (4096, 131072): Published(6.78, 2.86, 7280, 1073),
+    (4096, 262144): Published(13.70, 5.22, 14448, 2099),
+    (8192, 32768): Published(2.93, 1.70, 3024, 337),
+    (8192, 65536): Published(6.08, 2.90, 5840, 593),
+    (8192, 131072): Published(13.25, 5.58, 11472, 1107),
+    (8192, 262144): Published(27.77, 10.79, 22736, 2133),
+    (16384, 32768): Published(5.62, 3.43, 5264, 401),
+    (16384, 65536): Published(12.41, 6.61, 10128, 659),
+    (16384, 131072): Published(26.67, 13.20, 19856, 1173),
+    (16384, 262144): Published(50.15, 25.43, 39312, 2203),
+    (32768, 32768): Published(11.42, 7.00, 9744, 531),
+    (32768, 65536): Published(25.64, 13.80, 18704, 790),
+    (32768, 131072): Published(50.24, 27.06, 36624, 1307),
+    (32768, 262144): Published(96.52, 53.61, 72464, 2342),
+}
+"""(tokens, V) -> what the paper reports of a GB200."""
+ROWS = (
+    ("fwd", "ms", "forward, ms"),
+    ("fwd_bwd", "ms", "forward + backward, ms"),
+    ("fwd", "extra_mib", "forward, extra MiB"),
+    ("fwd_bwd", "extra_mib", "both, extra MiB"),
+)
+LEAST_MIB = 1.0
+"""What is less is drawn as so much."""
+
+
+def draw(results: Iterable[Result]) -> Figure:
+    """The figure of bench.run's results of one GPU and d, reduction "mean". Raises ValueError for others."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    found = [r for r in summary.comparable(results) if r["reduction"] == "mean"]
+    kinds = sorted({f"{r['gpu']}, d {r['d']}" for r in found})
+    if len(kinds) != 1:
+        raise ValueError(f"results: got those of {', '.join(kinds) or 'no GPU'}, want bench.run's of one")
+    tokens = sorted({r["n"] for r in found})
+    rows = [row for row in ROWS if any(r["pass"] == row[0] for r in found)]
+    vocabularies = sorted({r["vocab"] for r in found})
+    figure = Figure(figsize=(2.6 * len(tokens) + 1, 2.4 * len(rows) + 0.8), layout="constrained")
+    panels = figure.subplots(len(rows), len(tokens), sharex=True, sharey="row", squeeze=False)
+    for line, (step, key, title) in zip(panels, rows, strict=True):
+        for axes, n in zip(line, tokens, strict=True):
+            for provider, label, marker, colour, style in SERIES:
+                points = sorted(
+                    (r["vocab"], max(r[key], LEAST_MIB) if key == "extra_mib" else r[key])
+                    for r in summary.measured(found, provider).values()
+                    if (r["pass"], r["n"]) == (step, n) and r[key] is not None
+                )
+                if points:
+                    face = "none" if marker in "s^DvP" else colour
+                    axes.plot(
+                        *zip(*points, strict=True),
+                        color=colour,
+                        marker=marker,
+                        markerfacecolor=face,
+                        linestyle=style,
+                        linewidth=1.6 if provider == summary.OURS else 1.0,
+                        markersize=4,
+                        label=label,
+                    )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.grid(color="#d8d8d8", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.xaxis.set_major_locator(FixedLocator(vocabularies))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}Ki"))
+        line[0].set_ylabel(title)
+    for axes, n in zip(panels[0], tokens, strict=True):
+        axes.set_title(f"{n} tokens", fontsize=10)
+    for axes in panels[-1]:
+        axes.set_xlabel("V")
+    labelled: dict[str, Any] = {}
+    for axes in figure.axes:
+        labelled |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    dates = sorted(r["date"][:10] for r in found)
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    figure.suptitle(f"{kinds[0]}, bf16, mean, {when}", fontsize=10)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="kept results of bench.run")
+    parser.add_argument("--out", type=Path, help="PNG or SVG of all files (a PNG of each in docs/figures)")
+    args = parser.parse_args(argv)
+    files = args.files or sorted((ROOT / "bench" / "results").glob("*_paper.json"))
+    groups = {args.out: files} if args.out else {FIGURES / f"{file.stem}.png": [file] for file in files}
+    for out, group in groups.items():
+        try:
+            save(draw(records.read(group)), out)
+        except ValueError as error:
+            parser.error(str(error))
+        print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
