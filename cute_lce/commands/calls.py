@@ -7,29 +7,31 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, distributed
 
 from .. import reference
 from ..functional import linear_cross_entropy
 from ..logprob import linear_logprob
-from ..measure.timing import relative_rms
+from ..measure.timing import relative_rms, synchronize
 from ..ops.select import implementation
 from ..streaming import STREAMING
 
 # No multiples of a tile, and rows that TMA reads in place.
 N, D, VOCAB = 300, 264, 1999
 TEMPERATURE = 0.7
-KINDS = ("forward", "recompute", "keep", "grad_in_forward", "logprob")
+SCHEDULES = ("recompute", "keep", "grad_in_forward")
+KINDS = ("forward", *SCHEDULES, "logprob", "tp_group")
 FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-20}
 """Of a result's bound, beside twice torch's error: one rounding of 16-bit results, sums in float32."""
 
 
 class Call(NamedTuple):
-    """kind: of KINDS. Schedules are called forward and backward, with a third of the targets ignored."""
+    """kind: of KINDS; all but "forward" with a backward, and a third of the targets ignored. "tp_group" is a
+    call over a group of one rank, which makes collectives and merges shards as more do."""
 
     device: str
     dtype: str
@@ -73,10 +75,9 @@ def answer(call: Call) -> Answer:
     operands = [each.to(device) for each in (hidden, weight, target, upstream)]
 
     started = time.perf_counter()
-    with _nan_memory():
+    with _nan_memory(), _group_of_one(device) if call.kind == "tp_group" else contextlib.nullcontext():
         found = _results(call.kind, _ours, *operands)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
     seconds = time.perf_counter() - started
     wanted = _results(call.kind, _definition, hidden.double(), weight.double(), target, upstream)
     plain = _results(call.kind, _torch, *operands)
@@ -115,8 +116,29 @@ def _ours(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:
         found = linear_logprob(hidden, weight, target, temperature=TEMPERATURE).logprob
         assert found is not None
         return found
-    schedule = "auto" if kind == "forward" else kind
-    return linear_cross_entropy(hidden, weight, target, reduction=_reduction(kind), schedule=schedule)
+    options: dict[str, Any] = {"reduction": _reduction(kind)}
+    if kind in SCHEDULES:
+        options["schedule"] = kind
+    if kind == "tp_group":
+        options["tp_group"] = distributed.group.WORLD
+    return linear_cross_entropy(hidden, weight, target, **options)
+
+
+@contextlib.contextmanager
+def _group_of_one(device: torch.device) -> Iterator[None]:
+    """torch.distributed's default group, of this process alone."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=distributed.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+        rank=0,
+        world_size=1,
+    )
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def _definition(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:

@@ -120,6 +120,8 @@ def _sections(
     device: torch.device, root: Path | None, end: float
 ) -> Iterator[tuple[str, Callable[[], Made]]]:
     """Each section's name and what makes it, the quickest first. end: of time.monotonic, for programs."""
+    if device.type == "cuda":
+        yield "nvidia-smi", lambda: _program(("nvidia-smi", "-q"), Path.cwd(), end)
     yield "doctor", _doctor
     yield "bench", lambda: _bench(device)
     if root is None or device.type != "cuda":

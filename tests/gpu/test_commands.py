@@ -80,6 +80,6 @@ def test_a_report_without_tests(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert cli.main(["report", "--out", str(path), "--no-tests"]) == 0
     found = json.loads(path.read_text())
-    assert [section["well"] for section in found["sections"]] == [True, True]
+    assert [section["well"] for section in found["sections"]] == [True, True, True]
     assert torch.cuda.get_device_name() == found["gpu"]
     capsys.readouterr()

@@ -96,9 +96,10 @@ def test_what_a_checkout_adds_on_a_gpu():
     names = [name for name, _ in report._sections(torch.device("cuda"), report.checkout(), time.monotonic())]
     tests = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/gpu/test_*.py"))]
     assert len(tests) >= 7
-    assert names == ["doctor", "bench", *(f"pytest {name}" for name in tests), "bench.run"]
-    for device, root in ((torch.device("cuda"), None), (torch.device("cpu"), ROOT)):
-        assert [name for name, _ in report._sections(device, root, 0.0)] == ["doctor", "bench"]
+    short = ["nvidia-smi", "doctor", "bench"]
+    assert names == [*short, *(f"pytest {name}" for name in tests), "bench.run"]
+    assert [name for name, _ in report._sections(torch.device("cuda"), None, 0.0)] == short
+    assert [name for name, _ in report._sections(torch.device("cpu"), ROOT, 0.0)] == short[1:]
 
 
 def test_every_section_is_written_whatever_the_others_do(monkeypatch, tmp_path, capsys):
