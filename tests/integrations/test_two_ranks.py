@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Sequence
 
 import pytest
 
 from tests.distributed import ranks
-from tests.integrations import megatron_cases, test_verl, torchtitan_cases
+from tests.integrations import megatron_cases, megatron_layer_cases, test_verl, torchtitan_cases
 
-PACKAGES = {"megatron": megatron_cases.CASES, "torchtitan": torchtitan_cases.CASES}
-"""A machine with GPUs, whose packages are given, may lack these."""
-INSTALLED = [name for name in PACKAGES if find_spec(name)]
-CASES = (test_verl.sharded, *(case for name in INSTALLED for case in PACKAGES[name]))
+CASES = (test_verl.sharded, *megatron_layer_cases.CASES)
+FRAMEWORKS = {"megatron": megatron_cases.CASES, "torchtitan": torchtitan_cases.CASES}
 
 
-def check(backend: str) -> None:
-    failed = {case: found for case, found in ranks.run(2, backend, CASES).items() if found}
+def check(backend: str, cases: Sequence[ranks.Case]) -> None:
+    failed = {case: found for case, found in ranks.run(2, backend, cases).items() if found}
     assert not failed, "\n\n".join(f"{case}: {found}" for case, found in failed.items())
 
 
 def test_gloo():
-    assert list(PACKAGES) == INSTALLED
-    check("gloo")
+    check("gloo", (*CASES, *(case for cases in FRAMEWORKS.values() for case in cases)))
 
 
 @pytest.mark.gpu_multi
 def test_nccl():
-    check("nccl")
+    check("nccl", CASES)
+
+
+@pytest.mark.gpu_multi
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_nccl_in(name):
+    pytest.importorskip(name, reason=f"{name} is not installed (extra integrations)")
+    check("nccl", FRAMEWORKS[name])
