@@ -29,6 +29,8 @@ DECORATORS = (
     "capture_outputs",
     "deprecate_kwarg",
     "filter_output_hidden_states",
+    "add_start_docstrings_to_model_forward",
+    "replace_return_docstrings",
 )
 """Those of transformers that leave labels and logits alone."""
 LOSS_ARGUMENTS = ("logits", "labels", "vocab_size")

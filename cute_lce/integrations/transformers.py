@@ -260,6 +260,11 @@ def _forward(patch: _Patch, *args: Any, **kwargs: Any) -> Any:
     labels = args[place] if len(args) > place else kwargs.get("labels")
     if labels is None or (patch.train_only and not model.training):
         return forward(*args, **kwargs)
+    if patch.call is not None:
+        raise RuntimeError(
+            f"{type(model).__name__}: got a call while another runs (nn.DataParallel, threads), want one at "
+            "a time"
+        )
     _check_parts(patch)
     ignore_index = kwargs.get("ignore_index", IGNORE_INDEX)
     patch.call = _Call(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), ignore_index)

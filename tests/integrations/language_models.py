@@ -57,11 +57,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> the beginning of its classes' names, and what its configuration has besides SIZES."""
 
 
-def make(name: str, seed: int = 0) -> Any:
+def make(name: str, seed: int = 0, **sizes: int) -> Any:
     """A model in training mode, float32, whose logits are of the size of a trained one's."""
     kind, own = MODELS[name]
     config_kind = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
-    config = getattr(transformers, config_kind)(**{**SIZES, **own}, attn_implementation="eager")
+    config = getattr(transformers, config_kind)(**{**SIZES, **own, **sizes}, attn_implementation="eager")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
@@ -70,10 +70,10 @@ def make(name: str, seed: int = 0) -> Any:
     return model.train()
 
 
-def tokens(seed: int = 1, rows: int = 2, length: int = 9) -> tuple[Tensor, Tensor]:
+def tokens(seed: int = 1, rows: int = 2, length: int = 9, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
     """input_ids and labels, (rows, length), of which the first row's first four are ignored."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    ids = torch.randint(3, vocab, (rows, length), generator=generator)
     labels = ids.clone()
     labels[0, :4] = -100
     return ids, labels

@@ -10,12 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra integrations)")
 
 import transformers
 from transformers.loss import loss_utils
 
+from cute_lce import reference
 from cute_lce.integrations import transformers as integration
 from cute_lce.integrations.forward_source import Factor, Softcap, Unproven, read
 from cute_lce.integrations.transformers import patch, unpatch
@@ -126,6 +128,19 @@ def test_autocast_and_no_grad(llama: Any):
         mine, theirs = own(model, ids, labels), own(llama, ids, labels)
     assert mine.loss.dtype is torch.float32
     assert_close("others", mine.others, want.others, theirs.others)
+
+
+def test_a_model_without_memory(llama: Any):
+    """On the meta device, as FSDP's loaders make models first; in a context that makes all tensors there."""
+    ids, labels = tokens()
+    with torch.device("meta"):
+        model = type(llama)(llama.config).train()
+        patch(model)
+    assert model.lm_head.weight.is_meta
+    model.to_empty(device="cpu")
+    model.load_state_dict(llama.state_dict())
+    model.model.rotary_emb = copy.deepcopy(llama.model.rotary_emb)
+    assert torch.allclose(model(ids, labels=labels).loss, llama(ids, labels=labels).loss, rtol=1e-6)
 
 
 def test_all_labels_ignored(llama: Any):
@@ -295,6 +310,9 @@ def test_heads_and_losses_that_are_refused(llama: Any):
     model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match=r"^LlamaForCausalLM\.lm_head\.weight: got Parameter of torch.int8"):
         patch(model)
+    model.lm_head.weight = nn.Parameter(TwoTensor(torch.zeros(VOCAB, 32), torch.zeros(VOCAB, 32)))
+    with pytest.raises(TypeError, match=r"^LlamaForCausalLM\.lm_head\.weight: got TwoTensor"):
+        patch(model)
     model = copy.deepcopy(llama)
     handle = model.lm_head.register_forward_hook(lambda module, args, output: output / 2)
     with pytest.raises(ValueError, match=r"^LlamaForCausalLM\.lm_head: got a forward hook"):
@@ -352,6 +370,78 @@ def test_changes_after_patch_are_refused(llama: Any):
     unpatch(model)
     assert model.loss_function.__name__ == "<lambda>"
     model = patched(llama)
+    vars(model)[integration.PATCH].call = ()
+    with pytest.raises(RuntimeError, match=r"^LlamaForCausalLM: got a call while another runs"):
+        model(ids, labels=labels)
+    model = patched(llama)
+    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+    with pytest.raises(ValueError, match=r"^lm_head: got torch.nn.*Linear in place of"):
+        model(ids, labels=labels)
+    model = patched(llama)
     model.forward = lambda *args, **kwargs: None
     with pytest.raises(ValueError, match=r"^model: got LlamaForCausalLM\.forward that was wrapped"):
         unpatch(model)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# bfloat16, on a CPU and on a GPU
+
+
+def narrow_model(name: str, device: str) -> Any:
+    """Of sizes that the kernels take."""
+    return make(name, vocab_size=1000, hidden_size=64, intermediate_size=128).bfloat16().to(device)
+
+
+def check_bfloat16(name: str, device: str) -> None:
+    """Beside the model's own loss, whose logits are rounded: loss and head against float64 of the same hidden
+    states, the others against float64 of all."""
+    model = narrow_model(name, device)
+    ids, labels = (each.to(device) for each in tokens(rows=4, length=40, vocab=1000))
+    count = torch.tensor(70.0, device=device)
+    want = expected(copy.deepcopy(model).cpu(), ids.cpu(), labels.cpu(), 70.0)
+    mine = own(patched(model), ids, labels, num_items_in_batch=count)
+    theirs = own(model, ids, labels, num_items_in_batch=count)
+    head = model.get_output_embeddings()
+    bias = None if head.bias is None else head.bias.double()
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    scale = getattr(model, "logit_scale", 1 / getattr(model.config, "logits_scaling", 1.0))
+    loss, _, *gradients = reference.gradients(
+        model.model(ids).last_hidden_state.double(),
+        head.weight.double(),
+        nn.functional.pad(labels, (0, 1), value=-100)[:, 1:],
+        linear_bias=bias,
+        softcap=softcap,
+        logit_scale=scale,
+        denominator=count,
+    )
+    assert mine.loss.dtype is torch.float32
+    assert_close("loss", mine.loss, loss, theirs.loss)
+    if not model.config.tie_word_embeddings:
+        assert_close("head", mine.head, torch.cat([each.flatten() for each in gradients]), theirs.head)
+    for one, other, exact in ((mine.head, theirs.head, want.head), (mine.others, theirs.others, want.others)):
+        assert_close("gradients", one.cpu(), exact, other.cpu(), rounding=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "phi"])
+def test_bfloat16(name: str):
+    check_bfloat16(name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen3", "gemma2", "granite", "cohere", "phi"])
+def test_bfloat16_on_a_gpu(name: str):
+    check_bfloat16(name, "cuda")
+
+
+@pytest.mark.gpu
+def test_torch_compile_on_a_gpu():
+    model = narrow_model("llama", "cuda")
+    ids, labels = (each.cuda() for each in tokens(rows=4, length=40, vocab=1000))
+    mine = patched(model)
+    found = torch.compile(mine, fullgraph=True)(input_ids=ids, labels=labels)
+    found.loss.backward()
+    want = own(model, ids, labels)
+    assert torch.allclose(found.loss, want.loss, rtol=1e-2)
+    gradient = mine.lm_head.weight.grad
+    assert gradient is not None
+    assert (gradient.flatten() - want.head).norm() < 0.05 * want.head.norm()

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 from cute_lce.integrations.transformers import patch, unpatch
 from tests.distributed import ranks
+from tests.integrations import sharded_cases
 from tests.integrations.language_models import expected, make, own, tokens
 from tests.numerics import assert_close
 
@@ -46,8 +47,8 @@ def chats() -> list[dict[str, Tensor]]:
     return found
 
 
-def train(model: Any, folder: Path, **options: Any) -> tuple[list[float], float, Tensor]:
-    """Losses of two steps, the evaluation's, and all weights."""
+def train(model: Any, folder: Path, **options: Any) -> tuple[list[float], list[float], Tensor]:
+    """Losses of two steps, the evaluation's and a sum of its logits, and all weights."""
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -65,10 +66,20 @@ def train(model: Any, folder: Path, **options: Any) -> tuple[list[float], float,
         **options,
     )
     data: Any = chats()
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:2])
+
+    def metrics(found: Any) -> dict[str, float]:
+        return {"sum": float(abs(found.predictions).sum())}
+
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data[:2],
+        compute_metrics=metrics,
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    evaluated = trainer.evaluate()["eval_loss"]
+    evaluated = [trainer.evaluate()[name] for name in ("eval_loss", "eval_sum")]
     return losses, evaluated, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -213,8 +224,15 @@ def test_an_adapter_at_the_head_is_refused(options: dict[str, Any], llama: Any):
 # Two processes
 
 
-def test_two_ranks():
-    from tests.integrations import sharded_cases
-
-    failed = {case: found for case, found in ranks.run(2, "gloo", sharded_cases.CASES).items() if found}
+def check_ranks(backend: str, cases: Any) -> None:
+    failed = {case: found for case, found in ranks.run(2, backend, cases).items() if found}
     assert not failed, "\n\n".join(f"{case}: {found}" for case, found in failed.items())
+
+
+def test_two_ranks():
+    check_ranks("gloo", (*sharded_cases.CASES, sharded_cases.units_of_accelerate))
+
+
+@pytest.mark.gpu_multi
+def test_two_gpus():
+    check_ranks("nccl", sharded_cases.CASES)
