@@ -5,9 +5,9 @@ Ranks are --tp wide groups of tensor parallelism, times data parallelism. Two li
     head = cute_lce.LinearCrossEntropy(d, vocab_size)                 # forward(hidden, target) is the loss
     parallelize_module(head, mesh["tp"], VocabParallelLoss())         # its weight becomes a shard
 
-The data are made up: each token decides the next but for some noise. Each rank also trains the whole model on
-the whole batch, with torch's loss, and the program ends with status 1 when the losses differ by more than
---tolerance.
+The data are made up: each token decides the next but for some noise. All is float32. Each rank also trains
+the whole model on the whole batch, with torch's loss, and the program ends with status 1 when the losses
+differ by more than --tolerance.
 
     torchrun --nproc-per-node 4 -m examples.fsdp2_tp              # on GPUs, else on CPUs (gloo)
     torchrun --nproc-per-node 8 -m examples.fsdp2_tp --tp 4 --hidden 2048 --heads 16 --vocab-size 131072

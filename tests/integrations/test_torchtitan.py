@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from tests.integrations.torchtitan_cases import D, V, batch, expected, make
 from tests.numerics import assert_close
 
+pytest.importorskip("torchtitan", reason="torchtitan is not installed (extra integrations)")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_values_and_gradients(dtype):
