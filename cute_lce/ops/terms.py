@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import Request, RowLoss, Stats, StatsOperands, StatsOptions, outputs_of
+from ..implementation import Request, RowLoss, Statistics, Stats, StatsOperands, StatsOptions, outputs_of
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..plan.problem import Problem
 from ..streaming.products import accumulate_dtype
@@ -146,13 +146,15 @@ def decide(
     compute: ComputeOptions,
     reduction: str,
     destination: Destination | None,
+    serving: Statistics | None = None,
 ) -> tuple[str, StatsHow]:
-    """The schedule, and what the op runs with."""
+    """The schedule, and what the op runs with. serving: what serves the call; None: what is picked for it."""
     hidden, weight = operands.hidden, operands.weight
     need_dinput, need_dweight, need_dbias = _needs(operands)
     limits, (V, d), dtype = compute.limits, weight.shape, hidden.dtype
     problem = Problem(hidden.shape[0], d, V, dtype is torch.float16, need_dinput, need_dweight)
-    schedule, kept_columns = statistics(operands, options, compute.schedule).choose(
+    serving = serving or statistics(operands, options, compute.schedule)
+    schedule, kept_columns = serving.choose(
         problem, dtype, hidden.device, compute.schedule, reduction, limits
     )
     if schedule == "grad_in_forward" and reduction == "none" and need_dbias:

@@ -20,7 +20,7 @@ from ..ops.logprob import Wanted, call_of
 from ..ops.plain import is_plain_eager
 from ..ops.terms import decide
 from ..options import ComputeOptions, LossOptions, TermOptions
-from ..streaming import shards, token_stats
+from ..streaming import STATISTICS, shards, token_stats
 from . import call as plain_call
 from . import ranks
 from .call import Spread
@@ -49,7 +49,7 @@ def linear_logprob(
         plain = is_plain_eager(*call.plain_operands)
         losses = plain_call.call(*call.plain_operands, call.plain_loss, compute, spread, plain)
         return [-losses.view(call.shape)]
-    _, how = decide(operands, call.options, compute, "none", None)
+    _, how = decide(operands, call.options, compute, "none", None, STATISTICS)
     if ranks.CHECK_RANKS:
         needs = how.request.need_dinput, how.request.need_dweight
         ranks.check((*call.plain_operands,), needs, loss, compute, spread)

@@ -300,6 +300,7 @@ def gpt_model(here: Rank) -> None:
 
 def gpt(here: Rank, tied: bool, hooks: dict) -> tuple[Any, Any]:
     """(a small GPTModel, the same wrapped), always with the same weights."""
+    from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -307,6 +308,8 @@ def gpt(here: Rank, tied: bool, hooks: dict) -> tuple[Any, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(0)
+    if here.device != "cpu":
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
     MTPLossLoggingHelper.tracker["values"] = torch.zeros(1, device=here.device)
     config = TransformerConfig(
         num_layers=1,
