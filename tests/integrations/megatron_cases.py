@@ -6,6 +6,7 @@ DistributedDataParallel.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -98,10 +99,22 @@ def core() -> Any:
     return make
 
 
-def batch(here: Rank, dtype: torch.dtype, heads: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(hidden [heads s, b, h], weight (V, h), labels, loss_mask [b, s])."""
+def takes_processor() -> bool:
+    """Whether it is megatron-core from 0.18 on, whose GPTModel takes an output_processor."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return "output_processor" in inspect.signature(GPTModel.forward).parameters
+
+
+def heads() -> int:
+    """With how many heads a model is fused: later megatron-cores read the logits of MTP's."""
+    return 1 if takes_processor() else 3
+
+
+def batch(here: Rank, dtype: torch.dtype, count: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(hidden [count s, b, h], weight (V, h), labels, loss_mask [b, s])."""
     generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(heads, S, B, H, generator=generator)
+    hidden = torch.randn(count, S, B, H, generator=generator)
     weight = torch.randn(V, H, generator=generator) / H**0.5
     labels = torch.randint(V, (B, S), generator=generator)
     mask = torch.ones(B, S)
@@ -131,19 +144,20 @@ def expected(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, dtype
     return losses.detach(), *torch.autograd.grad(total, leaves)
 
 
-def compare(here: Rank, dtype: torch.dtype, heads: int, sequence_parallel: bool, tied: bool) -> None:
+def compare(here: Rank, dtype: torch.dtype, count: int, sequence_parallel: bool, tied: bool) -> None:
+    """count: of heads."""
     make = core()
-    hidden, weight, labels, mask = batch(here, dtype, heads)
-    options = {"mtp_num_layers": heads - 1, "mtp_loss_scaling_factor": 0.3} if heads > 1 else {}
+    hidden, weight, labels, mask = batch(here, dtype, count)
+    options = {"mtp_num_layers": count - 1, "mtp_loss_scaling_factor": 0.3} if count > 1 else {}
     model = make(here, weight, tied=tied, sequence_parallel=sequence_parallel, **options)
     megatron.fuse_output_layer(model)
     megatron.fuse_output_layer(model)
-    parts = hidden.unflatten(0, (heads, S))
+    parts = hidden.unflatten(0, (count, S))
 
     def own(each: Tensor) -> Tensor:
-        return slice_of(each.unflatten(0, (heads, S)), here, 1).flatten(0, 1) if sequence_parallel else each
+        return slice_of(each.unflatten(0, (count, S)), here, 1).flatten(0, 1) if sequence_parallel else each
 
-    assert parts.shape == (heads, S, B, H)
+    assert parts.shape == (count, S, B, H)
     leaf = own(hidden).clone().requires_grad_()
     given = labels.clone()
     losses = model(leaf, given, mask)
@@ -158,16 +172,16 @@ def compare(here: Rank, dtype: torch.dtype, heads: int, sequence_parallel: bool,
     assert_close("dhidden", leaf.grad, own(want[1]), own(plain[1]).to(dtype))
     rows = slice_of(want[2], here, 0), slice_of(plain[2], here, 0)
     # Each head's gradient is rounded before they are added.
-    rounding = 2.0**-8 if heads > 1 and dtype is torch.bfloat16 else 0.0
+    rounding = 2.0**-8 if count > 1 and dtype is torch.bfloat16 else 0.0
     assert_close("dweight", model.head.grad, rows[0], rows[1].to(dtype), rounding=rounding)
 
 
 def heads_and_slices(here: Rank) -> None:
     """Tensor and sequence parallel, MTP's heads, tied weights."""
     for dtype in here.dtypes:
-        compare(here, dtype, heads=3, sequence_parallel=False, tied=False)
-        compare(here, dtype, heads=1, sequence_parallel=True, tied=True)
-    compare(here, torch.float32, heads=3, sequence_parallel=True, tied=True)
+        compare(here, dtype, heads(), sequence_parallel=False, tied=False)
+        compare(here, dtype, 1, sequence_parallel=True, tied=True)
+    compare(here, torch.float32, heads(), sequence_parallel=True, tied=True)
 
 
 def megatrons_own(here: Rank) -> None:
@@ -229,10 +243,11 @@ def main_grad(here: Rank) -> None:
     """Two micro-batches under what megatron-core's DistributedDataParallel does after each backward, of an
     untied weight and of a tied one, whose embedding has a gradient of its own."""
     make = core()
-    hidden, weight, labels, mask = batch(here, torch.bfloat16, 3)
+    hidden, weight, labels, mask = batch(here, torch.bfloat16, heads())
     exact, plain = (expected(hidden, weight, labels, mask, kind)[2] for kind in KINDS)
+    options = {"mtp_num_layers": heads() - 1, "mtp_loss_scaling_factor": 0.3} if heads() > 1 else {}
     for tied in (False, True):
-        model = make(here, weight, tied=tied, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
+        model = make(here, weight, tied=tied, **options)
         megatron.fuse_output_layer(model)
         model.output_layer.gradient_accumulation_fusion = True
         head = model.head
@@ -266,32 +281,43 @@ def main_grad(here: Rank) -> None:
 
 def gpt_model(here: Rank) -> None:
     """GPTModel with an MTP head under DistributedDataParallel, which overlaps both of its collectives with
-    the passes: the same losses and main_grads as without us, of two micro-batches."""
+    the passes: the same losses and main_grads as without us, of two micro-batches. A later megatron-core
+    overlaps on streams, which CPUs do not have, and its own MTP head needs its extension for main_grad."""
     core()
-    hooks = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+    overlaps = not (takes_processor() and here.device == "cpu")
+    hooks = {
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps,
+        "use_distributed_optimizer": True,
+    }
     with on_cpu() if here.device == "cpu" else nullcontext():
         for tied in (False, True):
             found = []
             for fuse in (False, True):
                 model, wrapped = gpt(here, tied, hooks)
-                if fuse:
+                options: dict[str, Any] = {}
+                if fuse and takes_processor():
+                    options["output_processor"] = megatron.output_processor
+                elif fuse:
                     megatron.fuse_output_layer(wrapped)
                     # Not without us, since its extension is not there.
                     model.output_layer.gradient_accumulation_fusion = True
                 wrapped.zero_grad_buffer()
-                wrapped.start_param_sync()
+                if overlaps:
+                    wrapped.start_param_sync()
                 losses = []
                 for seed in range(2):
                     tokens, labels, mask = texts(here, seed)
                     places = torch.arange(S, device=here.device).expand(B, S)
                     future = torch.ones(1, 1, S, S, dtype=torch.bool, device=here.device).triu(1)
                     with wrapped.no_sync() if seed == 0 else nullcontext():
-                        loss = wrapped(tokens, places, future, labels=labels, loss_mask=mask) * mask
+                        given = {"labels": labels, "loss_mask": mask, **options}
+                        loss = wrapped(tokens, places, future, **given) * mask
                         loss.sum().backward()
                     losses.append(loss.detach())
                 wrapped.finish_grad_sync()
                 found.append([*losses, *(each.main_grad.clone() for each in model.parameters())])
-                assert fuse == isinstance(model._postprocess, megatron._Labelled)
+                assert fuse == isinstance(model.output_layer.forward, megatron._Forward)
             assert len(found[0]) > 10
             for one, other in zip(*found, strict=True):
                 assert one.any()
