@@ -29,10 +29,14 @@ FACTORS = (1.0, 0.15, 0.15)
 """What the main head's and two MTP heads' losses are weighted with: mtp_loss_scaling_factor / heads."""
 
 
+def quiet() -> None:
+    """Without megatron-core's warnings, of what is not installed and what it deprecates."""
+    warnings.filterwarnings("ignore", module="megatron")
+
+
 def core() -> Any:
     """What makes models on this rank's groups, which are of all ranks."""
-    # Of what is not installed, and what it deprecates.
-    warnings.filterwarnings("ignore", module="megatron")
+    quiet()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -101,6 +105,7 @@ def core() -> Any:
 
 def takes_processor() -> bool:
     """Whether it is megatron-core from 0.18 on, whose GPTModel takes an output_processor."""
+    quiet()
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     return "output_processor" in inspect.signature(GPTModel.forward).parameters
