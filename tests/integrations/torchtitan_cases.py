@@ -118,14 +118,14 @@ def fully_sharded(here: Rank) -> None:
 
 
 def tensor_parallel(here: Rank) -> None:
-    """lm_head's weight as a plain shard (spmd_types), and as a DTensor (partial_dtensor); V is uneven."""
+    """lm_head's weight as a plain shard (spmd_types) and as a DTensor (the others); V is uneven."""
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
     from torchtitan.distributed.utils import set_spmd_backend
 
     want, plain = (expected(torch.float32, kind, 20) for kind in KINDS)
     mesh = init_device_mesh(here.device.partition(":")[0], (here.ranks,), mesh_dim_names=("tp",))
     inputs, weight, labels = (each.to(here.device) for each in batch(torch.float32))
-    for backend in ("spmd_types", "partial_dtensor"):
+    for backend in ("spmd_types", "partial_dtensor", "full_dtensor"):
         loss_fn, model = make(weight)
         leaf = inputs.clone().requires_grad_()
         hidden = model(leaf)
@@ -137,16 +137,20 @@ def tensor_parallel(here: Rank) -> None:
             hidden = DTensor.from_local(hidden, mesh, [Replicate()])
             # What its parallelize makes of the forward, for logits.
             model.lm_head.forward = _no_logits  # pyright: ignore[reportAttributeAccessIssue]
+        classes = labels
+        if backend == "full_dtensor":
+            classes = DTensor.from_local(labels, mesh, [Replicate()])
         set_spmd_backend(backend)
         try:
             with set_current_spmd_mesh(mesh) if backend == "spmd_types" else nullcontext():
-                loss, _ = loss_fn(hidden, labels, torch.tensor(20.0, device=here.device))
+                loss, _ = loss_fn(hidden, classes, 20.0)
         finally:
             set_spmd_backend("spmd_types")
         loss.backward()
-        assert ("forward" in vars(model.lm_head)) == (backend == "partial_dtensor")
+        assert ("forward" in vars(model.lm_head)) == (backend != "spmd_types")
         assert leaf.grad is not None
-        assert not isinstance(loss, DTensor)
+        assert isinstance(loss, DTensor) == (backend == "full_dtensor")
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
         assert_close("loss", loss.detach().cpu(), want[0][0], plain[0][0])
         assert_close("dinputs", leaf.grad.cpu(), want[1][0], plain[1][0])
         dweight: Any = model.lm_head.weight.grad
