@@ -2,7 +2,7 @@
 
 A forward is accepted where it has the form
 
-    <anything, in which labels and **kwargs keep their values>
+    <anything, in which labels and **kwargs keep their values, and later are not mentioned>
     logits = self.HEAD(<one argument>)                  also as a part of a step
     logits = <step>(logits)                             any number, also under "if PATH is not None:"
     if labels is not None:
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -138,7 +139,7 @@ class _Reader:
         self._check_signature()
         statement, call = self._loss()
         logits = self._check_loss(call)
-        head, steps = self._steps(logits, statement)
+        head, steps = self._steps(logits, statement, call)
         self._check_mentions(logits, head)
         factors, softcap = self._fold(steps)
         return Tail(head, self.parameters.index("labels") - 1, factors, softcap)
@@ -213,7 +214,7 @@ class _Reader:
         self.understood.add(id(logits))
         return logits.id
 
-    def _steps(self, logits: str, loss: ast.If) -> tuple[str, list[_Step]]:
+    def _steps(self, logits: str, loss: ast.If, call: ast.Call) -> tuple[str, list[_Step]]:
         """The head, and what is done to its output, in order."""
         head, steps = "", []
         for statement in self.node.body:
@@ -221,6 +222,7 @@ class _Reader:
                 break
             if not _mentions(statement, logits):
                 self._remember_alias(statement)
+                self._check_inputs(statement, head)
                 continue
             guard, body = self._guarded(statement)
             if guard is not None and not head:
@@ -229,11 +231,18 @@ class _Reader:
                 found, own = self._step(each, logits, head)
                 head = head or found
                 steps += [step._replace(guard=guard) for step in own]
+        for statement in itertools.takewhile(lambda each: call not in ast.walk(each), loss.body):
+            self._check_inputs(statement, head)
         if not head:
             raise Unproven(
                 f"{self.name}: got no `{logits} = self.<head>(hidden_states)` before the loss, want one"
             )
         return head, steps
+
+    def _check_inputs(self, statement: ast.stmt, head: str) -> None:
+        """What the head's loss is computed from stays as it is until the loss function is called."""
+        if head and (_mentions(statement, "labels") or _mentions(statement, self.others)):
+            raise self._refuse(statement, "labels may change between head and loss")
 
     def _guarded(self, statement: ast.stmt) -> tuple[Path | None, list[ast.stmt]]:
         """The path of `if PATH is not None:` and its body, or the statement itself."""

@@ -214,6 +214,10 @@ def _check_head(head: Any, name: str) -> None:
     replaced = vars(head).get("forward")
     if replaced is not None and not hasattr(head, "_hf_hook"):
         raise ValueError(f"{name}: got one whose forward was replaced, want nn.Linear's")
+    moved = getattr(head, "_hf_hook", None)
+    for hook in [] if moved is None else getattr(moved, "hooks", [moved]):
+        if type(hook).__module__ != "accelerate.hooks":
+            raise ValueError(f"{name}: got accelerate's hook {type(hook).__qualname__}, want one of its own")
     weight = head.weight
     plain = type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "device_mesh")
     if not plain or weight.dtype not in DTYPES:
@@ -299,6 +303,8 @@ def _head_forward(patch: _Patch, input: Tensor) -> Tensor:
     """The head's forward: input's (..., d) loss where the model was called with labels, else its logits."""
     if patch.call is None:
         return patch.head_forward.original(input)
+    if patch.done is not None:
+        raise RuntimeError(f"{patch.tail.head}: got a second call in one of the model, want one")
     head = patch.head
     scale, softcap = _terms(patch.model, patch.tail)
     terms = {"linear_bias": head.bias, "logit_scale": scale, "softcap": softcap}

@@ -85,7 +85,8 @@ class LogProb:
                 "weight: got one that DeepSpeed's ZeRO-3 shards, which is gone by the backward, want "
                 "uninstall() there"
             )
-        if hidden.dtype is torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
+        narrow = torch.is_autocast_enabled(hidden.device.type) or hidden.dtype is not torch.float32
+        if not narrow and not torch.compiler.is_compiling():
             _warn_of_float32(hidden.device)
         names = [own for name, own in OUTPUTS.items() if name in outputs or own == "logprob"]
         found = linear_logprob(

@@ -1,4 +1,4 @@
-"""Forwards of users: each does something that a loss without logits would miss, but the last."""
+"""Forwards of users: those that do something that a loss without logits would miss, and two that do not."""
 
 from __future__ import annotations
 
@@ -79,6 +79,49 @@ class Relabelled(Llama):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any):
         labels = None if labels is None else labels.clamp(max=50)
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class RelabelledInPlace(Llama):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = None
+        if labels is not None:
+            labels[labels == 7] = -100
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class RelabelledBefore(Llama):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        self.relabel(labels)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class Renamed(Llama):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        other = logits
+        other /= 2
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class Shared(Llama):
+    """Its loss is understood, but another module calls the head too."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any):
+        hidden = self.other(self.model(input_ids).last_hidden_state)
+        logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)

@@ -267,6 +267,9 @@ def test_real_models_that_do_more_are_refused_by_name(kind: str, names: str):
         (own_forwards.CappedThenScaled, "a softcap"),
         (own_forwards.TwoCaps, "a softcap"),
         (own_forwards.Relabelled, "labels gets another value"),
+        (own_forwards.RelabelledInPlace, "labels may change"),
+        (own_forwards.RelabelledBefore, "self.relabel"),
+        (own_forwards.Renamed, "other = logits"),
         (own_forwards.Popped, "kwargs may change"),
         (own_forwards.Uncounted, "loss_function"),
         (own_forwards.Delegating, "labels"),
@@ -290,6 +293,16 @@ def test_scales_and_caps_are_read_when_called(scale: float | None, cap: float | 
     mine.config.my_cap = torch.tensor(2.0)
     with pytest.raises(TypeError, match=r"^Unrolled\.config\.my_cap: got Tensor, want a number"):
         mine(ids, labels=labels)
+
+
+def test_a_head_that_is_called_twice(llama: Any):
+    (ids, labels), model = tokens(), copy.deepcopy(llama)
+    model.__class__ = own_forwards.Shared
+    model.other = lambda hidden: hidden + model.lm_head(hidden).mean()
+    patch(model)
+    with pytest.raises(RuntimeError, match=r"^lm_head: got a second call in one of the model"):
+        model(ids, labels=labels)
+    assert model(ids).logits.shape == (2, 9, VOCAB)
 
 
 class Eightbit(nn.Linear):

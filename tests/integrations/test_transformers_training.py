@@ -173,6 +173,19 @@ def test_accelerates_hooks_for_devices(llama: Any):
     assert torch.equal(model(ids, labels=labels).loss, llama(ids, labels=labels).loss)
 
 
+class Halving(AlignDevicesHook):
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return output / 2
+
+
+def test_a_hook_that_changes_the_logits_is_refused(llama: Any):
+    model = copy.deepcopy(llama)
+    add_hook_to_module(model.lm_head, AlignDevicesHook("cpu"))
+    add_hook_to_module(model.lm_head, Halving("cpu"), append=True)
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM\.lm_head: got accelerate's hook Halving"):
+        patch(model)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # PEFT
 

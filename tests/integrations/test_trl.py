@@ -157,14 +157,26 @@ def test_numbers_of_tokens_that_change_every_step(monkeypatch: pytest.MonkeyPatc
     """hidden[mask]: what is prepared for a number of tokens is not kept without end, and nothing compiles."""
     monkeypatch.setattr(prepared, "MOST_CACHED", 8)
     prepared.cache.clear()
-    seen = set()
+    seen, graphs = set(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for n in range(1, 40):
         hidden, weight, _, targets = operands(n, bias=False)
         results(LogProb, (hidden, weight, None, targets), 1.0, 40, None, 1.0, ("log_probs", "entropy"))
         results(LogProb, (hidden, weight, None, targets), 1.0, 40, None, 1.0, ("log_probs",))
         seen.add(len(prepared.cache))
     assert 0 < max(seen) <= 8
-    assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_in_one_graph():
+    """Under torch_compile of a trainer's arguments."""
+
+    def score(*given: Any) -> Any:
+        return LogProb.apply(*given)[:2]
+
+    given = (*operands(9), 0.7, 40, 3.0, 0.5, ("log_probs", "entropy"))
+    found = torch.compile(score, backend="aot_eager", fullgraph=True)(*given)
+    for one, other in zip(found, score(*given), strict=True):
+        assert torch.allclose(one, other)
 
 
 def test_float32_on_a_device_with_kernels_is_told(monkeypatch: pytest.MonkeyPatch):
