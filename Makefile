@@ -55,7 +55,7 @@ bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GP
 	$(BIN)/python -m bench.run $(BENCH_ARGS)
 
 wheel: $(STAMP)  ## build a wheel that carries the compiled kernels, into dist; WHEEL_ARGS="--help"
-	$(BIN)/python -m tools.wheel $(WHEEL_ARGS)
+	$(BIN)/python -m cute_lce.commands.wheel $(WHEEL_ARGS)
 
 figures: $(STAMP)  ## draw docs/figures from the kept results
 	$(BIN)/python -m bench.plot

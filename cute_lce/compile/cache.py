@@ -13,8 +13,8 @@ whose hash does not match (truncated, altered, copied from another name) is a mi
 of processes may share a folder: each one that misses compiles, all write the same content, and the last
 rename wins. Stale temporary folders are deleted by the first compile an hour later.
 
-The package's own, under the same names, are those that a wheel carries (tools/wheel.py); installed from
-sources it has none. Whoever may write them may write the package's sources.
+The package's own, under the same names, are those that a wheel carries (cute_lce/commands/wheel.py);
+installed from sources it has none. Whoever may write them may write the package's sources.
 
 CUTE_LCE_CACHE_DIR names the folder (`~` is the user's home); otherwise it is $XDG_CACHE_HOME/cute_lce or
 ~/.cache/cute_lce.

@@ -18,11 +18,10 @@ import pytest
 
 from cute_lce import cli
 from cute_lce.arch import ARCHITECTURES
-from cute_lce.commands import doctor
+from cute_lce.commands import doctor, wheel
 from cute_lce.compile import cache
 from cute_lce.plan.kernels import BackwardKey, MergeKey, carried, kernels
 from tests.host.test_cache import KEY, LOAD, seven  # noqa: F401
-from tools import wheel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the DSL is for Linux")
 BEYOND = re.compile(r"%[yz]mm\d|\tv[a-z0-9]+ .*%xmm|\{%k\d\}")

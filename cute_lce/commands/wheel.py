@@ -1,10 +1,10 @@
 """Build a wheel that carries compiled kernels, so that a first call on a new machine loads them.
 
-    python3 -m tools.wheel --out dist                       # bfloat16: what plan.kernels.carried lists
-    python3 -m tools.wheel --out dist --dtype bfloat16 float16
-    python3 -m tools.wheel --out dist --cache ~/kernels     # keeps what it compiles for the next wheel
+    python3 -m cute_lce.commands.wheel                            # bfloat16: what plan.kernels.carried lists
+    python3 -m cute_lce.commands.wheel --dtype bfloat16 float16
+    python3 -m cute_lce.commands.wheel --cache ~/kernels          # keeps what it compiles for the next wheel
 
-It needs no GPU, and runs on the kind of machine that the wheel is for, x86-64 or aarch64 Linux. The kernels'
+It needs a checkout and no GPU, and runs on the kind of machine that the wheel is for, x86-64 or aarch64 Linux. The kernels'
 host parts are for every CPU of it (cute_lce/compile/baseline.py). What is built is a copy of the sources: the
 checkout carries no kernels, and neither does what pip makes of it.
 """
@@ -27,7 +27,7 @@ from cute_lce.commands.compile import compiled, cores
 from cute_lce.compile import cache
 from cute_lce.plan.kernels import Key, carried
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 """That of the DSL's own wheels. The kernels ask glibc for nothing."""
 BUILD = """
@@ -80,7 +80,9 @@ def build(sources: Path, kind: str, out: Path, settings: dict[str, list[str]] | 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tools.wheel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="cute_lce.commands.wheel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     dtypes = ("bfloat16", "float16")
     add = parser.add_argument

@@ -1,7 +1,7 @@
 """Use cute_lce, quack and FlashAttention's CuTe kernels in one process, on one installed DSL.
 
     pip install . quack-kernels==0.6.5 flash-attn-4==4.0.0b36 triton
-    python3 -m tools.neighbours
+    python3 -m examples.neighbours
 
 On a machine without a GPU each compiles a kernel of its own for Hopper, which needs no device; on a Hopper or
 a Blackwell each is called, and compared with torch.

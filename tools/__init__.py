@@ -1,1 +1,0 @@
-"""Programs for those who release the package."""
