@@ -9,6 +9,7 @@ a Blackwell each is called, and compared with torch.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import sys
@@ -100,6 +101,9 @@ CALLS = {"cute_lce": call_ours, "quack": call_quack, "flash_attn.cute": call_fla
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        prog="examples.neighbours", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for package in PACKAGES:
         print(f"{package} {importlib.metadata.version(package)}")
     there = torch.cuda.is_available()

@@ -4,9 +4,9 @@
     python3 -m cute_lce.commands.wheel --dtype bfloat16 float16
     python3 -m cute_lce.commands.wheel --cache ~/kernels          # keeps what it compiles for the next wheel
 
-It needs a checkout and no GPU, and runs on the kind of machine that the wheel is for, x86-64 or aarch64 Linux. The kernels'
-host parts are for every CPU of it (cute_lce/compile/baseline.py). What is built is a copy of the sources: the
-checkout carries no kernels, and neither does what pip makes of it.
+It needs a checkout and no GPU, and runs on the kind of machine that the wheel is for, x86-64 or aarch64
+Linux. The kernels' host parts are for every CPU of it (cute_lce/compile/baseline.py). What is built is a copy
+of the sources: the checkout carries no kernels, and neither does what pip makes of it.
 """
 
 from __future__ import annotations
