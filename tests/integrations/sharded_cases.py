@@ -6,8 +6,6 @@ import copy
 from typing import Any
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -99,6 +97,10 @@ def a_loss_stays_wide(here: Rank) -> None:
 def units_of_accelerate(here: Rank) -> None:
     """accelerate's own sharding, which an Accelerator on CPUs does not choose by itself: two steps of SGD
     beside the same in one process."""
+    # Not in every version, and the other cases do without.
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

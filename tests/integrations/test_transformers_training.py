@@ -47,11 +47,13 @@ def chats() -> list[dict[str, Tensor]]:
     return found
 
 
-def train(model: Any, folder: Path, **options: Any) -> tuple[list[float], list[float], Tensor]:
+def train(
+    model: Any, folder: Path, use_cpu: bool = True, **options: Any
+) -> tuple[list[float], list[float], Tensor]:
     """Losses of two steps, the evaluation's and a sum of its logits, and all weights."""
     arguments = TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
+        use_cpu=use_cpu,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=2,
@@ -65,6 +67,9 @@ def train(model: Any, folder: Path, **options: Any) -> tuple[list[float], list[f
         disable_tqdm=True,
         **options,
     )
+    if arguments.device.type == "cuda":
+        # More in one process would be nn.DataParallel.
+        arguments._n_gpu = 1
     data: Any = chats()
 
     def metrics(found: Any) -> dict[str, float]:
@@ -135,6 +140,17 @@ def test_a_trainer_in_bfloat16(llama: Any, tmp_path: Path):
     assert (seen.losses, seen.logits) == (4, 0)
     want, _, _ = train(copy.deepcopy(llama), tmp_path)
     assert losses == pytest.approx(want, rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_trainer_on_a_gpu(llama: Any, tmp_path: Path):
+    mine, theirs = copy.deepcopy(llama), copy.deepcopy(llama)
+    patch(mine)
+    seen = Counted(mine)
+    found, want = (train(each, tmp_path, use_cpu=False, bf16=True) for each in (mine, theirs))
+    assert (seen.losses, seen.logits) == (4, 0)
+    assert found[0] == pytest.approx(want[0], rel=2e-2)
+    assert found[1] == pytest.approx(want[1], rel=2e-2)
 
 
 # ----------------------------------------------------------------------------------------------------------
