@@ -337,7 +337,15 @@ _SM_90A = Architecture(
     dense_flops_per_clock=4096,
     l2_bytes_per_clock=42,
     data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
-    term_columns=(("softcap", 176),),
+    term_columns=(
+        ("softcap", 176),
+        ("entropy", 176),
+        ("total", 176),
+        ("gap", 176),
+        ("uniform", 176),
+        ("row_scale", 176),
+        ("linear_bias", 176),
+    ),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(

@@ -33,20 +33,34 @@ UNIT = 32
 """Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
 NOTE_BYTES = 2
 TERMS: dict[str, dict[str, Any]] = {
+    "linear_bias": {"linear_bias": Address},
     "logit_scale": {"logit_scale": Float32},
     "softcap": {"inverse_cap": Float32, "cap": Float32},
+    "row_scale": {"row_scale": Address},
+    "class_weight": {"class_weight": Address},
+    "entropy": {"more_partials": Address, "mean_gap": Address},
+    "total": {"more_partials": Address, "logit_total": Address},
     "coefficients": {"row_factor": Address},
+    "gap": {"gap": Address},
+    "uniform": {"uniform": Address},
 }
-"""What kernels that are compiled for a term take for it in LossArguments.
+"""What kernels that are compiled for a term take for it in LossArguments. Vectors are fp32, (V,) or, by the
+operands' tokens, (n,).
 
-logit_scale: z = logit_scale x, of a product x. softcap: z = cap tanh(inverse_cap x), which holds a scale and
-a temperature too. coefficients: of a backward; the gradient by a product is
+Of logits, of a product x: linear_bias (V,): x + linear_bias. logit_scale: logit_scale x. softcap:
+cap tanh(inverse_cap x), which holds a scale and a temperature too. row_scale (n,): multiplies z.
 
-    softmax exp(z - row_max) slope - target onehot
+Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). total: logit_total (n,), the sum of z
+times class_weight (V,), if that is a term. more_partials (partials of a row, n, numbers): scratch, a number
+for each of these two.
 
-with slope 1, or of a softcap 1 - tanh^2, and coefficients of each token, (n,) fp32: `softmax` lies where else
-row_sum does, `target` where dloss does. In float16 they are at most HALF_SCALE, and row_factor (n,) fp32
-multiplies the gradient; else it is 0.
+Of a backward: coefficients: the gradient by x is, but for the rounding,
+
+    ((softmax + gap (z - row_max)) exp(z - row_max) + uniform class_weight) slope - target onehot
+
+with slope 1, or of a softcap 1 - tanh^2, and coefficients of each token: `softmax` lies where else row_sum
+does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at most HALF_SCALE, and
+row_factor (n,) multiplies the gradient; else it is 0.
 """
 COMPUTED_ROWS = 64
 """Compacted tokens are computed in multiples of so many, the depth of a k tile (kernels/rows.py)."""

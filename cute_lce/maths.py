@@ -50,17 +50,22 @@ HALF_LEAST = float(2**-60)
 """The least that the largest magnitude is taken to be before it is scaled; a gradient of it rounds to 0."""
 
 
-def logits(product, loss, tanh=None):
+def logits(product, loss):
     """What a product of hidden and weight becomes before the softmax. A tensor is changed in place.
 
     loss: LossOptions, or in kernels arguments.LossArguments, which has its numbers: those in `terms` matter.
-    tanh: for a softcap.
     """
-    if "softcap" in loss.terms:
-        return capped(cap_ratio(product, loss.inverse_cap, tanh), loss.cap)
     if "logit_scale" in loss.terms:
         product *= loss.logit_scale
     return product
+
+
+def logit_and_slope(product, loss, tanh):
+    """(what `logits` gives, its derivative by what a softcap was applied to, or None)."""
+    if "softcap" in loss.terms:
+        ratio = cap_ratio(product, loss.inverse_cap, tanh)
+        return capped(ratio, loss.cap), cap_slope(ratio)
+    return logits(product, loss), None
 
 
 def product_gradient(gradient, loss):

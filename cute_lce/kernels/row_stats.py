@@ -44,7 +44,7 @@ def to_logits(products: cute.Tensor, loss):
     """
     if loss.terms:
         for i in range(cute.size(products)):
-            products[i] = maths.logits(products[i], loss, tanh)
+            products[i] = maths.logits(products[i], loss)
     else:
         products.store(maths.logits(products.load(), loss))
 

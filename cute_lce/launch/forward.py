@@ -93,6 +93,7 @@ class KernelForward:
         self.function = cache.get(ForwardKey(chosen.config, *dtypes, keeps=kept > 0, terms=loss.terms))
         self.gemm, self.nothing_kept = freeze(chosen.gemm), freeze(_NOTHING_KEPT)
         self.wants_statistics, self.kept_columns = request.statistics, kept
+        self.partials = chosen.gemm.windows * chosen.config.partials_per_window
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
         self.kept, self.row_bytes = template(device, hidden.dtype, n, round_up(kept, 8)), 4 * n
         self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)

@@ -29,10 +29,13 @@ from ..streaming.rows import is_ignored
 from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import backward as backward_of
+from .forward import KernelForward
 from .forward import forward as forward_of
 
-SERVED = ("logprob", "lse")
+SERVED = ("logprob", "lse", "entropy", "total_nll")
 """The numbers that kernels compute."""
+STATISTICS_OF = {"entropy": "entropy", "total_nll": "total"}
+"""Of these the ones that need more than a row's maximum and sum, and the terms of a forward that give it."""
 
 T = TypeVar("T")
 
@@ -41,30 +44,70 @@ MOST_PREPARED = 1024
 
 
 class _Loss(NamedTuple):
-    """What the passes read of LossOptions, for a loss of each row, with the numbers of arguments.TERMS."""
+    """What the passes read of LossOptions, for a loss of each row, with the numbers of arguments.TERMS.
+    logit_scale: of the gradient by products too."""
 
     ignore_index: int
     terms: tuple[str, ...]
     logit_scale: float
+    linear_bias: int = 0
     inverse_cap: float = 0.0
     cap: float = 0.0
+    row_scale: int = 0
+    class_weight: int = 0
+    more_partials: int = 0
+    mean_gap: int = 0
+    logit_total: int = 0
     row_factor: int = 0
+    gap: int = 0
+    uniform: int = 0
 
     reduction = "none"
 
+    def with_terms(self, *terms: str, **changes: Any) -> Any:
+        return self._replace(terms=(*self.terms, *terms), **changes)
+
+
+class _Tensors(NamedTuple):
+    """What a pass reads besides the operands, in fp32 and contiguous; kept alive for it."""
+
+    linear_bias: Tensor | None
+    class_weight: Tensor | None
+    row_scale: Tensor | None
+
     @classmethod
-    def of(cls, options: StatsOptions) -> Any:
-        scale = options.logit_scale / options.temperature
-        if options.softcap is None:
-            return cls(options.ignore_index, ("logit_scale",) if scale != 1 else (), scale)
+    def of(cls, operands: StatsOperands) -> _Tensors:
+        temperature = operands.temperature
+        return cls(
+            _vector(operands.linear_bias),
+            _vector(operands.class_weight),
+            None if temperature is None else temperature.float().reciprocal().contiguous(),
+        )
+
+
+def _vector(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
+def _loss_of(options: StatsOptions, tensors: _Tensors) -> Any:
+    """With the terms of the logits."""
+    scale = options.logit_scale / options.temperature
+    loss = _Loss(options.ignore_index, (), scale)
+    if tensors.linear_bias is not None:
+        loss = loss.with_terms("linear_bias", linear_bias=tensors.linear_bias.data_ptr())
+    if options.softcap is not None:
         cap = options.softcap / options.temperature
-        return cls(options.ignore_index, ("softcap",), scale, options.logit_scale / options.softcap, cap)
+        loss = loss.with_terms("softcap", inverse_cap=options.logit_scale / options.softcap, cap=cap)
+    elif scale != 1:
+        loss = loss.with_terms("logit_scale")
+    if tensors.row_scale is not None:
+        loss = loss.with_terms("row_scale", row_scale=tensors.row_scale.data_ptr())
+    return loss
 
 
 def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the kernels compute these numbers, of operands whose device and dtype they serve."""
-    given = operands.linear_bias, operands.class_weight, operands.temperature, operands.topk_ids
-    return all(each is None for each in given) and set(options.outputs) <= set(SERVED)
+    return operands.topk_ids is None and operands.linear_bias is None and set(options.outputs) <= set(SERVED)
 
 
 def choose(
@@ -77,27 +120,50 @@ def choose(
 
 def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
     given = Operands(*operands[:3])
-    n = given.hidden.shape[0]
+    n, device = given.hidden.shape[0], given.hidden.device
     if n == 0:
         return STATISTICS.forward(operands, options, request)
-    loss = _Loss.of(options)
-    request = request._replace(statistics=True)
-    prepared = _remembered(
-        ("forward", *_kind(given), loss.terms, request.limits), forward_of, given, loss, request
-    )
+    tensors = _Tensors.of(operands)
+    loss = _loss_of(options, tensors)
+    more = [term for name, term in STATISTICS_OF.items() if name in options.outputs]
+    if "total" in more and tensors.class_weight is not None:
+        loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
+    loss = loss.with_terms(*more)
+    workspace = request.limits.workspace * 2 // (2 + len(more))
+    request = request._replace(statistics=True, limits=request.limits._replace(workspace=workspace))
+    key = "forward", *_kind(given), loss.terms, request.limits
+    prepared = _remembered(key, forward_of, given, loss, request)
+    assert isinstance(prepared, KernelForward)
+    sums = {name: torch.empty((n,), dtype=torch.float32, device=device) for name in more}
+    if more:
+        partials = torch.empty((prepared.partials * n * len(more),), dtype=torch.float32, device=device)
+        outputs = {_OUTPUTS[name]: each.data_ptr() for name, each in sums.items()}
+        loss = loss._replace(more_partials=partials.data_ptr(), **outputs)
     found = prepared.statistics(given, loss)
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
     assert row_sum is not None
+    log_row_sum = row_sum.log()
+    logprob, lse = -found.loss, maths.lse(log_row_sum, row_max)
+    numbers = {"logprob": logprob, "lse": lse}
+    if "entropy" in sums:
+        numbers["entropy"] = maths.entropy(log_row_sum, sums["entropy"])
+    if "total" in sums:
+        count = given.weight.shape[0] if tensors.class_weight is None else tensors.class_weight.double().sum()
+        # Of numbers of the size of V times a logit.
+        numbers["total_nll"] = (lse.double() * count - sums["total"]).float()
     valid = ~is_ignored(given.target, options.ignore_index)
-    logprob, lse = -found.loss, maths.lse(row_sum.log(), row_max)
     return Stats(
-        logprob=logprob if "logprob" in options.outputs else None,
-        lse=torch.where(valid, lse, 0) if "lse" in options.outputs else None,
+        **{name: torch.where(valid, numbers[name], 0) for name in options.outputs},
         row_max=row_max,
         row_sum=row_sum,
+        mean_gap=sums.get("entropy"),
         target_logit=lse + logprob if loss.cap else None,
     )
+
+
+_OUTPUTS = {"entropy": "mean_gap", "total": "logit_total"}
+"""A forward's terms, and the number of _Loss that says where what they give is written."""
 
 
 def backward(
@@ -109,24 +175,38 @@ def backward(
     out: Tensor | None = None,
 ) -> AllGradients:
     given = Operands(*operands[:3])
-    if given.hidden.shape[0] == 0:
+    if given.hidden.shape[0] == 0 or not (request.need_dinput or request.need_dweight):
         return STATISTICS.backward(upstream, operands, saved, options, request, out)
-    loss, half = _Loss.of(options), given.hidden.dtype is torch.float16
+    tensors = _Tensors.of(operands)
+    loss, half = _loss_of(options, tensors), given.hidden.dtype is torch.float16
     valid = ~is_ignored(given.target, options.ignore_index)
-    coefficients, factor = coefficients_of(upstream, operands, saved, valid), loss.logit_scale
+    coefficients = coefficients_of(upstream, operands, saved, valid)
+    factor: Tensor | float = loss.logit_scale
+    if tensors.row_scale is not None:
+        factor = torch.where(valid, tensors.row_scale * factor, 0)
     row_factor = None
     if half:
         # Its range is too small for upstream / n: the rows' factors are applied in float32.
-        row_factor = coefficients.size()
-        inverse = torch.where(row_factor == 0, 0, maths.HALF_SCALE / row_factor)
-        coefficients, row_factor, factor = coefficients.times(inverse), row_factor * factor, 1.0
+        size = coefficients.size()
+        coefficients = coefficients.times(torch.where(size == 0, 0, maths.HALF_SCALE / size))
+        row_factor, factor = size * factor, 1.0
     softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
     target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
     if loss.cap and saved.target_logit is not None:
-        target *= maths.cap_slope(saved.target_logit / loss.cap)
-    loss = loss._replace(
-        terms=(*loss.terms, "coefficients"), row_factor=0 if row_factor is None else row_factor.data_ptr()
-    )
+        cap = loss.cap if tensors.row_scale is None else loss.cap * tensors.row_scale
+        target *= maths.cap_slope(saved.target_logit / cap)
+    gap, uniform = coefficients.gap_factor, coefficients.uniform
+    loss = loss.with_terms("coefficients")
+    if row_factor is not None:
+        loss = loss._replace(row_factor=row_factor.data_ptr())
+    if gap is not None:
+        gap = maths.softmax_factor(gap * factor, saved.row_sum)
+        loss = loss.with_terms("gap", gap=gap.data_ptr())
+    if uniform is not None:
+        uniform = uniform * factor
+        loss = loss.with_terms("uniform", uniform=uniform.data_ptr())
+        if tensors.class_weight is not None:
+            loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
     request = request._replace(added=None if out is None else out.dtype)
     needs = request.limits, request.need_dinput, request.need_dweight, request.added
     prepared = _remembered(("backward", *_kind(given), loss.terms, needs), backward_of, given, loss, request)

@@ -41,17 +41,34 @@ def test_a_logit_scale_spills_nothing(arch: str, i: int):
     assert local_memory(key._replace(terms=("logit_scale",))) == local_memory(key)
 
 
-def capped(arch: str) -> list[Key]:
-    """Of the widest tiles that a plan may choose for a softcap."""
-    configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(("softcap",)).columns)
-    tokens = max(configs.tokens, key=lambda config: config.tile_n)
-    return [
-        ForwardKey(tokens, terms=("softcap",)),
-        BackwardKey(tokens, configs.dweight[0], terms=("softcap", "coefficients")),
-    ]
+def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> list[Key]:
+    """Of the widest tiles that plans may choose for the terms of a forward, and for those of a backward."""
+    keys: list[Key] = []
+    for terms in (forward, backward):
+        configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(terms).columns)
+        tokens = max(configs.tokens, key=lambda config: config.tile_n)
+        of_forward = ForwardKey(tokens, terms=terms)
+        keys.append(of_forward if terms is forward else BackwardKey(tokens, configs.dweight[0], terms=terms))
+    return keys
+
+
+TERMS = {
+    "softcap": (("softcap",), ("softcap", "coefficients")),
+    "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
+    "smoothing": (("class_weight", "total"), ("coefficients", "uniform", "class_weight")),
+    "temperatures": (("softcap", "row_scale", "entropy"), ("softcap", "row_scale", "coefficients", "gap")),
+}
 
 
 @pytest.mark.parametrize("i", [0, 1], ids=["forward", "backward"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_a_softcap_spills_nothing(arch: str, i: int):
-    cubin.check_no_local_memory(capped(arch)[i])
+@pytest.mark.parametrize(
+    "which", [*list(TERMS)[:2], *(pytest.param(each, marks=full) for each in list(TERMS)[2:])]
+)
+def test_terms_spill_nothing(arch: str, which: str, i: int):
+    """In the GEMM of logits: that of dhidden is as without terms."""
+    found = cubin.kernels(widest(arch, *TERMS[which])[i])
+    gemms = sorted((name for name in found if "Gemm" in name), key=lambda name: int(name.rsplit("_", 1)[1]))
+    kernel = found[gemms[0]]
+    assert not kernel.usage["STACK"], kernel.usage
+    assert not kernel.local_accesses

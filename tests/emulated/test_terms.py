@@ -103,3 +103,56 @@ def test_softcap_of_any_schedule_of_warps(arch, seed):
     differentiated = (("logprob",), ("lse",), ("logprob", "lse"))[seed % 3]
     numbers = Numbers(case, ("logprob", "lse"), differentiated, softcap=3.0)
     token_stats.check(numbers, token_stats.run(numbers, arch, seed=seed, window=0 if seed % 4 else 130))
+
+
+@each_dtype_once
+def test_entropy(arch, dtype):
+    """Beside the log-probability, with a temperature of each row; that of an ignored one does not matter."""
+    case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
+    temperature = torch.linspace(0.3, 3, 21)
+    temperature[1] = torch.nan
+    numbers = Numbers(case, ("logprob", "entropy"), ("logprob", "entropy"), temperature=temperature)
+    run = token_stats.run(numbers, arch)
+    token_stats.check(numbers, run)
+    given = ("row_scale", "coefficients", "gap")
+    assert terms_of_keys(run) == {("row_scale", "entropy"), given}
+    with pytest.raises(AssertionError):
+        token_stats.check(replace(numbers, temperature=temperature * 1.02), run)
+
+
+NAMES = ("logprob", "lse", "entropy", "total_nll")
+
+
+@full
+@both
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_of_any_schedule_of_warps(arch, seed):
+    """Of several windows, so that rows have several partials, and stripes; some are frozen."""
+    dtype = FP16 if seed % 2 else BF16
+    n, V = 30 + 7 * seed, 190 + 37 * seed
+    case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, dtype, scale=6.0, seed=seed))
+    differentiated = tuple(name for i, name in enumerate(NAMES) if (seed + 1) >> i & 1) or NAMES
+    numbers = Numbers(
+        case,
+        NAMES,
+        differentiated,
+        softcap=10.0 if seed % 3 == 0 else None,
+        temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
+        class_weight=torch.linspace(0, 2, V) if seed % 5 == 2 else None,
+    )
+    needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
+    run = token_stats.run(numbers, arch, seed=seed, window=130 if seed % 2 else 0, **needs)
+    token_stats.check(numbers, run)
+
+
+@each_dtype_once
+def test_totals(arch, dtype):
+    """What label smoothing needs; with class weights in one of two."""
+    case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
+    weight = torch.linspace(0, 2, 137) if dtype is BF16 else None
+    names = ("logprob", "total_nll")
+    numbers = Numbers(case, names, names, class_weight=weight, softcap=6.0)
+    run = token_stats.run(numbers, arch)
+    token_stats.check(numbers, run)
+    with pytest.raises(AssertionError):
+        token_stats.check(replace(numbers, class_weight=torch.linspace(0, 3, 137)), run)

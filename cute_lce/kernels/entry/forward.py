@@ -17,11 +17,13 @@ from cute_lce.arguments import (
     with_terms,
 )
 from cute_lce.kernels.combine import Combine, CombineTensors
+from cute_lce.kernels.combine_more import CombineMore
 from cute_lce.kernels.entry.types import (
     compacted,
     example,
     example_operands,
     gather_tensors,
+    has_numbers_of_tokens,
     matrix,
     tokens_of,
     vector,
@@ -63,6 +65,7 @@ class Forward:
         self.gemm = gemm(config, epilogue)
         self.gather = Gather()
         self.combine = Combine()
+        self.combine_more = CombineMore()
         self.partials_per_window = config.partials_per_window
 
     @cute.jit
@@ -108,6 +111,7 @@ class Forward:
             arrived=arrived,
             vocab=vocab,
             loss=loss,
+            rows=tokens if has_numbers_of_tokens(loss) else None,
         )
         combined = CombineTensors(
             vocab=vocab,
@@ -145,6 +149,8 @@ class Forward:
             clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
         self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream)
         self.combine(combined, stream)
+        if cutlass.const_expr("more_partials" in combined.loss._fields):
+            self.combine_more(combined, stream)
 
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:

@@ -129,6 +129,11 @@ def compacted(rows: arguments.Rows, n: Int32) -> Compacted:
     )
 
 
+def has_numbers_of_tokens(loss: arguments.LossArguments) -> bool:
+    """Whether terms have vectors that epilogues read by the tokens' origins."""
+    return any(term in loss.terms for term in ("row_scale", "gap", "uniform"))
+
+
 def gather_tensors(
     hidden: cute.Tensor, target: cute.Tensor, rows: arguments.Rows, loss: arguments.LossArguments, values=None
 ) -> GatherTensors:

@@ -19,6 +19,11 @@ from cute_lce.kernels.epilogues.tokens import (
     zero_ignored,
 )
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
+from cute_lce.kernels.logits import of_classes, of_tokens, tile_logits
+from cute_lce.kernels.rows import Compacted
+
+FAR = -1e30
+"""A distance from the maximum whose exponential is 0."""
 
 
 class DlogitsTensors(NamedTuple):
@@ -26,7 +31,7 @@ class DlogitsTensors(NamedTuple):
 
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
     one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype: what is written.
-    first, columns: the stripe's first class, and their number.
+    first, columns: the stripe's first class, and their number. rows: as the forward's.
     """
 
     target: cute.Tensor
@@ -38,6 +43,7 @@ class DlogitsTensors(NamedTuple):
     loss: LossArguments
     first: Int32
     columns: Int32
+    rows: Compacted | None = None
 
 
 class DlogitsState(NamedTuple):
@@ -104,22 +110,17 @@ class DlogitsEpilogue:
         split: Int32,
     ):
         fragment = self.fragment
-        caps = cutlass.const_expr("softcap" in tensors.loss.terms)
-        if cutlass.const_expr(not caps):
+        last = tensors.first + tensors.columns
+        if cutlass.const_expr("coefficients" in tensors.loss.terms):
+            self._by_coefficients(tensors, state, frag, row, column, slab)
+        else:
             row_stats.to_logits(frag, tensors.loss)
-        for c in cutlass.range_constexpr(fragment.count):
-            ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
-            factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                if cutlass.const_expr(caps):
-                    ratio = maths.cap_ratio(frag[r, c], tensors.loss.inverse_cap, row_stats.tanh)
-                    z = maths.capped(ratio, tensors.loss.cap)
-                    term = factor * maths.exponential(z, ref, row_stats.exp)
-                    frag[r, c] = term * maths.cap_slope(ratio)
-                else:
+            for c in cutlass.range_constexpr(fragment.count):
+                ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
+                factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
+                for r in cutlass.range_constexpr(len(fragment.rows)):
                     frag[r, c] = factor * maths.exponential(frag[r, c], ref, row_stats.exp)
         # Read again for every tile: registers are scarcer than loads.
-        last = tensors.first + tensors.columns
         own = targets(fragment, tensors.target, column, slab, tensors.first, last)
         if has_target(fragment, own, row):
             onehot = cute.make_rmem_tensor(fragment.owned, Float32)
@@ -140,5 +141,51 @@ class DlogitsEpilogue:
         store_columns(tensors.dlogits, staging, frag, row, column, fragment, slab, owned)
 
     @cute.jit
+    def _by_coefficients(
+        self,
+        tensors: DlogitsTensors,
+        state: DlogitsState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
+        """The gradient by products, but for the onehot (arguments.TERMS)."""
+        fragment, loss, n = self.fragment, tensors.loss, cute.size(tensors.target)
+        first, last = tensors.first + row, tensors.first + tensors.columns - 1
+        logits = tile_logits(tensors, first, last, column, slab, fragment)
+        gaps, uniforms, weight = (None, None, None)
+        if cutlass.const_expr("gap" in loss.terms):
+            gaps = of_tokens(loss.gap, tensors.rows, n, column, slab, fragment)
+        if cutlass.const_expr("uniform" in loss.terms):
+            uniforms = of_tokens(loss.uniform, tensors.rows, n, column, slab, fragment)
+            if cutlass.const_expr("class_weight" in loss.terms):
+                weight = of_classes(loss.class_weight, first, last, fragment)
+        for c in cutlass.range_constexpr(fragment.count):
+            ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
+            factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
+            gap = None if gaps is None else spread(gaps[c // SHARED], c)
+            uniform = None if uniforms is None else spread(uniforms[c // SHARED], c)
+            scale = logits.scale(c)
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                z, slope = logits.of(frag[r, c], r, scale)
+                one = uniform if weight is None else uniform * weight[r]
+                frag[r, c] = _gradient(z, ref, factor, gap, one, slope)
+
+    @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):
         pass
+
+
+def _gradient(z, ref, factor, gap, uniform, slope):
+    """By a product, but for the onehot. gap, uniform, slope: None where there is none."""
+    distance = z - ref
+    found = row_stats.exp(distance)
+    if gap is None:
+        found = factor * found
+    else:
+        # 0 times -inf is 0 here.
+        found = (cute.arch.fmax(distance, Float32(FAR)) * gap + factor) * found
+    if uniform is not None:
+        found = found + uniform
+    return found if slope is None else found * slope

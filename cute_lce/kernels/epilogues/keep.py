@@ -13,6 +13,7 @@ from cute_lce.kernels.epilogues.statistics import (
     ForwardEpilogue,
     ForwardState,
     ForwardTensors,
+    add_each,
     exponentials,
     fmax_each,
     highest,
@@ -121,7 +122,7 @@ class KeepEpilogue:
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             leaf = functools.partial(exponentials, fragment, frag, base[i], SHARED * i, in_place=True)
-            (terms[i],) = fold(leaf, lambda a, b: (a + b,))
+            (terms[i],) = fold(leaf, add_each)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             self.forward.update(state.forward, slab * fragment.owned + i, row_max[i], terms[i], base[i])
         if state.ignored.any:

@@ -1,11 +1,11 @@
 """The forward's epilogue: row statistics of the logits, and the target's logit."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
@@ -13,9 +13,12 @@ from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.store import Staging
 from cute_lce.kernels.epilogues.tokens import has_target, targets
 from cute_lce.kernels.fragment import SHARED, Fragment, fold, spread
+from cute_lce.kernels.logits import has_own_logits, numbers, of_classes, tile_logits
 from cute_lce.kernels.row_stats import fma
+from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
+NOTHING = -200.0  # an exponent whose exponential is 0
 
 
 class ForwardTensors(NamedTuple):
@@ -24,7 +27,8 @@ class ForwardTensors(NamedTuple):
     target (n,) int32 or int64. partials (partials, n, 2) fp32: maximum and sum of every window and warp.
     target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,) int32: the
     combine kernel's counter, zeroed here.
-    vocab: V; rows of tiles at and beyond it are masked with -inf. loss: the loss's numbers.
+    vocab: V; rows of tiles at and beyond it are masked with -inf. loss: its numbers. rows: which tokens
+    these are, where terms have numbers of them.
     """
 
     target: cute.Tensor
@@ -33,15 +37,31 @@ class ForwardTensors(NamedTuple):
     arrived: cute.Tensor
     vocab: Int32
     loss: LossArguments
+    rows: Compacted | None = None
 
 
 class ForwardState(NamedTuple):
     """For each token that a lane owns: the maximum of the classes that its warp has seen in this run, their
-    sum relative to 2^base, with an integer base."""
+    sum relative to 2^base, with an integer base.
+
+    With terms, of the exponents x = z log2 e - base: gap, the sum of x 2^x; total, of x times the class's
+    weight; and seen (1,), that of the weights, the same for all tokens.
+    """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
     base: cute.Tensor
+    gap: Any = None
+    total: Any = None
+    seen: Any = None
+
+
+class TotalOf(NamedTuple):
+    """What a thread's rows count in a total: their classes' weights, or None for ones, and how many rows from
+    its first on are in the vocabulary."""
+
+    weight: Any
+    left: Int32
 
 
 class ForwardEpilogue:
@@ -69,7 +89,20 @@ class ForwardEpilogue:
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         base.fill(LOWEST)
-        return ForwardState(row_max, row_sum, base)
+        return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, count))
+
+    def _more(self, loss: LossArguments, count: int) -> list:
+        """gap, total and seen of ForwardState, zeros."""
+        counts = (
+            count * ("entropy" in loss.terms),
+            count * ("total" in loss.terms),
+            1 * ("total" in loss.terms),
+        )
+        found = [cute.make_rmem_tensor(each, Float32) if each else None for each in counts]
+        for each in found:
+            if each is not None:
+                each.fill(0.0)
+        return found
 
     @cute.jit
     def visit(
@@ -84,11 +117,38 @@ class ForwardEpilogue:
         split: Int32,
     ):
         self.mask_and_catch(tensors, frag, row, column, slab)
-        self.accumulate(state, frag, slab)
+        of = self._total_of(tensors, row)
+        self.accumulate(state, frag, slab, of)
+        if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
+            self._see(state, of)
+
+    def _total_of(self, tensors: ForwardTensors, row: Int32):
+        """None where no total is asked for."""
+        if "total" not in tensors.loss.terms:
+            return None
+        weight = None
+        if "class_weight" in tensors.loss.terms:
+            weight = of_classes(tensors.loss.class_weight, row, tensors.vocab - 1, self.fragment)
+        return TotalOf(weight, tensors.vocab - row)
 
     @cute.jit
-    def accumulate(self, state: ForwardState, frag: cute.Tensor, slab: cutlass.Constexpr[int]):
-        """Add a fragment of logits to the statistics.
+    def _see(self, state: ForwardState, of: TotalOf):
+        """Count a tile's rows, of which the 8 lanes that share columns have each their own."""
+        count = Float32(0.0)
+        for r in cutlass.range_constexpr(len(self.fragment.rows)):
+            one = Float32(1.0)
+            if cutlass.const_expr(of.weight is not None):
+                one = of.weight[r]
+            count += Float32(cutlass.select_(self.fragment.rows[r] < of.left, one, Float32(0.0)))
+        for step in cutlass.range_constexpr(3):
+            count += cute.arch.shuffle_sync_bfly(count, offset=4 << step)
+        state.seen[0] += count
+
+    @cute.jit
+    def accumulate(
+        self, state: ForwardState, frag: cute.Tensor, slab: cutlass.Constexpr[int], of: TotalOf | None = None
+    ):
+        """Add a fragment of logits to the statistics. of: where a total is asked for.
 
         Terms are relative to 2^base of their token. A token that exceeds its base by HEADROOM, as every one
         does at first, gets a new one.
@@ -105,20 +165,37 @@ class ForwardEpilogue:
                 own = slab * fragment.owned + i
                 if maths.kept_exponent(row_max[i], state.base[own], fma) > maths.HEADROOM:
                     base = cute.math.floor(row_max[i] * Float32(maths.LOG2_E))
+                    if cutlass.const_expr(state.gap is not None):
+                        step = state.base[own] - base
+                        gap = state.gap[own] + step * state.row_sum[own]
+                        state.gap[own] = gap * cute.math.exp2(step, fastmath=True)
+                    if cutlass.const_expr(state.total is not None):
+                        state.total[own] += (state.base[own] - base) * state.seen[0]
                     state.row_sum[own] *= cute.math.exp2(state.base[own] - base, fastmath=True)
                     state.base[own] = base
-        self._terms(state, frag, terms, slab)
+        self._terms(state, frag, terms, slab, of)
         for i in cutlass.range_constexpr(fragment.owned):
             own = slab * fragment.owned + i
             state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max[i])
             state.row_sum[own] += terms[i]
 
-    def _terms(self, state: ForwardState, frag: cute.Tensor, terms: cute.Tensor, slab: int):
-        """A fragment's sum of each token that the lane owns."""
+    def _terms(
+        self, state: ForwardState, frag: cute.Tensor, terms: cute.Tensor, slab: int, of: TotalOf | None
+    ):
+        """A fragment's sum of each token that the lane owns; the sums of terms are added to the state's."""
+        more = [each for each in (state.gap, state.total) if each is not None]
         for i in range(self.fragment.owned):
-            base = state.base[slab * self.fragment.owned + i]
-            leaf = functools.partial(exponentials, self.fragment, frag, base, SHARED * i, in_place=False)
-            (terms[i],) = fold(leaf, lambda a, b: (a + b,))
+            own = slab * self.fragment.owned + i
+            leaf = functools.partial(
+                exponentials,
+                *(self.fragment, frag, state.base[own], SHARED * i),
+                in_place=False,
+                gaps=state.gap is not None,
+                of=of,
+            )
+            terms[i], *others = fold(leaf, add_each)
+            for sums, other in zip(more, others, strict=True):
+                sums[own] = sums[own] + other
 
     def update(self, state: ForwardState, own: int, row_max: Float32, terms: Float32, base: Float32):
         """Add a maximum, and a sum relative to 2^base, to the statistics of a token that the lane owns."""
@@ -140,7 +217,14 @@ class ForwardEpilogue:
         """Products become logits, rows beyond the vocabulary -inf; the targets' logits in the fragment are
         stored."""
         fragment = self.fragment
-        row_stats.to_logits(frag, tensors.loss)
+        if cutlass.const_expr(has_own_logits(tensors.loss)):
+            own = tile_logits(tensors, row, tensors.vocab - 1, column, slab, fragment)
+            for c in cutlass.range_constexpr(fragment.count):
+                scale = own.scale(c)
+                for r in cutlass.range_constexpr(len(fragment.rows)):
+                    frag[r, c] = own.of(frag[r, c], r, scale)[0]
+        else:
+            row_stats.to_logits(frag, tensors.loss)
         if row + fragment.rows[-1] >= tensors.vocab:
             for r in cutlass.range_constexpr(len(fragment.rows)):
                 if row + fragment.rows[r] >= tensors.vocab:
@@ -169,6 +253,23 @@ class ForwardEpilogue:
                 number = partial * self.warps + warp
                 tensors.partials[number, token, 0] = row_max
                 tensors.partials[number, token, 1] = state.row_sum[own] / one
+                self._end_more(tensors, state, own, exponent, one, number, token)
+
+    def _end_more(self, tensors: ForwardTensors, state: ForwardState, own: int, exponent, one, number, token):
+        """The sums of terms: of gaps row_max - z relative to exp(row_max), and of z."""
+        sums = []
+        if state.gap is not None:
+            gap = exponent * state.row_sum[own] - state.gap[own]
+            sums.append(gap * Float32(1 / maths.LOG2_E) / one)
+        if state.total is not None:
+            total = state.total[own] + state.base[own] * state.seen[0]
+            sums.append(total * Float32(1 / maths.LOG2_E))
+        if sums:
+            n = cute.size(tensors.target)
+            first = (Int64(number) * n + token) * len(sums)
+            partials = numbers(tensors.loss.more_partials + 4 * first, len(sums))
+            for i, each in enumerate(sums):
+                partials[i] = each
 
 
 def highest(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
@@ -182,19 +283,45 @@ def fmax_each(a: Float32, b: Float32):
     return (cute.arch.fmax(a, b),)
 
 
-def exponentials(fragment: Fragment, frag: cute.Tensor, base: Float32, first: int, j: int, *, in_place: bool):
-    """The sum of 2^(z log2 e - base) of a thread's elements of a column, element first + j of a row.
+def add_each(*both: Float32):
+    half = len(both) // 2
+    return tuple(a + b for a, b in zip(both[:half], both[half:], strict=True))
+
+
+def exponentials(
+    fragment: Fragment,
+    frag: cute.Tensor,
+    base: Float32,
+    first: int,
+    j: int,
+    *,
+    in_place: bool,
+    gaps: bool = False,
+    of: TotalOf | None = None,
+):
+    """The sum of 2^x, with x = z log2 e - base, of a thread's elements of a column, element first + j of a
+    row; with `gaps` also that of x 2^x, with `of` that of x times the rows' weights.
 
     base: of the column that this lane owns among the 32 with elements first, first + 1, ...
     in_place: whether the exponentials replace the fragment's elements.
     """
-    c = first + j
+    c, several = first + j, 1 + gaps + (of is not None)
     if c >= fragment.count:
-        return (Float32(0.0),)
+        return (Float32(0.0),) * several
     base = spread(base, j)
-    terms = []
+    sums: list[list] = [[] for _ in range(several)]
     for r in range(len(fragment.rows)):
-        terms.append(cute.math.exp2(maths.kept_exponent(frag[r, c], base, fma), fastmath=True))
+        exponent = maths.kept_exponent(frag[r, c], base, fma)
+        term = cute.math.exp2(exponent, fastmath=True)
+        each = [term]
+        if gaps:
+            # 0 times -inf is 0 here.
+            each.append(term * cute.arch.fmax(exponent, Float32(NOTHING)))
+        if of is not None:
+            counted = exponent if of.weight is None else exponent * of.weight[r]
+            each.append(Float32(cutlass.select_(fragment.rows[r] < of.left, counted, Float32(0.0))))
+        for values, value in zip(sums, each, strict=True):
+            values.append(value)
         if in_place:
-            frag[r, c] = terms[r]
-    return (row_stats.tree(terms, lambda a, b: a + b),)
+            frag[r, c] = term
+    return tuple(row_stats.tree(values, lambda a, b: a + b) for values in sums)
