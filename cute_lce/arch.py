@@ -233,9 +233,7 @@ class Architecture:
         """The configurations that a call of so many tokens chooses from: the first whose widest tile holds
         all of them, or the last. An explicit window takes the first: nothing that orders a row's additions
         may then depend on the number of tokens. columns: as in Gpu."""
-        configs = self.configs
-        if columns:
-            configs = tuple(each.within(columns) for each in configs)
+        configs = tuple(each.within(columns) for each in self.configs) if columns else self.configs
         fit = (each for each in configs if window or each.tokens[-1].tile_n >= tokens)
         return next(fit, configs[-1])
 
@@ -257,7 +255,9 @@ class Configs(NamedTuple):
     dweight: tuple[KernelConfig, ...]
 
     def within(self, columns: int) -> Configs:
-        """Without tiles of tokens that are wider."""
+        """Without tiles of tokens that are wider; 0: all."""
+        if not columns:
+            return self
         return self._replace(tokens=tuple(each for each in self.tokens if each.tile_n <= columns))
 
 
@@ -337,15 +337,7 @@ _SM_90A = Architecture(
     dense_flops_per_clock=4096,
     l2_bytes_per_clock=42,
     data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
-    term_columns=(
-        ("softcap", 176),
-        ("entropy", 176),
-        ("total", 176),
-        ("gap", 176),
-        ("uniform", 176),
-        ("row_scale", 176),
-        ("linear_bias", 176),
-    ),
+    term_columns=(("softcap", 176), ("entropy", 160), ("total", 160), ("row_scale", 144)),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(

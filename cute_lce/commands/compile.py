@@ -51,6 +51,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--z-loss", action="store_true", help="of calls with a z_loss, or for the lse of linear_logprob"
     )
+    for option, text in (
+        ("--label-smoothing", "of calls with label_smoothing"),
+        ("--class-weights", "with class weights beside it"),
+        ("--entropy", "of linear_logprob for the entropy, with a gradient, and what else is asked for"),
+        ("--temperatures", "with a tensor of temperatures"),
+    ):
+        command.add_argument(option, action="store_true", help=text)
     command.add_argument("--tp-group", action="store_true", help="kernels of calls with a tp_group, too")
     command.add_argument("--jobs", type=positive, help="processes that compile (one for each core)")
     command.set_defaults(run=run)
@@ -61,10 +68,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"into {cache.cache_dir()}", flush=True)
     added = ["" if name == "none" else name for name in args.grad_weight_out]
     types = itertools.product(args.dtype, args.target_dtype, added)
-    terms = ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
-    if args.softcap or args.z_loss:
-        terms = (*terms, "coefficients")
-    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, terms))]
+    terms = terms_of(args)
+    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, *terms))]
     if args.tp_group:
         keys += [MergeKey(args.arch, name) for name in args.target_dtype]
     started = time.perf_counter()
@@ -76,6 +81,19 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{len(keys)} kernels in {time.perf_counter() - started:.1f} s")
     return 0
+
+
+def terms_of(args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The terms (arguments.TERMS) of the job's forwards and backwards."""
+    logits = ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
+    if args.temperatures:
+        logits = (*logits, "row_scale")
+    weights = ("class_weight",) if args.class_weights and args.label_smoothing else ()
+    forward = *logits, *weights, *("entropy",) * args.entropy, *("total",) * args.label_smoothing
+    more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights
+    if more or args.softcap or args.z_loss or args.temperatures:
+        more = "coefficients", *more
+    return forward, (*logits, *more)
 
 
 def compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:

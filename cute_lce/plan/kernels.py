@@ -48,19 +48,24 @@ Key = ForwardKey | BackwardKey | MergeKey
 
 
 def kernels(
-    arch: str, dtype: str, target_dtype: str, added: str = "", terms: tuple[str, ...] = ()
+    arch: str,
+    dtype: str,
+    target_dtype: str,
+    added: str = "",
+    forward: tuple[str, ...] = (),
+    backward: tuple[str, ...] | None = None,
 ) -> list[Key]:
-    """The keys of all kernels that calls with these types may need; added: see BackwardKey. terms: of a
-    backward: forwards have no coefficients, and those whose backward has some keep nothing."""
-    row, columns = architecture(arch), Gpu(arch, 1).serving(terms).columns
-    of_forward = tuple(term for term in terms if term != "coefficients")
-    keys: dict[Key, None] = {}
+    """The keys of all kernels that calls with these types may need; added: see BackwardKey. forward,
+    backward: the terms of either; None: the same. Calls whose backward has coefficients keep nothing."""
+    row, keys = architecture(arch), dict[Key, None]()
+    backward = forward if backward is None else backward
     for configs in row.configs:
-        for config in (configs.within(columns) if columns else configs).tokens:
-            for keeps in (False, True) if of_forward == terms else (False,):
-                keys[ForwardKey(config, dtype, target_dtype, keeps, of_forward)] = None
+        for config in configs.within(Gpu(arch, 1).serving(forward).columns).tokens:
+            for keeps in (False,) if "coefficients" in backward else (False, True):
+                keys[ForwardKey(config, dtype, target_dtype, keeps, forward)] = None
+        for config in configs.within(Gpu(arch, 1).serving(backward).columns).tokens:
             for dweight in configs.dweight:
-                keys[BackwardKey(config, dweight, dtype, target_dtype, added, terms)] = None
+                keys[BackwardKey(config, dweight, dtype, target_dtype, added, backward)] = None
     return list(keys)
 
 

@@ -56,7 +56,7 @@ TERMS = {
     "softcap": (("softcap",), ("softcap", "coefficients")),
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
     "smoothing": (("class_weight", "total"), ("coefficients", "uniform", "class_weight")),
-    "temperatures": (("softcap", "row_scale", "entropy"), ("softcap", "row_scale", "coefficients", "gap")),
+    "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),
 }
 
 

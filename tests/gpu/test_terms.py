@@ -136,6 +136,8 @@ SHAPES = [(300, 96, 1003), (1, 64, 130), (190, 72, 513), (700, 100, 4099), (2100
         {"softcap": 2.0, "logit_scale": 0.6},
         {"z_loss": 0.01},
         {"z_loss": 0.01, "softcap": 5.0, "logit_scale": -1.3},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.01},
     ],
     ids=lambda terms: " ".join(terms),
 )
@@ -147,6 +149,46 @@ def test_the_kernels_terms(dtype, shape, terms):
         case.target[::3] = case.ignore_index
     for reduction, options in (("mean", {}), ("none", {"schedule": "recompute"}), ("sum", {"window": 700})):
         check(case, terms, reduction, **options)
+
+
+@dtypes
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0, "tensor"])
+@pytest.mark.parametrize("shape", [(300, 96, 1003), (2100, 256, 20000)], ids=["few", "many"])
+def test_the_kernels_numbers(dtype, temperature, shape):
+    """What RL reads, by the kernels: forward, and the gradients of each alone and of all."""
+    n, d, V = shape
+    case = device_case(n, d, V, dtype)
+    case.target[::3] = case.ignore_index
+    if temperature == "tensor":
+        temperature = torch.linspace(0.3, 3, n, device="cuda")
+    names = ("logprob", "entropy", "lse")
+
+    def by_reference(wide):
+        leaves = [each.detach().to(wide).requires_grad_() for each in (case.input, case.linear_weight)]
+        number = temperature.to(wide) if isinstance(temperature, torch.Tensor) else temperature
+        return leaves, reference.linear_logprob(*leaves, case.target, temperature=number)
+
+    leaves = [each.detach().requires_grad_() for each in (case.input, case.linear_weight)]
+    found = linear_logprob(*leaves, case.target, temperature=temperature, outputs=names)
+    (wide, expected), (narrow, baseline) = by_reference(torch.float64), by_reference(FP32)
+    for name in names:
+        want, plain = getattr(expected, name).detach(), getattr(baseline, name).detach()
+        assert_close(name, getattr(found, name).detach(), want, plain)
+    for chosen in (("logprob",), ("entropy",), ("lse",), names):
+        generator = torch.Generator().manual_seed(len(chosen))
+        upstream = [torch.randn(n, generator=generator).cuda() for _ in chosen]
+
+        def gradients(stats, inputs, chosen=chosen, upstream=upstream):
+            outputs = [getattr(stats, name) for name in chosen]
+            given = [each.to(output.dtype) for each, output in zip(upstream, outputs, strict=True)]
+            return torch.autograd.grad(outputs, inputs, given, retain_graph=True)
+
+        for name, one, want, plain in zip(
+            ("dinput", "dweight"),
+            *(gradients(found, leaves), gradients(expected, wide), gradients(baseline, narrow)),
+            strict=True,
+        ):
+            assert_close(f"{name} of {chosen}", one, want, plain.to(dtype), rounding=2 * 2.0**-8)
 
 
 @dtypes

@@ -289,6 +289,14 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         ("--z-loss --logit-scale", ("logit_scale",), ("logit_scale", *given)),
         ("--softcap", ("softcap",), ("softcap", *given)),
         ("--softcap --logit-scale --z-loss", ("softcap",), ("softcap", *given)),
+        ("--entropy", ("entropy",), (*given, "gap")),
+        ("--label-smoothing", ("total",), (*given, "uniform")),
+        ("--temperatures --softcap", ("softcap", "row_scale"), ("softcap", "row_scale", *given)),
+        (
+            "--label-smoothing --class-weights",
+            ("class_weight", "total"),
+            (*given, "uniform", "class_weight"),
+        ),
     ):
         asked.clear()
         assert cli.main(f"compile --arch sm_90a --jobs 1 {options}".split()) == 0
@@ -296,7 +304,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         assert {key.terms for key in asked if isinstance(key, BackwardKey)} == {of_backward}
         assert any(key.keeps for key in asked if isinstance(key, ForwardKey)) == (of_backward == of_forward)
         wide = any(key.config.tile_n > 176 for key in asked if isinstance(key, ForwardKey))
-        assert wide == ("softcap" not in of_forward)
+        assert wide == (of_forward in ((), ("logit_scale",)))
     capsys.readouterr()
 
 

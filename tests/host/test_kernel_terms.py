@@ -59,6 +59,12 @@ LOSSES = [
         ("logit_scale",),
         ("logit_scale", GIVEN),
     ),
+    ({"label_smoothing": 0.1}, ("total",), (GIVEN, "uniform")),
+    (
+        {"label_smoothing": 0.1, "weight": torch.ones(300), "softcap": 30.0, "z_loss": 1e-4},
+        ("softcap", "class_weight", "total"),
+        ("softcap", GIVEN, "uniform", "class_weight"),
+    ),
     ({"softcap": 30.0, "token_weight": torch.ones(40), "denominator": 7.0}, ("softcap",), ("softcap", GIVEN)),
 ]
 
@@ -83,8 +89,15 @@ def test_losses_of_the_kernels(asked, terms, forward, backward, reduction, sched
         ({"outputs": ("lse", "logprob")}, (), (GIVEN,)),
         ({"outputs": ("lse",), "temperature": 0.5}, ("logit_scale",), ("logit_scale", GIVEN)),
         ({"softcap": 30.0, "temperature": 0.5}, ("softcap",), ("softcap", GIVEN)),
+        ({"outputs": ("logprob", "entropy")}, ("entropy",), (GIVEN, "gap")),
+        (
+            {"outputs": ("entropy", "logprob"), "entropy_grad": False, "temperature": 0.5},
+            ("logit_scale", "entropy"),
+            ("logit_scale", GIVEN),
+        ),
+        ({"temperature": torch.ones(40)}, ("row_scale",), ("row_scale", GIVEN)),
     ],
-    ids=str,
+    ids=lambda each: "-".join(each),
 )
 def test_numbers_of_the_kernels(asked, options, forward, backward):
     train(linear_logprob, **options)

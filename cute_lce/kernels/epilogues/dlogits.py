@@ -1,6 +1,6 @@
 """The epilogue of the backward's logits: dlogits, rounded and stored."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +20,6 @@ from cute_lce.kernels.epilogues.tokens import (
 )
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
 from cute_lce.kernels.logits import of_classes, of_tokens, tile_logits
-from cute_lce.kernels.rows import Compacted
 
 FAR = -1e30
 """A distance from the maximum whose exponential is 0."""
@@ -31,7 +30,8 @@ class DlogitsTensors(NamedTuple):
 
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
     one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype: what is written.
-    first, columns: the stripe's first class, and their number. rows: as the forward's.
+    first, columns: the stripe's first class, and their number. rows: kernels.rows.Compacted, as the
+    forward's, or None.
     """
 
     target: cute.Tensor
@@ -43,7 +43,7 @@ class DlogitsTensors(NamedTuple):
     loss: LossArguments
     first: Int32
     columns: Int32
-    rows: Compacted | None = None
+    rows: Any = None
 
 
 class DlogitsState(NamedTuple):

@@ -122,7 +122,7 @@ class ForwardEpilogue:
         if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
             self._see(state, of)
 
-    def _total_of(self, tensors: ForwardTensors, row: Int32):
+    def _total_of(self, tensors: ForwardTensors, row: Int32) -> Any:
         """None where no total is asked for."""
         if "total" not in tensors.loss.terms:
             return None
@@ -132,7 +132,7 @@ class ForwardEpilogue:
         return TotalOf(weight, tensors.vocab - row)
 
     @cute.jit
-    def _see(self, state: ForwardState, of: TotalOf):
+    def _see(self, state: ForwardState, of: Any):
         """Count a tile's rows, of which the 8 lanes that share columns have each their own."""
         count = Float32(0.0)
         for r in cutlass.range_constexpr(len(self.fragment.rows)):
