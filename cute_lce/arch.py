@@ -337,7 +337,14 @@ _SM_90A = Architecture(
     dense_flops_per_clock=4096,
     l2_bytes_per_clock=42,
     data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
-    term_columns=(("softcap", 176), ("entropy", 160), ("total", 160), ("row_scale", 144)),
+    term_columns=(
+        ("softcap", 176),
+        ("entropy", 160),
+        ("total", 160),
+        ("gap", 176),
+        ("uniform", 176),
+        ("row_scale", 144),
+    ),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(

@@ -70,17 +70,15 @@ def terms_of_keys(run: token_stats.Run) -> set[tuple[str, ...]]:
     return {key.terms for key in run.emulator.keys if not isinstance(key, MergeKey)}
 
 
-each_dtype_once = pytest.mark.parametrize(
-    ("arch", "dtype"),
-    [
-        ("sm_90a", BF16),
-        ("sm_100a", FP16),
-        *(pytest.param(*each, marks=full) for each in (("sm_90a", FP16), ("sm_100a", BF16))),
-    ],
-)
+def each_architecture(*short: tuple[str, torch.dtype]) -> pytest.MarkDecorator:
+    """With each dtype; those that are not named in the long sweep."""
+    every = [(arch, dtype) for arch in ("sm_90a", "sm_100a") for dtype in (BF16, FP16)]
+    return pytest.mark.parametrize(
+        ("arch", "dtype"), [pytest.param(*each, marks=[] if each in short else [full]) for each in every]
+    )
 
 
-@each_dtype_once
+@each_architecture(("sm_90a", BF16))
 def test_softcap(arch, dtype):
     """Of logits on either side of the cap; rows beyond the vocabulary are masked after it."""
     case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
@@ -105,7 +103,7 @@ def test_softcap_of_any_schedule_of_warps(arch, seed):
     token_stats.check(numbers, token_stats.run(numbers, arch, seed=seed, window=0 if seed % 4 else 130))
 
 
-@each_dtype_once
+@each_architecture(("sm_90a", BF16), ("sm_100a", FP16))
 def test_entropy(arch, dtype):
     """Beside the log-probability, with a temperature of each row; that of an ignored one does not matter."""
     case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
@@ -145,7 +143,7 @@ def test_numbers_of_any_schedule_of_warps(arch, seed):
     token_stats.check(numbers, run)
 
 
-@each_dtype_once
+@each_architecture(("sm_100a", FP16))
 def test_totals(arch, dtype):
     """What label smoothing needs; with class weights in one of two."""
     case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
