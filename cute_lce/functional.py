@@ -162,7 +162,14 @@ def linear_cross_entropy(
             if _is_distributed(Operands(input, linear_weight, target)):
                 raise ValueError("tp_group: got a group beside a DTensor, want None: its placements say it")
         if terms != NO_TERMS or tensors != _NO_TENSORS:
-            _refuse_terms(terms, tensors)
+            from .parallel import terms as over_ranks
+
+            check_types(input, linear_weight, target)
+            given = ops.TermTensors(*tensors[:3], _denominator(denominator, input))
+            operands, numbers = Operands(input, linear_weight, target), TermOptions(*terms)
+            return over_ranks.linear_cross_entropy(
+                operands, given, loss, numbers, compute, spread, destination
+            )
         if destination is None:
             return _parallel().call(input, linear_weight, target, loss, compute, spread, plain)
         return _parallel().linear_cross_entropy(
@@ -210,7 +217,7 @@ def call_with_terms(
 
 
 def _refuse_terms(terms: tuple, tensors: tuple) -> None:
-    """Raise ValueError, by its name, for a term in a call over several ranks."""
+    """Raise ValueError, by its name, for a term in a call with DTensors."""
     names = *TermOptions._fields, *ops.TermTensors._fields
     for name, value, default in zip(names, (*terms, *tensors), (*NO_TERMS, *_NO_TENSORS), strict=True):
         if value is not default and (default is None or value != default):

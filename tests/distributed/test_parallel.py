@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cute_lce import linear_cross_entropy
-from tests.distributed import dtensor_cases, logprob_cases, ranks, tensor_cases
+from tests.distributed import dtensor_cases, logprob_cases, ranks, tensor_cases, term_cases
 
-CASES = (*tensor_cases.CASES, *dtensor_cases.CASES, *logprob_cases.CASES)
+CASES = (*tensor_cases.CASES, *dtensor_cases.CASES, *logprob_cases.CASES, *term_cases.CASES)
 GLOO = {
     2: CASES,
     3: (
