@@ -90,7 +90,7 @@ class _ShardedStats(torch.autograd.Function):
             differ = (counts != counts[0]).any()
             return sums._replace(target_logit=sums.target_logit.masked_fill(differ, torch.nan))
 
-        found = token_stats.forward(operands, options, how.request, merge)
+        found = token_stats.merged_forward(operands, options, how.request, merge)
         assert found.row_max is not None
         assert found.row_sum is not None
         ctx.how = how._replace(options=options)

@@ -146,9 +146,14 @@ Merge = Callable[[RowSums], RowSums]
 is not in the shard, and what is returned has nan where it is not in exactly one."""
 
 
+def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
+    """Where the vocabulary is whole."""
+    return merged_forward(operands, options, request, None)
+
+
 @without_autocast
-def forward(
-    operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None = None
+def merged_forward(
+    operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None
 ) -> Stats:
     """merge: of a shard, whose targets count from its first class; then outputs are names of
     SHARDED_OUTPUTS. None: the vocabulary is whole."""
