@@ -78,16 +78,11 @@ class LogProb:
         autocast has it. targets: (n,), in [0, V). chunk_size: not used; schedule and workspace_mb are
         install's. outputs: names of OUTPUTS; the log-probability is always computed.
 
-        Raises ValueError for a weight that DeepSpeed's ZeRO-3 shards.
+        Raises ValueError for a weight that DeepSpeed's ZeRO-3 shards, and for one that needs a gradient and
+        was gathered from the shards of FSDP2.
         """
-        if hasattr(weight, "ds_id"):
-            raise ValueError(
-                "weight: got one that DeepSpeed's ZeRO-3 shards, which is gone by the backward, want "
-                "uninstall() there"
-            )
-        narrow = torch.is_autocast_enabled(hidden.device.type) or hidden.dtype is not torch.float32
-        if not narrow and not torch.compiler.is_compiling():
-            _warn_of_float32(hidden.device)
+        if not torch.compiler.is_compiling():
+            _check(hidden, weight)
         names = [own for name, own in OUTPUTS.items() if name in outputs or own == "logprob"]
         found = linear_logprob(
             hidden,
@@ -103,6 +98,22 @@ class LogProb:
         return Results(*(found[own] for own in OUTPUTS.values()))
 
 
+def _check(hidden: Tensor, weight: Tensor) -> None:
+    """Raise ValueError for a weight whose gradient would be wrong; warn of what the kernels do not serve."""
+    if hasattr(weight, "ds_id"):
+        raise ValueError(
+            "weight: got one that DeepSpeed's ZeRO-3 shards, which is gone by the backward, want "
+            "uninstall() there"
+        )
+    if "ToTorchTensor" in type(weight.grad_fn).__name__:
+        raise ValueError(
+            "weight: got one that TRL gathered of a fully_shard unit of its own, whose gradient it does not sum "
+            "over the ranks, want the head in the root's unit or in one with the norm"
+        )
+    if hidden.dtype is torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
+        _warn_of_float32(hidden.device)
+
+
 @functools.cache
 def _warn_of_float32(device: torch.device) -> None:
     """Once, where bfloat16 would have had kernels."""
@@ -110,7 +121,7 @@ def _warn_of_float32(device: torch.device) -> None:
         warnings.warn(
             "float32 hidden states at the head (cast_lm_head_to_fp32, or a float32 model): the portable path "
             "serves them, the kernels want bfloat16 or float16",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

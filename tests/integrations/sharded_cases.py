@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from cute_lce.integrations.transformers import patch, unpatch
+from cute_lce.integrations.trl import LogProb
 from tests.distributed.ranks import Rank
 from tests.integrations.language_models import make, tokens
 
@@ -129,4 +131,19 @@ def units_of_accelerate(here: Rank) -> None:
             assert torch.allclose(whole(one), other, rtol=1e-4, atol=1e-5), key
 
 
-CASES = (units_of_fully_shard, a_loss_stays_wide)
+def a_head_that_trl_gathers(here: Rank) -> None:
+    """Its gradient would not be summed; without a gradient it is right."""
+    model = make("llama").to(here.device)
+    want = model.lm_head.weight.detach().clone()
+    fully_shard(model.lm_head, mesh=init_device_mesh(here.device.partition(":")[0], (here.ranks,)))
+    hidden, targets = torch.randn(5, want.shape[1], device=here.device), torch.arange(5, device=here.device)
+    weight = model.lm_head.weight.full_tensor()
+    with pytest.raises(ValueError, match=r"^weight: got one that TRL gathered"):
+        LogProb.apply(hidden, weight, None, targets, 1.0, 40)
+    with torch.no_grad():
+        found = LogProb.apply(hidden, model.lm_head.weight.full_tensor(), None, targets, 1.0, 40, outputs=())
+    expected = (hidden @ want.T).log_softmax(-1)[torch.arange(5), targets]
+    assert torch.allclose(found.logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+CASES = (units_of_fully_shard, a_loss_stays_wide, a_head_that_trl_gathers)

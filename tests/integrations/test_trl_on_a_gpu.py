@@ -34,7 +34,7 @@ def numbers(hidden: Tensor, weight: Tensor, targets: Tensor, names: tuple[str, .
 
 @pytest.mark.parametrize("names", [("log_probs",), ("log_probs", "entropy"), tuple(OUTPUTS)], ids=str)
 def test_numbers_and_gradients(names: tuple[str, ...]):
-    """The first by the kernels, the others by the streaming path; each number of tokens is another."""
+    """By whatever serves them, kernels or the streaming path; each number of tokens is another."""
     for n in (1, 37, 300):
         hidden, weight, targets = operands(n)
         found = LogProb.apply(hidden, weight, None, targets, 0.7, 32768, None, 1.0, names)
