@@ -107,8 +107,8 @@ def _check(hidden: Tensor, weight: Tensor) -> None:
         )
     if "ToTorchTensor" in type(weight.grad_fn).__name__:
         raise ValueError(
-            "weight: got one that TRL gathered of a fully_shard unit of its own, whose gradient it does not sum "
-            "over the ranks, want the head in the root's unit or in one with the norm"
+            "weight: got one that TRL gathered of a fully_shard unit of its own, whose gradient it does not "
+            "sum over the ranks, want the head in the root's unit or in one with the norm"
         )
     if hidden.dtype is torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
         _warn_of_float32(hidden.device)
