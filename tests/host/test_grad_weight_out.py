@@ -347,6 +347,8 @@ def test_bad_arguments_are_refused(change, error: type[Exception], message: str)
     assert str(raised.value).startswith("grad_weight_")
 
 
+# Nested tensors are a prototype, of which torch warns once a process.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_overlapping_memory_is_refused_and_types_come_first():
     memory = torch.zeros(V * D + N * D + 16)
     _, weight, target = operands(random_case(N, D, V, FP32))
