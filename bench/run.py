@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import providers, shapes
+from bench import providers, shapes, terms
 from bench.inputs import DTYPES, PROMPT, ROWS, Inputs, Reference, is_ignored, make_inputs
 from cute_lce.measure import records
 from cute_lce.measure.floor import Floor
@@ -50,15 +50,15 @@ KEYS = (
     *("gpu", "provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass"),
     *("ms", "ms_min", "ms_max"),
     *("workspace_mb", "floor_ms", "extra_mib", "err_loss", "err_dh", "err_dw", "sustained_s"),
-    *("frozen", "grad_weight_out", "ignored"),
+    *("frozen", "grad_weight_out", "ignored", "terms"),
     *("failed", "versions", "date", "command"),
 )
 # What tells one measurement from another.
 IDENTITY = (
     *("provider", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
-    *("sustained_s", "frozen", "grad_weight_out", "ignored"),
+    *("sustained_s", "frozen", "grad_weight_out", "ignored", "terms"),
 )
-LATER = ("frozen", "grad_weight_out", "ignored")
+LATER = ("frozen", "grad_weight_out", "ignored", "terms")
 """Keys that results of before 2026-11-22 lack, of which nothing was frozen that --resume serves."""
 NOT_BEGUN = "not begun"
 
@@ -74,11 +74,12 @@ class Case:
     workspace_mb: int | None
     grad_weight_out: str | None = None
     ignored: str | None = None
+    terms: str | None = None
 
     def __str__(self) -> str:
         options = [self.schedule, None if self.workspace_mb is None else f"{self.workspace_mb} MiB"]
         options += [self.grad_weight_out and f"adds to {self.grad_weight_out}"]
-        options += [self.ignored and f"ignores {self.ignored}"]
+        options += [self.ignored and f"ignores {self.ignored}", self.terms]
         return " ".join([self.reduction, self.provider, *(text for text in options if text is not None)])
 
 
@@ -96,8 +97,8 @@ def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
         for schedule in args.schedule:
             for budget in budgets:
                 mib = shapes.ample(shape) if budget == "ample" else budget
-                for out in args.grad_weight_out:
-                    yield Case(provider, schedule, reduction, mib, out, ignored)
+                for out, given in itertools.product(args.grad_weight_out, args.terms):
+                    yield Case(provider, schedule, reduction, mib, out, ignored, given)
 
 
 def check(
@@ -112,8 +113,11 @@ def check(
     request = providers.Request(
         case.reduction, case.schedule or "auto", case.workspace_mb, args.window, logits=shape.n * shape.vocab
     )
-    function = providers.make(case.provider, request)
     hidden, weight, target = inputs.hidden.detach(), inputs.weight.detach(), inputs.target
+    if case.terms is None:
+        function = providers.make(case.provider, request)
+    else:
+        function, reference = terms.loss(case.terms, request, hidden, weight), None
     valid = ~is_ignored(shape.n, case.ignored, target.device)
     target = target.where(valid, IGNORE_INDEX)
     upstream = inputs.upstream if case.reduction == "none" else None
@@ -345,7 +349,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 *(r[key] for key in ("reduction", "provider")),
                 (r["schedule"] or "-")
                 + (f" += {r['grad_weight_out']}" if r.get("grad_weight_out") else "")
-                + (f" ignores {r['ignored']}" if r.get("ignored") else ""),
+                + (f" ignores {r['ignored']}" if r.get("ignored") else "")
+                + (f" {r['terms']}" if r.get("terms") else ""),
                 text(r["workspace_mb"], "d"),
                 *(text(r[key], ".3f") for key in ("ms", "ms_min", "ms_max")),
                 text(None if r["ms"] is None else r["ms"] / r["floor_ms"], ".3f"),
@@ -462,6 +467,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"tokens whose target is ignored: none, random:FRACTION, or prompt:FRACTION of each {PROMPT} "
         "tokens; the floor computes all",
     )
+    add(
+        "--terms",
+        nargs="+",
+        default=["none"],
+        metavar="TERMS",
+        help="of cute_lce's loss: none, softcap=30, z_loss=1e-4, label_smoothing=0.1, "
+        "entropy,temperature=0.7 and other combinations (bench/terms.py); their errors are not computed",
+    )
     add("--window", type=int, help="of cute_lce, in vocabulary entries")
     add("--dtype", default="bf16", choices=tuple(DTYPES))
     add("--rows", default="untrained", choices=ROWS, help="how sure the tokens are (%(default)s)")
@@ -508,6 +521,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.workspace_mb == ["table"]:
             args.workspace_mb = []  # Each shape brings its own.
         args.ignored = [None if text == "none" else text for text in args.ignored]
+        args.terms = [None if text == "none" else text for text in args.terms]
+        for text in args.terms:
+            if text is not None:
+                terms.parse(text)
         for which in args.ignored:
             is_ignored(0, which, torch.device("cpu"))
         words: dict[str, Any] = {"default": None, "ample": "ample"}

@@ -930,3 +930,28 @@ def test_fine_tuning_on_masked_prompts_agrees_with_torch(tiny_library, capsys):
     assert finetune.main([*sizes.split(), "--device", "cpu"]) == 0
     assert "torch takes" in capsys.readouterr().out
     assert finetune.main([*sizes.split(), "--device", "cpu", "--tolerance", "-1"]) == 1
+
+
+def test_terms_are_measured_beside_the_call_without(tmp_path):
+    out = tmp_path / "terms.json"
+    given = [
+        "none",
+        "softcap=30",
+        "entropy,logprob,temperature=0.7",
+        "label_smoothing=0.1,weight,token_weight",
+    ]
+    options = (
+        "--shapes 16,8,40 --pass fwd_bwd --reduction mean none --quick --device cpu --providers cute_lce"
+    )
+    assert run.main([*options.split(), "--terms", *given, "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert [result["terms"] for result in results] == [None, *given[1:]] * 2
+    assert all(result["ms"] > 0 and result["failed"] is None for result in results)
+    assert all((result["err_loss"] is None) == (result["terms"] is not None) for result in results)
+
+
+@pytest.mark.parametrize("text", ["softcap", "entropy=1", "logits", ""])
+def test_what_is_no_term_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--terms", text])
+    assert f"--terms: got {text!r}, want" in capsys.readouterr().err
