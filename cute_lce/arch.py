@@ -344,6 +344,8 @@ _SM_90A = Architecture(
         ("gap", 176),
         ("uniform", 176),
         ("row_scale", 144),
+        ("linear_bias", 176),
+        ("bias_gradient", 160),
     ),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.

@@ -52,6 +52,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--z-loss", action="store_true", help="of calls with a z_loss, or for the lse of linear_logprob"
     )
     for option, text in (
+        ("--linear-bias", "of calls with a linear_bias that needs a gradient"),
         ("--label-smoothing", "of calls with label_smoothing"),
         ("--class-weights", "with class weights beside it"),
         ("--entropy", "of linear_logprob for the entropy, with a gradient, and what else is asked for"),
@@ -85,14 +86,16 @@ def run(args: argparse.Namespace) -> int:
 
 def terms_of(args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The terms (arguments.TERMS) of the job's forwards and backwards."""
-    logits = ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
+    logits = ("linear_bias",) * args.linear_bias
+    logits += ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
     if args.temperatures:
         logits = (*logits, "row_scale")
     weights = ("class_weight",) if args.class_weights and args.label_smoothing else ()
     forward = *logits, *weights, *("entropy",) * args.entropy, *("total",) * args.label_smoothing
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights
-    if more or args.softcap or args.z_loss or args.temperatures:
+    if more or args.linear_bias or args.softcap or args.z_loss or args.temperatures:
         more = "coefficients", *more
+    more += ("bias_gradient",) * args.linear_bias
     return forward, (*logits, *more)
 
 

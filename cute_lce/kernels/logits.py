@@ -8,7 +8,7 @@ from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
-from cute_lce.kernels.rows import Compacted, origin
+from cute_lce.kernels.rows import Compacted
 
 
 def numbers(address: Int64, count) -> cute.Tensor:
@@ -38,15 +38,24 @@ def of_tokens(
     slab: cutlass.Constexpr[int],
     fragment: cutlass.Constexpr[Fragment],
 ) -> cute.Tensor:
-    """The numbers, by their tokens' origins, of the tokens that this lane owns in a slab."""
+    """The numbers, by the operands' tokens, of the tokens that this lane owns in a slab; n: of the launch."""
     given = numbers(address, n)
     own = cute.make_rmem_tensor(fragment.owned, Float32)
     own.fill(0.0)
     for i in cutlass.range_constexpr(fragment.owned):
         token, exists = fragment.owned_column(column, slab, i, n)
         if exists:
-            own[i] = given[origin(rows, token)]
+            own[i] = given[_of_operands(rows, token)]
     return own
+
+
+@cute.jit
+def _of_operands(rows: Compacted, at: Int32) -> Int32:
+    """Which of the operands' tokens the launch's token `at` is, compacted or not."""
+    token = rows.first + at
+    if rows.source.iterator.toint() != 0:
+        token = rows.source[token]
+    return token
 
 
 class TileLogits:

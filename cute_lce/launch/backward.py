@@ -36,6 +36,8 @@ from .device import (
 )
 from .rows import Compaction
 
+LEAST_SLAB = 32
+"""Columns of the narrowest slab of a tile in tensor memory (kernels/gemm_sm100.py)."""
 COUNTERS = 3
 """int32 progress counters of a stripe, one for each GEMM."""
 Memory = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
@@ -121,6 +123,7 @@ class KernelBackward:
             (chunk.first, chunk.tokens, freeze(chunk.stripe._replace(**last))) for chunk in chosen.chunks
         ]
         launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
+        self.column_sums = _column_sums(chosen, n)
         self.paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
         self.counters = COUNTERS * len(launched)
         self.row_bytes = d * (4 if request.shard else self.itemsize)
@@ -415,3 +418,12 @@ def _halves(step: _Step) -> tuple[_Step, _Step]:
         step._replace(gradients=step.gradients._replace(dweight=0)),
         step._replace(gradients=step.gradients._replace(dhidden=0), source=source),
     )
+
+
+def _column_sums(plan: backward_plan.BackwardPlan, n: int) -> int:
+    """The most numbers that a launch stores of sums over tokens: of each class, by slabs of tokens."""
+    config = plan.tokens
+    slab = LEAST_SLAB if config.row.tmem_columns else config.tile_n
+    launches = [(chunk.stripe.columns, chunk.tokens) for chunk in plan.chunks]
+    launches += [(stripe.columns, n) for stripe in plan.stripes]
+    return max(columns * round_up(tokens, config.cluster_columns) // slab for columns, tokens in launches)

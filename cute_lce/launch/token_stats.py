@@ -28,6 +28,7 @@ from ..streaming import STATISTICS
 from ..streaming.rows import is_ignored
 from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
+from .backward import KernelBackward
 from .backward import backward as backward_of
 from .forward import KernelForward
 from .forward import forward as forward_of
@@ -61,6 +62,9 @@ class _Loss(NamedTuple):
     row_factor: int = 0
     gap: int = 0
     uniform: int = 0
+    dbias: int = 0
+    column_sums: int = 0
+    with_dhidden: int = 0
 
     reduction = "none"
 
@@ -107,7 +111,7 @@ def _loss_of(options: StatsOptions, tensors: _Tensors) -> Any:
 
 def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the kernels compute these numbers, of operands whose device and dtype they serve."""
-    return operands.topk_ids is None and operands.linear_bias is None and set(options.outputs) <= set(SERVED)
+    return operands.topk_ids is None and set(options.outputs) <= set(SERVED)
 
 
 def choose(
@@ -208,12 +212,24 @@ def backward(
         if tensors.class_weight is not None:
             loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
     request = request._replace(added=None if out is None else out.dtype)
+    if request.need_dbias:
+        # A part of the workspace is for column_sums.
+        workspace = request.limits.workspace * 15 // 16
+        request = request._replace(limits=request.limits._replace(workspace=workspace))
+        loss = loss.with_terms("bias_gradient", with_dhidden=int(request.need_dinput))
     needs = request.limits, request.need_dinput, request.need_dweight, request.added
     prepared = _remembered(("backward", *_kind(given), loss.terms, needs), backward_of, given, loss, request)
+    assert isinstance(prepared, KernelBackward)
+    dbias = None
+    if request.need_dbias:
+        dbias = softmax.new_empty((given.weight.shape[0],))
+        column_sums = softmax.new_empty((prepared.column_sums,))
+        loss = loss._replace(dbias=dbias.data_ptr(), column_sums=column_sums.data_ptr())
     # Where else row_sum and dloss are; num_valid is not read.
     both = Saved(*given, saved.row_max, softmax, saved.row_max)
     first = prepared.dinput(target, both, loss, out)
-    return *prepared.dweight(target, both, loss, first, out), None
+    dinput, dweight = prepared.dweight(target, both, loss, first, out)
+    return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)
 
 
 def grad_in_forward(

@@ -56,6 +56,7 @@ TERMS = {
     "softcap": (("softcap",), ("softcap", "coefficients")),
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
     "smoothing": (("class_weight", "total"), ("coefficients", "uniform", "class_weight")),
+    "bias": (("linear_bias",), ("linear_bias", "coefficients", "bias_gradient")),
     "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from cute_lce.plan import memory
 from cute_lce.plan.kernels import MergeKey
-from tests.device import forget_plans
+from tests.device import forget_plans, two_sweeps
 from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring
@@ -121,6 +121,16 @@ def test_entropy(arch, dtype):
 NAMES = ("logprob", "lse", "entropy", "total_nll")
 
 
+@each_architecture(("sm_90a", FP16))
+def test_numbers_by_chunks_of_tokens(arch, dtype, monkeypatch):
+    """Each finds its own tokens' coefficients; bfloat16's without a compaction, as there is no dweight."""
+    two_sweeps(monkeypatch, 64, 128)
+    case = ignoring(random_case(90, 72, 137, dtype, scale=4.0))
+    temperature = torch.linspace(0.3, 3, 90)
+    numbers = Numbers(case, NAMES, NAMES, temperature=temperature, softcap=8.0)
+    token_stats.check(numbers, token_stats.run(numbers, arch, need_dweight=dtype is FP16))
+
+
 @full
 @both
 @pytest.mark.parametrize("seed", range(20))
@@ -137,6 +147,7 @@ def test_numbers_of_any_schedule_of_warps(arch, seed):
         softcap=10.0 if seed % 3 == 0 else None,
         temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
         class_weight=torch.linspace(0, 2, V) if seed % 5 == 2 else None,
+        linear_bias=torch.linspace(-1, 1, V).to(dtype) if seed % 3 == 1 else None,
     )
     needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
     run = token_stats.run(numbers, arch, seed=seed, window=130 if seed % 2 else 0, **needs)
@@ -154,3 +165,24 @@ def test_totals(arch, dtype):
     token_stats.check(numbers, run)
     with pytest.raises(AssertionError):
         token_stats.check(replace(numbers, class_weight=torch.linspace(0, 3, 137)), run)
+
+
+@each_architecture(("sm_90a", FP16), ("sm_100a", BF16))
+@pytest.mark.parametrize(
+    "way", ["stripes", pytest.param("dweight", marks=full), pytest.param("chunks", marks=full)]
+)
+def test_linear_bias(arch, dtype, way, monkeypatch):
+    """And its gradient, in several stripes, with large numbers that tokens beyond the last must not add."""
+    case = ignoring(random_case(70 if way == "chunks" else 21, 72, 201, dtype, scale=3.0))
+    bias = torch.linspace(-3, 3, 201)
+    bias[::17] = 95.0
+    bias = (bias * (0.05 if dtype is FP16 else 1.0)).to(dtype)
+    if way == "chunks":
+        two_sweeps(monkeypatch, 64, 128)
+    numbers = Numbers(case, ("logprob", "lse"), ("logprob", "lse"), linear_bias=bias, logit_scale=0.7)
+    window = 130 if way == "stripes" else 0
+    run = token_stats.run(numbers, arch, window=window, need_dinput=way != "dweight")
+    token_stats.check(numbers, run)
+    assert run.gradients[2] is not None
+    with pytest.raises(AssertionError):
+        token_stats.check(replace(numbers, linear_bias=bias * 1.1), run)

@@ -128,7 +128,7 @@ def by_torch(
         [(values[name] * given.to(wide)).sum() for name, given in numbers.upstream.items()]
     ).sum()
     (dproduct,) = torch.autograd.grad(total, product)
-    dbias, factor = dproduct.sum(0) / numbers.logit_scale * numbers.logit_scale, 1.0
+    dbias, factor = dproduct.sum(0), 1.0
     if rounded:
         if dtype is torch.float16:
             factor = dproduct.abs().amax(1, keepdim=True).clamp(min=1e-30)

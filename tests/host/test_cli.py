@@ -290,6 +290,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         ("--softcap", ("softcap",), ("softcap", *given)),
         ("--softcap --logit-scale --z-loss", ("softcap",), ("softcap", *given)),
         ("--entropy", ("entropy",), (*given, "gap")),
+        ("--linear-bias", ("linear_bias",), ("linear_bias", *given, "bias_gradient")),
         ("--label-smoothing", ("total",), (*given, "uniform")),
         ("--temperatures --softcap", ("softcap", "row_scale"), ("softcap", "row_scale", *given)),
         (

@@ -61,6 +61,11 @@ LOSSES = [
     ),
     ({"label_smoothing": 0.1}, ("total",), (GIVEN, "uniform")),
     (
+        {"linear_bias": torch.ones(300, dtype=BF16), "logit_scale": 0.5},
+        ("linear_bias", "logit_scale"),
+        ("linear_bias", "logit_scale", GIVEN),
+    ),
+    (
         {"label_smoothing": 0.1, "weight": torch.ones(300), "softcap": 30.0, "z_loss": 1e-4},
         ("softcap", "class_weight", "total"),
         ("softcap", GIVEN, "uniform", "class_weight"),
@@ -118,6 +123,15 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
 def test_others_are_the_streaming_paths(asked, call, options):
     train(call, **options)
     assert not asked.keys
+
+
+def test_the_gradient_of_a_bias(asked):
+    bias = torch.ones(300, dtype=BF16, requires_grad=True)
+    train(linear_cross_entropy, linear_bias=bias, softcap=30.0)
+    terms = ("linear_bias", "softcap")
+    assert [key.terms for key in asked.keys] == [terms, (*terms, GIVEN, "bias_gradient")]
+    assert bias.grad is not None
+    assert bias.grad.dtype is BF16
 
 
 def test_a_softcap_is_not_kept(asked):

@@ -24,6 +24,7 @@ from cute_lce.arguments import (
     Upstream,
     with_terms,
 )
+from cute_lce.kernels.bias_gradient import BiasGradient
 from cute_lce.kernels.entry.types import (
     ELEMENTS,
     compacted,
@@ -77,6 +78,7 @@ class Backward:
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
         self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k")
         self.added = added
+        self.bias_gradient = BiasGradient(gemm.fragment(tokens), half)
         self.gather = Gather()
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
@@ -142,6 +144,9 @@ class Backward:
                 tokens,
                 stream,
             )
+            if cutlass.const_expr("bias_gradient" in loss.terms):
+                if loss.with_dhidden == 0 or gradients.dhidden != 0:
+                    self.bias_gradient(loss, tokens, first, columns, stream)
         if source.scales != 0:
             self.scale(
                 ScaleTensors(

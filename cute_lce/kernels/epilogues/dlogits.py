@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
@@ -19,7 +19,7 @@ from cute_lce.kernels.epilogues.tokens import (
     zero_ignored,
 )
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
-from cute_lce.kernels.logits import of_classes, of_tokens, tile_logits
+from cute_lce.kernels.logits import numbers, of_classes, of_tokens, tile_logits
 
 FAR = -1e30
 """A distance from the maximum whose exponential is 0."""
@@ -73,7 +73,8 @@ class DlogitsEpilogue:
         fragment = self.fragment
         count = fragment.slabs * fragment.owned
         ref, factor = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
-        ref.fill(0.0)
+        # Of tokens beyond the last even a bias has exponentials of 0.
+        ref.fill(Float32.inf if "bias_gradient" in tensors.loss.terms else 0.0)
         factor.fill(0.0)
         for own, token, exists in fragment.owned_columns(column, cute.size(tensors.target)):
             if exists:
@@ -137,6 +138,8 @@ class DlogitsEpilogue:
         if state.ignored.any:
             for i in cutlass.range_constexpr(fragment.owned):
                 zero_ignored(fragment, state.ignored, frag, slab, i)
+        if cutlass.const_expr("bias_gradient" in tensors.loss.terms):
+            self._sum_tokens(tensors, frag, row, column, slab)
         owned = range(fragment.owned)
         store_columns(tensors.dlogits, staging, frag, row, column, fragment, slab, owned)
 
@@ -171,6 +174,36 @@ class DlogitsEpilogue:
                 z, slope = logits.of(frag[r, c], r, scale)
                 one = uniform if weight is None else uniform * weight[r]
                 frag[r, c] = _gradient(z, ref, factor, gap, one, slope)
+
+    @cute.jit
+    def _sum_tokens(
+        self,
+        tensors: DlogitsTensors,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
+        """Store each class's sum over the slab's tokens, of which four lanes have each a part."""
+        fragment, loss, lane = self.fragment, tensors.loss, cute.arch.lane_idx()
+        factors = None
+        if cutlass.const_expr(self.half):
+            n = cute.size(tensors.target)
+            factors = of_tokens(loss.row_factor, tensors.rows, n, column, slab, fragment)
+        sums = cute.make_rmem_tensor(len(fragment.rows), Float32)
+        sums.fill(0.0)
+        for c in cutlass.range_constexpr(fragment.count):
+            factor = None if factors is None else spread(factors[c // SHARED], c)
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                sums[r] = sums[r] + (frag[r, c] if factor is None else frag[r, c] * factor)
+        number = (column - 2 * (lane & 3)) // fragment.columns + slab
+        first = Int64(number) * tensors.columns
+        partials = numbers(loss.column_sums + 4 * first, tensors.columns)
+        for r in cutlass.range_constexpr(len(fragment.rows)):
+            for step in cutlass.range_constexpr(2):
+                sums[r] = sums[r] + cute.arch.shuffle_sync_bfly(sums[r], offset=1 << step)
+            if (lane & 3) == 0 and row + fragment.rows[r] < tensors.columns:
+                partials[row + fragment.rows[r]] = sums[r]
 
     @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):
