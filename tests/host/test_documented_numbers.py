@@ -371,6 +371,36 @@ def over_gpus(file: str) -> Rows:
     ]
 
 
+def by_terms(file: str) -> Rows:
+    """Calls with terms: times, as multiples of the GEMMs, and of the call's without any."""
+    plain = {record["pass"]: record for record in records(file) if record["terms"] is None}
+    return [
+        [
+            record["terms"] or "none",
+            "forward" if record["pass"] == "fwd" else "both",
+            f"{record['ms']:.2f}",
+            f"{ratio(record):.3f}",
+            f"{record['ms'] / plain[record['pass']]['ms']:.3f}",
+        ]
+        for record in records(file)
+    ]
+
+
+def by_step(file: str) -> Rows:
+    """A model's training step with each head and loss."""
+    return [
+        [
+            str(record["vocab"]),
+            record["provider"] + (f", {record['workspace_mb']:.0f} MiB" if record["workspace_mb"] else ""),
+            f"{record['ms']:.1f}",
+            f"{record['tokens_per_s']:.0f}",
+            f"{100 * record['loss_share']:.0f}%",
+            f"{record['peak_mib']:.0f}",
+        ]
+        for record in records(file)
+    ]
+
+
 TABLES: dict[str, Callable[[str], Rows]] = {
     function.__name__: function
     for function in (
@@ -388,6 +418,8 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         by_three_gemms,
         budgets,
         over_gpus,
+        by_terms,
+        by_step,
     )
 }
 
