@@ -39,7 +39,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "row_scale": {"row_scale": Address},
     "class_weight": {"class_weight": Address},
     "entropy": {"more_partials": Address, "mean_gap": Address},
-    "total": {"more_partials": Address, "logit_total": Address},
+    "total": {"more_partials": Address, "total_gap": Address},
     "coefficients": {"row_factor": Address},
     "gap": {"gap": Address},
     "uniform": {"uniform": Address},
@@ -51,9 +51,9 @@ operands' tokens, (n,).
 Of logits, of a product x: linear_bias (V,): x + linear_bias. logit_scale: logit_scale x. softcap:
 cap tanh(inverse_cap x), which holds a scale and a temperature too. row_scale (n,): multiplies z.
 
-Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). total: logit_total (n,), the sum of z
-times class_weight (V,), if that is a term. more_partials (partials of a row, n, numbers): scratch, a number
-for each of these two.
+Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). total: total_gap (n,), the sum of
+row_max - z, times class_weight (V,) if that is a term. more_partials (partials of a row, n, numbers):
+scratch, a number for entropy and two for a total.
 
 Of a backward: coefficients: the gradient by x is, but for the rounding,
 

@@ -24,7 +24,9 @@ class CombineMore:
     @cute.jit
     def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
         terms = tensors.loss.terms
+        # Of a token, and of a partial, which has the weights that a total is of.
         self.count = ("entropy" in terms) + ("total" in terms)
+        self.parts = ("entropy" in terms) + 2 * ("total" in terms)
 
         @cute.struct
         class SharedStorage:
@@ -52,15 +54,16 @@ class CombineMore:
             row_max = row_stats.finite_max(tensors.row_max[token])
             first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
             for number in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
-                at = (Int64(number) * n + row) * self.count
-                more = numbers(loss.more_partials + 4 * at, self.count)
+                at = (Int64(number) * n + row) * self.parts
+                more = numbers(loss.more_partials + 4 * at, self.parts)
+                own_max, own_sum = tensors.partials[number, row, 0], tensors.partials[number, row, 1]
                 if cutlass.const_expr("entropy" in loss.terms):
-                    own_max, own_sum = tensors.partials[number, row, 0], tensors.partials[number, row, 1]
                     if own_sum > 0:
                         gap = more[0] + (row_max - own_max) * own_sum
                         sums[0] += maths.rescaled(gap, own_max, row_max, row_stats.exp)
                 if cutlass.const_expr("total" in loss.terms):
-                    sums[self.count - 1] += more[self.count - 1]
+                    rise = row_max - row_stats.finite_max(own_max)
+                    sums[self.count - 1] += more[self.parts - 2] + rise * more[self.parts - 1]
         for i in cutlass.range_constexpr(self.count):
             for step in cutlass.range_constexpr(2):
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=COMBINE_ROWS << step)
@@ -75,5 +78,5 @@ class CombineMore:
                 mean_gap = numbers(loss.mean_gap, cute.size(tensors.row_max))
                 mean_gap[token] = sums[0] / tensors.row_sum[token]
             if cutlass.const_expr("total" in loss.terms):
-                logit_total = numbers(loss.logit_total, cute.size(tensors.row_max))
-                logit_total[token] = sums[self.count - 1]
+                total_gap = numbers(loss.total_gap, cute.size(tensors.row_max))
+                total_gap[token] = sums[self.count - 1]

@@ -58,7 +58,7 @@ class _Loss(NamedTuple):
     class_weight: int = 0
     more_partials: int = 0
     mean_gap: int = 0
-    logit_total: int = 0
+    total_gap: int = 0
     row_factor: int = 0
     gap: int = 0
     uniform: int = 0
@@ -133,14 +133,15 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
     if "total" in more and tensors.class_weight is not None:
         loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
     loss = loss.with_terms(*more)
-    workspace = request.limits.workspace * 2 // (2 + len(more))
+    parts = sum(_PARTS[term] for term in more)
+    workspace = request.limits.workspace * 2 // (2 + parts)
     request = request._replace(statistics=True, limits=request.limits._replace(workspace=workspace))
     key = "forward", *_kind(given), loss.terms, request.limits
     prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
     sums = {name: torch.empty((n,), dtype=torch.float32, device=device) for name in more}
     if more:
-        partials = torch.empty((prepared.partials * n * len(more),), dtype=torch.float32, device=device)
+        partials = torch.empty((prepared.partials * n * parts,), dtype=torch.float32, device=device)
         outputs = {_OUTPUTS[name]: each.data_ptr() for name, each in sums.items()}
         loss = loss._replace(more_partials=partials.data_ptr(), **outputs)
     found = prepared.statistics(given, loss)
@@ -153,9 +154,8 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
     if "entropy" in sums:
         numbers["entropy"] = maths.entropy(log_row_sum, sums["entropy"])
     if "total" in sums:
-        count = given.weight.shape[0] if tensors.class_weight is None else tensors.class_weight.double().sum()
-        # Of numbers of the size of V times a logit.
-        numbers["total_nll"] = (lse.double() * count - sums["total"]).float()
+        count = given.weight.shape[0] if tensors.class_weight is None else tensors.class_weight.sum()
+        numbers["total_nll"] = log_row_sum * count + sums["total"]
     valid = ~is_ignored(given.target, options.ignore_index)
     return Stats(
         **{name: torch.where(valid, numbers[name], 0) for name in options.outputs},
@@ -166,7 +166,9 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
     )
 
 
-_OUTPUTS = {"entropy": "mean_gap", "total": "logit_total"}
+_PARTS = {"entropy": 1, "total": 2}
+"""A forward's terms, and how many numbers a partial of a row has of each."""
+_OUTPUTS = {"entropy": "mean_gap", "total": "total_gap"}
 """A forward's terms, and the number of _Loss that says where what they give is written."""
 
 

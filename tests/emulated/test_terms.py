@@ -13,9 +13,9 @@ from cute_lce.plan.kernels import MergeKey
 from tests.device import forget_plans, two_sweeps
 from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
-from tests.emulated.forward import ignoring
+from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import Numbers
-from tests.numerics import random_case
+from tests.numerics import assert_close, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -186,3 +186,65 @@ def test_linear_bias(arch, dtype, way, monkeypatch):
     assert run.gradients[2] is not None
     with pytest.raises(AssertionError):
         token_stats.check(replace(numbers, linear_bias=bias * 1.1), run)
+
+
+CORNERS = {
+    "common offset of 10000": lambda: offset(random_case(20, 64, 137, BF16), 10000),
+    "logits of +-60": lambda: scaled(random_case(20, 64, 137, BF16), 60),
+    "logits of +-1e4": lambda: scaled(random_case(20, 64, 137, BF16, scale=8), 1e4),
+    "one class": lambda: random_case(20, 64, 1, BF16),
+    "one token": lambda: random_case(1, 64, 137, BF16),
+    "int32 targets": lambda: replace(
+        random_case(20, 64, 137, BF16), target=random_case(20, 64, 137, BF16).target.int()
+    ),
+}
+
+
+@full
+@both
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corners(arch, corner):
+    case = CORNERS[corner]()
+    differentiated = ("logprob", "lse", "total_nll") if corner == "one class" else NAMES
+    numbers = Numbers(case, NAMES, differentiated)
+    token_stats.check(numbers, token_stats.run(numbers, arch, window=128))
+
+
+@full
+@both
+def test_columns_of_minus_infinity(arch):
+    """Half of the logits and a whole tile of them, which count as nothing but in a total."""
+    case = minus_infinity(random_case(20, 64, 300, BF16), 128)
+    names = ("logprob", "entropy", "lse")
+    numbers = Numbers(case, names, names)
+    run = token_stats.run(numbers, arch)
+    values, gradients = token_stats.by_torch(numbers, torch.float64, rounded=False)
+    plain, rounded = token_stats.by_torch(numbers, torch.float32, rounded=True)
+    for name in names:
+        assert_close(name, getattr(run.stats, name), values[name], plain[name])
+    dinput, dweight, _ = run.gradients
+    assert dinput is not None
+    assert dweight is not None
+    # What 0 times -inf makes of dinput stays in its feature.
+    assert_close("dinput", dinput[:, 1:], gradients["dinput"][:, 1:], rounded["dinput"][:, 1:].bfloat16())
+    assert_close("dweight", dweight, gradients["dweight"], rounded["dweight"].bfloat16())
+    total = token_stats.run(replace(numbers, outputs=("total_nll",), differentiated=("total_nll",)), arch)
+    assert total.stats.total_nll is not None
+    assert bool(total.stats.total_nll.isposinf().all())
+
+
+@full
+@both
+def test_a_target_out_of_range_spoils_its_own_row(arch):
+    case = ignoring(random_case(20, 64, 137, BF16))
+    case.target[3] = 137
+    numbers = Numbers(case, NAMES, NAMES, softcap=6.0)
+    run = token_stats.run(numbers, arch)
+    sick = torch.arange(20) == 3
+    for name in NAMES:
+        assert torch.equal(getattr(run.stats, name).isnan(), sick)
+    dinput, dweight, _ = run.gradients
+    assert dinput is not None
+    assert dweight is not None
+    assert torch.equal(dinput.isnan().any(1), sick)
+    assert bool(dweight.isnan().all())

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cute_lce import reference
 from cute_lce.implementation import Request, Stats, StatsOperands, StatsOptions, StatsSaved, StatsUpstream
 from cute_lce.launch import STATISTICS
 from cute_lce.plan.problem import Limits
@@ -105,15 +104,11 @@ def by_torch(
     if isinstance(temperature, Tensor):
         temperature = temperature.to(wide).masked_fill(ignored, 1)
     product = (hidden @ weight.mT).requires_grad_()
-    bias = None if numbers.linear_bias is None else numbers.linear_bias.to(wide)
-    z = reference.logits(
-        product,
-        torch.eye(weight.shape[0], dtype=wide),
-        bias,
-        logit_scale=numbers.logit_scale,
-        softcap=numbers.softcap,
-        temperature=temperature,
-    )
+    z = product if numbers.linear_bias is None else product + numbers.linear_bias.to(wide)
+    z = z * numbers.logit_scale
+    if numbers.softcap is not None:
+        z = numbers.softcap * (z / numbers.softcap).tanh()
+    z = z / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
     each = z.log_softmax(1)
     own = case.target.long().masked_fill(ignored, 0).unsqueeze(1)
     every = 1 if numbers.class_weight is None else numbers.class_weight.to(wide)

@@ -256,14 +256,15 @@ class ForwardEpilogue:
                 self._end_more(tensors, state, own, exponent, one, number, token)
 
     def _end_more(self, tensors: ForwardTensors, state: ForwardState, own: int, exponent, one, number, token):
-        """The sums of terms: of gaps row_max - z relative to exp(row_max), and of z."""
+        """The sums of terms: of gaps row_max - z, relative to exp(row_max); of gaps times weights, and of
+        the weights."""
         sums = []
         if state.gap is not None:
             gap = exponent * state.row_sum[own] - state.gap[own]
             sums.append(gap * Float32(1 / maths.LOG2_E) / one)
         if state.total is not None:
-            total = state.total[own] + state.base[own] * state.seen[0]
-            sums.append(total * Float32(1 / maths.LOG2_E))
+            total = exponent * state.seen[0] - state.total[own]
+            sums += [total * Float32(1 / maths.LOG2_E), state.seen[0]]
         if sums:
             n = cute.size(tensors.target)
             first = (Int64(number) * n + token) * len(sums)
