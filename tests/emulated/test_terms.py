@@ -103,7 +103,7 @@ def test_softcap_of_any_schedule_of_warps(arch, seed):
     token_stats.check(numbers, token_stats.run(numbers, arch, seed=seed, window=0 if seed % 4 else 130))
 
 
-@each_architecture(("sm_90a", BF16), ("sm_100a", FP16))
+@each_architecture(("sm_90a", BF16))
 def test_entropy(arch, dtype):
     """Beside the log-probability, with a temperature of each row; that of an ignored one does not matter."""
     case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
@@ -167,7 +167,7 @@ def test_totals(arch, dtype):
         token_stats.check(replace(numbers, class_weight=torch.linspace(0, 3, 137)), run)
 
 
-@each_architecture(("sm_90a", FP16), ("sm_100a", BF16))
+@each_architecture(("sm_100a", BF16))
 @pytest.mark.parametrize(
     "way", ["stripes", pytest.param("dweight", marks=full), pytest.param("chunks", marks=full)]
 )
