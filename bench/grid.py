@@ -130,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="PNG or SVG of all files (a PNG of each in docs/figures)")
     args = parser.parse_args(argv)
     files = args.files or sorted((ROOT / "bench" / "results").glob("*_paper.json"))
+    if not files:
+        print("no bench/results/*_paper.json is kept")
+        return 0
     groups = {args.out: files} if args.out else {FIGURES / f"{file.stem}.png": [file] for file in files}
     for out, group in groups.items():
         try:

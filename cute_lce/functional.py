@@ -116,7 +116,7 @@ def linear_cross_entropy(
         grad_input: "reduced": input's gradient is summed over the group, in float32, and rounded once;
             "partial": it is this shard's part, rounded, and the caller sums it.
         sm_margin: SMs that the GEMM of linear_weight's gradient leaves to that sum while it is predicted to
-            run; None: as many as the group's collectives take. Not for a GPU without kernels.
+            run; None: as many as the group's collectives take. The streaming path leaves none.
 
     Returns:
         The loss in nats, of target's shape for "none", else a scalar; float32 (float64 for float64).

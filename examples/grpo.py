@@ -59,7 +59,6 @@ def train(args: argparse.Namespace) -> list[float]:
     def reward(completions: list[str], **others: Any) -> list[float | None]:
         return [text.count(args.letter) / args.length for text in completions]
 
-    trl.install()
     cpu = args.device == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
@@ -87,8 +86,11 @@ def train(args: argparse.Namespace) -> list[float]:
             processing_class=letters_tokenizer(),
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    trl.uninstall()
+        trl.install()
+        try:
+            trainer.train()
+        finally:
+            trl.uninstall()
     return [float(entry["reward"]) for entry in trainer.state.log_history if "reward" in entry]
 
 

@@ -33,7 +33,8 @@ PLATFORM = f"manylinux_2_28_{platform.machine()}"
 BUILD = """
 import json, sys
 from setuptools import build_meta
-getattr(build_meta, sys.argv[1])(sys.argv[2], json.loads(sys.argv[3]))
+name = getattr(build_meta, sys.argv[1])(sys.argv[2], json.loads(sys.argv[3]))
+print("\\n" + name)
 """
 
 
@@ -65,17 +66,11 @@ def copy_sources(folder: Path) -> Path:
 
 
 def build(sources: Path, kind: str, out: Path, settings: dict[str, list[str]] | None = None) -> Path:
-    """Have setuptools build sources; the file that it wrote into `out`. kind: build_wheel, build_sdist."""
+    """Have setuptools build sources; the file that it writes into `out`. kind: build_wheel, build_sdist."""
     out.mkdir(parents=True, exist_ok=True)
-    before = set(out.iterdir())
     command = [sys.executable, "-c", BUILD, kind, str(out.resolve()), json.dumps(settings)]
-    subprocess.run(command, cwd=sources, check=True, stdout=subprocess.DEVNULL)
-    found = set(out.iterdir()) - before
-    if not found:
-        # It was there, and was replaced.
-        found = {max(before, key=lambda path: path.stat().st_mtime_ns)}
-    (path,) = found
-    return path
+    printed = subprocess.run(command, cwd=sources, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return out / printed.splitlines()[-1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

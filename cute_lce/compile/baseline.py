@@ -1,7 +1,7 @@
 """The host part of a compiled kernel, for every CPU of a kind instead of for the one that compiles it.
 
 The DSL exports host functions for the CPU that it runs on, with instructions that others lack (AVX-512), and
-the folder of compiled kernels may be shared by machines. A function's own attributes come before these.
+the folder of compiled kernels may be shared by machines. Attributes of a function override that choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def set_baseline(compiled: Any) -> None:
     # Found through code in a .pth file, which pyright does not run.
     from cutlass._mlir import ir  # pyright: ignore[reportMissingImports]
 
-    cpu, features = BASELINES[platform.machine()]
+    machine = platform.machine()
+    if machine not in BASELINES:
+        raise RuntimeError(f"machine: got {machine}, want one of {', '.join(BASELINES)}")
+    cpu, features = BASELINES[machine]
 
     def visit(operation: Any) -> Any:
         if operation.name == "llvm.func":

@@ -74,4 +74,4 @@ class FusedLinearCrossEntropy(_Fused):
         )
         if num_label_tokens is None:
             return loss
-        return loss / num_label_tokens if num_label_tokens else loss * 0.0
+        return loss / num_label_tokens if num_label_tokens else loss.nan_to_num() * 0.0

@@ -5,7 +5,7 @@
 
 In both the output layer is called as before, and returns a `Projection` in place of logits. So its hooks
 run, which gather its parameters where `overlap_param_gather` is on. What the model then does with logits is
-done to the Projection: MuP's factor, and the loss. Anything else raises AttributeError.
+done to the Projection: MuP's factor, and the loss. Anything else raises AttributeError or TypeError.
 
 Of a layer (ColumnParallelLinear) are followed: its tensor parallel group, `sequence_parallel`, a weight that
 is passed (tied or detached), and `gradient_accumulation_fusion`: the weight's gradient is added to
@@ -113,6 +113,17 @@ class Projection:
 
     def __mul__(self, factor: float) -> Projection:
         return Projection(self.layer, self.hidden, self.weight, self.scale * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Projection:
+        return self * (1 / divisor)
+
+    def __add__(self, other: Any) -> Any:
+        raise TypeError("logits: got an addition to them, want none: a fused output layer has no logits")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("logits: got a slice of them, want none: a fused output layer has no logits")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

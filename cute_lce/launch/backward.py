@@ -333,15 +333,15 @@ class ShardBackward(KernelBackward):
         plan: backward_plan.BackwardPlan | None = None,
     ):
         super().__init__(operands, loss, request, plan)
-        parts, stripe = None, self.plan.stripes[-1]
-        if request.beside is not None and request.need_dinput and request.need_dweight:
-            gpu = gpu_of(operands.hidden.device)
-            parts = overlap.divide(gpu, self.plan.dweight, self.problem, stripe, request.beside)
         self.early, self.late, self.offset = None, None, 0
-        if parts is not None:
-            self.early = freeze(parts[0])
-            if parts[1] is not None:
-                self.late, self.offset = freeze(parts[1]), (parts[1].first - stripe.first) * self.itemsize
+        if request.beside is not None and request.need_dinput and request.need_dweight:
+            gpu, stripe = gpu_of(operands.hidden.device), self.plan.stripes[-1]
+            parts = overlap.divide(gpu, self.plan.dweight, self.problem, stripe, request.beside)
+            if parts is not None:
+                early, late = parts
+                self.early = freeze(early)
+                if late is not None:
+                    self.late, self.offset = freeze(late), (late.first - stripe.first) * self.itemsize
         # Behind the counters of all launches, another's.
         self.later_progress = 4 * self.counters
         self.counters += COUNTERS if self.late is not None else 0

@@ -39,9 +39,11 @@ def each(
         process.start()
         sender.close()
         try:
-            well = _receive(receiver, process, START_SECONDS) is None
+            failed = _receive(receiver, process, START_SECONDS)
+            well = failed is None
             if not well:
-                raise RuntimeError("isolated: got a process that does not start, want one")
+                begun += 1
+                yield Failure(f"the process did not start: {failed.why}")
             while well and begun < len(items):
                 found = _receive(receiver, process, seconds)
                 begun += 1

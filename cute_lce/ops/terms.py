@@ -132,8 +132,14 @@ def _check(operands: Operands, tensors: TermTensors) -> None:
     if tensors.weight is not None:
         check_term("weight", tensors.weight, (V,), DTYPES, device)
         refuse_gradient("weight", tensors.weight)
+    check_factors(operands, tensors)
+
+
+def check_factors(operands: Operands, tensors: TermTensors) -> None:
+    """Raise for a token_weight or a denominator that is none."""
+    device, target = operands.hidden.device, operands.target
     if tensors.token_weight is not None:
-        check_term("token_weight", tensors.token_weight, tuple(operands.target.shape), _NUMBERS, device)
+        check_term("token_weight", tensors.token_weight, tuple(target.shape), _NUMBERS, device)
         refuse_gradient("token_weight", tensors.token_weight)
     if tensors.denominator is not None:
         check_term("denominator", tensors.denominator, (), _NUMBERS, device)

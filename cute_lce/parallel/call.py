@@ -169,7 +169,7 @@ def _prepare(
     start = group.rank() * V if given is None else given
     margin = spread.sm_margin
     if margin is None:
-        margin = ctas_of(group, hidden.device) if hidden.is_cuda else 0
+        margin = ctas_of(group, hidden.device)
     shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced", margin)
     arguments = *request.limits, request.kept_columns, group.group_name, *shard[1:]
     if watched:

@@ -25,7 +25,10 @@ DEFAULT_CTAS = 24
 
 
 def ctas_of(group: ProcessGroup, device: torch.device) -> int:
-    """SMs that a collective of a group takes of a GPU: what its options or NCCL_MAX_CTAS allow."""
+    """SMs that a collective of a group takes of a GPU: what its options or NCCL_MAX_CTAS allow; 0 where it
+    is not NCCL's."""
+    if device.type != "cuda" or dist.get_backend(group) != "nccl":
+        return 0
     limits = [DEFAULT_CTAS]
     named = os.environ.get("NCCL_MAX_CTAS", "")
     if named.isdecimal():

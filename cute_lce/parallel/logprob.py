@@ -16,7 +16,7 @@ from torch import Tensor
 from ..arguments import IGNORED
 from ..implementation import Request, Stats, StatsOperands, StatsOptions, StatsSaved, StatsUpstream
 from ..ops.autograd import NO_DOUBLE_BACKWARD, apply_of
-from ..ops.logprob import Wanted, call_of
+from ..ops.logprob import Call, Wanted, call_of
 from ..ops.plain import is_plain_eager
 from ..ops.terms import decide
 from ..options import ComputeOptions, LossOptions, TermOptions
@@ -51,14 +51,28 @@ def linear_logprob(
         return [-losses.view(call.shape)]
     _, how = decide(operands, call.options, compute, "none", None, STATISTICS)
     if ranks.CHECK_RANKS:
-        needs = how.request.need_dinput, how.request.need_dweight
-        ranks.check((*call.plain_operands,), needs, loss, compute, spread)
+        _check_ranks(call, how.request, loss, compute, spread)
     equal, start = spread.vocab_start is None, spread.vocab_start
     if start is None:
         start = group.rank() * operands.weight.shape[0]
     shard = Shard(group, start, equal, reduces=spread.grad_input == "reduced")
     found = _eager(_How(call.options, how.request, shard), operands)
     return call.named(Stats(**dict(zip(outputs, found, strict=True))))
+
+
+@torch.compiler.disable()
+def _check_ranks(
+    call: Call, request: Request, loss: LossOptions, compute: ComputeOptions, spread: Spread
+) -> None:
+    bias, temperature = call.operands.linear_bias, call.operands.temperature
+    ranks.check(
+        (*call.plain_operands,),
+        (request.need_dinput, request.need_dweight),
+        *(loss, compute, spread),
+        options=tuple(call.options),
+        linear_bias=None if bias is None else (str(bias.dtype), request.need_dbias),
+        temperature=None if temperature is None else str(temperature.dtype),
+    )
 
 
 class _How(NamedTuple):

@@ -107,7 +107,8 @@ def _split(arguments: tuple) -> tuple[LossOptions, Request, tuple]:
 
 
 def _fake_forward(input, linear_weight, target, *arguments):
-    loss, request, (_, _, _, sliced, *_) = _split(arguments)
+    loss, request, shard = _split(arguments)
+    sliced = Shard(*shard).sliced
     n, dtype = target.shape[0], accumulate_dtype(input.dtype)
     every = input.new_empty((n, input.shape[1]))
     kept = implementation(input.device, input.dtype).empty_kept(every, request.kept_columns)
@@ -134,9 +135,10 @@ def sharded_forward(input, linear_weight, target, *arguments):
     return *results[:4], input.new_empty((0,)) if hidden is None else hidden, here, *results[4:]
 
 
-def _fake_backward(dloss, input, linear_weight, target, *arguments):
-    *_, sliced, _, _, need_dinput, need_dweight = arguments
-    group = arguments[-8]
+def _fake_backward(dloss, *arguments):
+    input, linear_weight, *_ = arguments
+    _, _, (group, *shard, need_dinput, need_dweight) = _split(arguments[len(Saved._fields) :])
+    sliced = Shard(group, *shard).sliced
     rows = input.shape[0] // (group_of(group).size() if sliced else 1)
     return (
         input.new_empty((rows, input.shape[1]) if need_dinput else (0,)),

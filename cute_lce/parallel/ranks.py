@@ -20,9 +20,11 @@ def check(
     loss: tuple,
     compute: Any,
     spread: Any,
+    **others: Any,
 ) -> None:
     """Raise ValueError on every rank of the group if two of them differ in what should be equal: input's and
     target's shapes, dtypes and values where each has all tokens, d, options, and which gradients are needed.
+    others: what else should be, by its name.
 
     It gathers Python objects and reads every number: for debugging.
     """
@@ -38,6 +40,7 @@ def check(
         "schedule and window": (compute.schedule, compute.window),
         "whether vocab_start is given": spread.vocab_start is not None,
         "sequence_dim and grad_input": spread[2:4],
+        **others,
     }
     if not sliced:
         facts["input's values"] = _digest(input)

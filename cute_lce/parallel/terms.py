@@ -6,22 +6,18 @@ numbers are linear_logprob's.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import RowLoss, Stats, StatsOperands, outputs_of
 from ..ops import Destination, TermTensors
-from ..ops.checks import check_term, refuse_gradient
 from ..ops.logprob import Wanted
 from ..ops.plain import is_plain_eager
-from ..ops.select import DTYPES
+from ..ops.terms import check_factors
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..streaming.rows import is_ignored
 from . import call, logprob
 from .call import Spread
-
-_FACTORS = (*DTYPES, torch.int64, torch.int32, torch.bool)
 
 
 def linear_cross_entropy(
@@ -38,13 +34,7 @@ def linear_cross_entropy(
     has_numbers = names != ("logprob",) or terms.softcap is not None or tensors.linear_bias is not None
     _refuse(operands, tensors, terms, spread, has_numbers, destination)
     target, weight, denominator = operands.target, tensors.token_weight, tensors.denominator
-    device = operands.hidden.device
-    if weight is not None:
-        check_term("token_weight", weight, tuple(target.shape), _FACTORS, device)
-        refuse_gradient("token_weight", weight)
-    if denominator is not None:
-        check_term("denominator", denominator, (), _FACTORS, device)
-        refuse_gradient("denominator", denominator)
+    check_factors(operands, tensors)
     if has_numbers:
         given = StatsOperands(*operands, tensors.linear_bias)
         found = logprob.linear_logprob(given, Wanted(names, True, 1.0), loss, terms, compute, spread)
