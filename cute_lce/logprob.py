@@ -57,16 +57,16 @@ def linear_logprob(
         schedule: "recompute", "keep" or "auto", as in linear_cross_entropy.
         tp_group, vocab_start, grad_input: as in linear_cross_entropy: the vocabulary is sharded over a group,
             and linear_weight and linear_bias are this rank's rows. outputs are then of "logprob", "entropy"
-            and "lse"; under torch.compile the graph breaks there, but for what the kernels serve.
+            and "lse"; torch.compile's graph breaks there, except for "logprob" alone.
 
     Returns:
         TokenStats: each field that outputs names, the others None.
 
     Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob, lse and entropy, and
     recompute the logits (logprob alone, with a number as temperature and no bias, may be kept); the
-    streaming path serves all others. There "keep" is refused with a softcap. Any combination of the
-    differentiable numbers may have an upstream gradient, and one without costs nothing. A temperature that
-    requires a gradient is refused.
+    streaming path serves all others. What the kernels serve is refused with "keep" and a softcap. Any
+    combination of the differentiable numbers may have an upstream gradient, and one without costs nothing. A
+    temperature that requires a gradient is refused.
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB

@@ -57,9 +57,13 @@ def template(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return like
 
 
+def loss_arguments(loss: Any) -> Any:
+    """The loss's LossArguments, frozen: once, where they are numbers alone."""
+    return _remembered_arguments(loss) if isinstance(loss, LossOptions) else freeze(LossArguments.of(loss))
+
+
 @functools.lru_cache(maxsize=1024)
-def loss_arguments(loss: LossOptions) -> Any:
-    """The loss's LossArguments, frozen."""
+def _remembered_arguments(loss: LossOptions) -> Any:
     return freeze(LossArguments.of(loss))
 
 

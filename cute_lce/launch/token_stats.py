@@ -118,7 +118,8 @@ def choose(
     problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
 ) -> tuple[str, int]:
     """See implementation.Statistics: the kernels recompute."""
-    assert schedule in ("auto", "recompute")
+    if schedule not in ("auto", "recompute"):
+        raise ValueError(f"schedule: got {schedule!r}, want 'recompute' or 'auto'")
     return schedules.choose(problem, dtype, device, "recompute", reduction, limits)
 
 

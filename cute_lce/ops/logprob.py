@@ -98,7 +98,7 @@ class Call(NamedTuple):
         if found.entropy is not None and not self.entropy_grad:
             found = found._replace(entropy=found.entropy.detach())
         numbers = (getattr(found, name) for name in self.options.outputs)
-        return [each.view(*self.shape, *each.shape[1:]) for each in numbers]
+        return [each.view((*self.shape, *each.shape[1:])) for each in numbers]
 
 
 def call_of(

@@ -31,10 +31,11 @@ def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) ->
     hidden = operands.hidden
     if implementation(hidden.device, hidden.dtype) is not KERNELS:
         return STATISTICS
+    if not token_stats.serves(operands, options):
+        return STATISTICS
     if schedule == "keep" and options.softcap is not None:
         raise ValueError("schedule: got 'keep' with a softcap, want 'recompute' or 'auto'")
-    recomputes = schedule in ("auto", "recompute")
-    return KERNEL_STATISTICS if recomputes and token_stats.serves(operands, options) else STATISTICS
+    return KERNEL_STATISTICS if schedule in ("auto", "recompute") else STATISTICS
 
 
 def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:

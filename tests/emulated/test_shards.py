@@ -198,6 +198,30 @@ def test_two_sweeps_and_splits(splits: int, monkeypatch):
     check(case, "sm_90a", [160, 140], [0, 0])
 
 
+def test_two_sweeps_of_a_frozen_weight(monkeypatch):
+    """No stripe is left behind the chunks, nor anything beside a collective."""
+    case = random_case(70, 64, 300, BF16)
+    two_sweeps(monkeypatch, chunk=48, columns=100)
+    loss = LossOptions("sum", case.ignore_index)
+    request = Request(need_dweight=False, shard=True, beside=Collective(10**6, 2))
+    operands = Operands(case.input, case.linear_weight, case.target)
+    with device("sm_90a", 4):
+        forward = KERNELS.forward(operands, loss, request)
+        results = forward.statistics(operands, local_loss(loss))
+        count = torch.tensor(70)
+        saved = Saved(*operands, results.row_max, results.row_sum, count)  # pyright: ignore
+        backward = KERNELS.backward(operands, loss, request)
+        halfway = backward.dinput(torch.ones(()), saved, local_loss(loss))
+        assert isinstance(halfway, Halfway)
+        _, dweight = backward.dweight(torch.ones(()), saved, local_loss(loss), halfway)
+    assert dweight is None
+    assert halfway.dinput is not None
+    upstream = case.upstream("sum")
+    wanted = case.expected(upstream * 0 + 1, "sum")[1]
+    plain = case.baseline(upstream * 0 + 1, "sum", rounded_dlogits=True)[1]
+    assert_close("dinput", halfway.dinput.to(BF16), wanted, plain)
+
+
 def test_splits_of_k(monkeypatch):
     narrow_plans(monkeypatch, splits=2)
     check(ignoring(random_case(40, 64, 300, BF16)), "sm_90a", [160, 140], [0, 128], reduction="mean")

@@ -302,3 +302,20 @@ def test_refused(options, error, message):
     (hidden, weight, _), target = operands(torch.float32)
     with pytest.raises(error, match=message):
         linear_logprob(hidden, weight, target, **options)
+
+
+def test_one_token_without_a_dimension():
+    hidden, weight = torch.randn(8, requires_grad=True), torch.randn(17, 8)
+    names = ("logprob", "entropy", "lse", "argmax", "topk_logprob")
+    found = linear_logprob(hidden, weight, torch.tensor(3), outputs=names, topk_ids=torch.tensor([1, 3]))
+    z = hidden @ weight.T
+    assert found.logprob is not None
+    assert found.entropy is not None
+    assert found.topk_logprob is not None
+    assert found.argmax is not None
+    assert torch.allclose(found.logprob, z.log_softmax(-1)[3], atol=1e-5)
+    assert torch.allclose(found.topk_logprob, z.log_softmax(-1)[[1, 3]], atol=1e-5)
+    assert found.entropy.shape == found.argmax.shape == ()
+    (found.logprob + found.entropy).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.any()

@@ -29,8 +29,9 @@ class DlogitsTensors(NamedTuple):
     """Global memory that the epilogue of a stripe's logits accesses, and sizes.
 
     target (n,) int32 or int64. row_max, row_sum (n,) fp32: the forward's. dloss (n,) fp32, any stride (0:
-    one number). num_valid (1,) int64. dlogits (n, columns) in the operands' dtype: what is written.
-    first, columns: the stripe's first class, and their number. rows: kernels.rows.Compacted, as the
+    one number). With the term "coefficients" row_sum is the factor of a token's exponentials, and dloss what
+    is added at its target. num_valid (1,) int64. dlogits (n, columns) in the operands' dtype: what is
+    written. first, columns: the stripe's first class, and their number. rows: kernels.rows.Compacted, as the
     forward's, or None.
     """
 
