@@ -328,12 +328,12 @@ def run_how(how: str, make_case, arch: str, **options) -> tuple[Case, Run]:
 
 def _ways() -> Iterator:
     """(corner, how, architecture); in the long sweep several stripes, where the corner has columns for them,
-    and on Blackwell float16, by code that the architectures and the types share."""
+    and float16 on Blackwell or kept, by code that the architectures and the types share."""
     for corner, make_case in CORNERS.items():
         V = make_case(BF16).linear_weight.shape[0]
         for how, (dtype, kept, window) in HOW.items():
             for arch in ARCHITECTURES if window + (kept or 0) < V else ():
-                long = window or (dtype is FP16 and arch != "sm_90a")
+                long = window or (dtype is FP16 and (arch != "sm_90a" or kept is None))
                 yield pytest.param(corner, how, arch, marks=[full] if long else [])
 
 
