@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from cute_lce.commands import bench, compile, doctor, info, plan, report
+from cute_lce.commands.terminal import Refused
 
 COMMANDS = (info, doctor, bench, report, plan, compile)
 
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return args.run(args)
         finally:
             sys.stdout.flush()
+    except Refused as error:
+        print(f"cute-lce: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         # Python flushes again at exit: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

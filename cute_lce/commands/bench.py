@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..functional import linear_cross_entropy
 from ..measure.floor import Floor
 from ..measure.records import describe_device
 from ..measure.timing import peak_extra_bytes, synchronize, time_interleaved
-from .terminal import positive
+from .terminal import Refused, mebibytes, positive
 
 DTYPES = ("bfloat16", "float16", "float32")
 OURS = "cute_lce"
@@ -24,8 +25,12 @@ PASSES = ("forward", "forward and backward")
 SECONDS = 3.0
 """Timed, of each pass."""
 CPU_SECONDS = 35.0
-CPU_GEMMS = 90
-"""How many times as long as the logits' GEMM a bench takes about: five calls or six of each pass and row."""
+CPU_ROUNDS = 12
+"""How many times as long as a call of each pass and row a bench takes about: eight of them, the GEMMs alone,
+and what the profiler adds."""
+PROBE_SECONDS = 0.2
+FAILURES = (RuntimeError, ImportError, OSError, ValueError)
+"""Of a loss; the others are timed."""
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -66,7 +71,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="(bfloat16 on a GPU, float32 on a CPU)")
     command.add_argument("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
     command.add_argument(
-        "--workspace-mb", type=float, help="of cute_lce: MiB that a call may allocate (2304)"
+        "--workspace-mb", type=mebibytes, help="of cute_lce: MiB that a call may allocate (2304)"
     )
     command.add_argument("--compile", action="store_true", help="torch.compile's beside them: a minute more")
     command.set_defaults(run=run)
@@ -74,6 +79,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a row for each loss and pass, and the verdict; 1 if ours failed."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device: got cuda, want cpu: there is no usable CUDA device")
     device = default_device() if args.device is None else torch.device(args.device)
     usual = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     shape = Shape(args.n or usual.n, args.d or usual.d, args.vocab or usual.vocab, args.dtype)
@@ -102,8 +109,8 @@ class Found(NamedTuple):
             lines.append(f"({n} tokens instead of {self.asked}: more would take longer than a minute here)")
         lines.append(f"{'':16}{'':20}{'ms':>10}  {'x GEMMs':>8}  {'extra MiB':>10}")
         for row in self.rows:
-            numbers = f"{row.ms:10.2f}  {row.x_gemms:8.2f}  {row.mib:10.0f}"
-            lines.append(f"{row.name:16}{row.timed:20}{row.failed or numbers}")
+            numbers = f"{row.ms:8.2f}  {row.x_gemms:8.2f}  {row.mib:10.0f}"
+            lines.append(f"{row.name:16}{row.timed:20}  {row.failed or numbers}")
         return [*lines, self.verdict()]
 
     def verdict(self) -> str:
@@ -127,27 +134,48 @@ def measure(
     workspace_mb: float | None = None,
     compiled: bool = False,
 ) -> Found:
-    """Time every loss in turn with its GEMMs. On a CPU n is cut to what is done within a minute."""
+    """Time every loss in turn with its GEMMs. On a CPU n is cut to what is done within a minute.
+
+    Raises Refused where the operands do not fit into memory.
+    """
     dtype = shape.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     asked, shape = shape.n, shape._replace(dtype=dtype)
-    if device.type == "cpu":
-        shape = shape._replace(n=_tokens_in_time(shape))
-    n, d, vocab, _ = shape
     kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
     torch.manual_seed(0)
-    hidden = torch.randn(n, d, **kind).requires_grad_()
-    weight = (torch.randn(vocab, d, **kind) * d**-0.5).requires_grad_()
-    target = torch.randint(vocab, (n,), device=device)
+    with _fits(shape):
+        weight = (torch.randn(shape.vocab, shape.d, **kind) * shape.d**-0.5).requires_grad_()
+        if device.type == "cpu":
+            shape = shape._replace(n=_tokens_in_time(shape.n, weight))
+        hidden, target = _tokens(shape.n, weight)
     rows = []
     for timed in PASSES:
         calls = {
             name: functools.partial(_call, timed, loss, hidden, weight, target)
             for name, loss in _losses(workspace_mb, compiled).items()
         }
-        floor = Floor(hidden.detach(), weight.detach(), timed == PASSES[1])
+        with _fits(shape):
+            floor = Floor(hidden.detach(), weight.detach(), timed == PASSES[1])
         gradients = hidden.nbytes + weight.nbytes if timed == PASSES[1] else 0
         rows += _rows(timed, calls, floor, device, gradients)
     return Found(shape, asked, describe_device(device), rows)
+
+
+@contextlib.contextmanager
+def _fits(shape: Shape) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:200]
+        raise Refused(
+            f"--n, --d, --vocab: got {', '.join(map(str, shape[:3]))}, want fewer: no memory ({why})"
+        ) from None
+
+
+def _tokens(n: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(hidden (n, d), which needs a gradient, target (n,))"""
+    vocab, d = weight.shape
+    hidden = torch.randn(n, d, device=weight.device, dtype=weight.dtype).requires_grad_()
+    return hidden, torch.randint(vocab, (n,), device=weight.device)
 
 
 def _losses(workspace_mb: float | None, compiled: bool) -> dict[str, Loss]:
@@ -182,7 +210,7 @@ def _rows(
             call()  # Compiles, and allocates what a process allocates once.
             extra = peak_extra_bytes(call, device) - gradients
             rows[name] = Row(name, timed, mib=max(0, extra) / 2**20)
-        except (RuntimeError, ImportError, OSError, ValueError) as error:
+        except FAILURES as error:
             rows[name] = Row(name, timed, failed=f"{type(error).__name__}: {str(error).splitlines()[0][:90]}")
     synchronize(device)
     able = [name for name, row in rows.items() if not row.failed]
@@ -192,17 +220,30 @@ def _rows(
     return list(rows.values())
 
 
-def _tokens_in_time(shape: Shape) -> int:
-    """As many of the tokens as this CPU takes in time, judged by a part of the logits' GEMM."""
-    n, d, vocab, dtype = shape
-    columns = min(vocab, 8192)
-    weight = torch.ones(columns, d, dtype=getattr(torch, dtype or "float32"))
-    taken = {}
-    for rows in (1, 64):
-        hidden = weight.new_ones(rows, d)
-        torch.mm(hidden, weight.mT)
-        started = time.perf_counter()
-        torch.mm(hidden, weight.mT)
-        taken[rows] = (time.perf_counter() - started) * vocab / columns
-    a_token = max(taken[64] - taken[1], 1e-6) / 63
-    return max(1, min(n, int((CPU_SECONDS / CPU_GEMMS - taken[1]) / a_token)))
+def _tokens_in_time(n: int, weight: Tensor) -> int:
+    """As many of n tokens as this CPU takes in time, judged by calls with one and with some of them."""
+
+    def seconds(tokens: int) -> float:
+        hidden, target = _tokens(tokens, weight)
+        times = []
+        # Of two, as another process may have had the cores meanwhile.
+        for _ in range(2):
+            started = time.perf_counter()
+            for timed in PASSES:
+                for loss in _losses(None, False).values():
+                    with contextlib.suppress(*FAILURES):
+                        _call(timed, loss, hidden, weight, target)
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    allowed = CPU_SECONDS / CPU_ROUNDS
+    once = taken = seconds(1)
+    tokens = 1
+    while tokens < n and taken < allowed and taken - once < PROBE_SECONDS:
+        tokens = min(4 * tokens, n)
+        taken = seconds(tokens)
+    if taken < allowed and tokens == n:
+        return n
+    if once >= allowed or tokens == 1:
+        return 1
+    return max(1, min(n, int((allowed - once) / (taken - once) * (tokens - 1))))

@@ -21,7 +21,7 @@ import cute_lce
 
 from ..measure import isolated, records
 from . import bench, doctor
-from .terminal import positive
+from .terminal import Refused, positive
 
 GPU_SHAPES = (
     bench.Shape(1024, 4096, 128256),
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     device = bench.default_device()
     origin = records.provenance(device, "cute-lce report")
     path = args.out or Path(_file_name(origin["gpu"]))
+    check(path)
     done: list[Section] = []
     end = time.monotonic() + 60 * args.minutes
     for name, make in _sections(device, None if args.no_tests else checkout(), end):
@@ -93,6 +94,17 @@ def checkout() -> Path | None:
     """The folder with the package's tests and bench, where it runs from a clone."""
     root = Path(cute_lce.__file__).resolve().parent.parent
     return root if (root / "tests" / "gpu").is_dir() and (root / "bench" / "run.py").is_file() else None
+
+
+def check(path: Path) -> None:
+    """Raise Refused where no report can be written."""
+    if path.is_dir():
+        raise Refused(f"--out: got {path}, a folder, want a file")
+    folder = path.parent
+    if not folder.is_dir():
+        raise Refused(f"--out: got {path}, want a file in a folder that exists: {folder} does not")
+    if not os.access(folder, os.W_OK):
+        raise Refused(f"--out: got {path}, want a file in a folder that you may write to")
 
 
 def write(path: Path, origin: dict[str, Any], sections: Sequence[Section]) -> None:

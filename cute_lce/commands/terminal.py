@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+MOST = 2**31 - 1
+
+
+class Refused(ValueError):
+    """What was asked for cannot be done here; the message begins with the option's name."""
+
 
 def print_table(rows: Iterable[tuple[str, str]], indent: int = 0) -> None:
     rows = list(rows)
@@ -20,4 +26,17 @@ def positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, want a whole number of at least 1")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"got {text}, want at most {MOST}")
+    return value
+
+
+def mebibytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    # This is also false for nan.
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, want a positive number of MiB")
     return value

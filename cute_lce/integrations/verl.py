@@ -47,9 +47,12 @@ def linear_cross_entropy(
         whose label is -100 has both 0 and no gradient, where verl's kernel has no such label.
 
     Errors as in cute_lce.linear_logprob, which names hidden input, weight linear_weight and labels target;
-    ValueError for a weight that is a DTensor. Memory as there: never the logits. On a GPU the streaming path
-    serves it.
+    TypeError for another dist_process_group, ValueError for a weight that is a DTensor. Memory as there:
+    never the logits. On a GPU the streaming path serves it.
     """
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise TypeError(
             f"temperature: got {type(temperature).__name__}, want a number, the same of all tokens"
@@ -61,6 +64,12 @@ def linear_cross_entropy(
             "weight: got a DTensor, want an ordinary tensor: the head belongs to the unit of the model's own "
             "forward, or see cute_lce.parallel.gathered_weight"
         )
+    if dist_process_group is not None:
+        from torch.distributed import ProcessGroup
+
+        if not isinstance(dist_process_group, ProcessGroup):
+            got = type(dist_process_group).__name__
+            raise TypeError(f"dist_process_group: got {got}, want a torch.distributed.ProcessGroup or None")
     sharded = dist_process_group is not None and dist_process_group.size() > 1
     stats = linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -86,7 +95,12 @@ def install() -> None:
 
     Raises ImportError without verl.
     """
-    __import__(_KERNEL)
+    try:
+        __import__(_KERNEL)
+    except ImportError as error:
+        raise ImportError(
+            f"cute_lce.integrations.verl: {_KERNEL} could not be imported, want verl (pip install verl)"
+        ) from error
     for name in (_KERNEL, *_CALLERS):
         if name in sys.modules:
             vars(sys.modules[name])["linear_cross_entropy"] = linear_cross_entropy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ BOTH = bench.PASSES[1]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(bench, "SECONDS", 0.02)
+    # No shape here is cut.
+    monkeypatch.setattr(bench, "CPU_SECONDS", 1e6)
 
 
 def test_a_row_for_each_loss_and_pass_and_a_verdict(capsys):
@@ -80,16 +83,82 @@ def test_verdicts(ours: Row, torchs: Row, said: str):
 
 def test_a_cpu_takes_as_many_tokens_as_there_is_time_for(monkeypatch):
     shape = Shape(100_000, 64, 5000, "float32")
-    monkeypatch.setattr(bench, "CPU_SECONDS", 1e6)
-    assert bench._tokens_in_time(shape) == 100_000
+    weight = torch.randn(shape.vocab, shape.d).requires_grad_()
+    assert bench._tokens_in_time(100_000, weight) == 100_000
     monkeypatch.setattr(bench, "CPU_SECONDS", 1e-9)
-    assert bench._tokens_in_time(shape) == 1
+    assert bench._tokens_in_time(100_000, weight) == 1
     found = bench.measure(shape, torch.device("cpu"))
     assert found.shape.n == 1
     assert "(1 tokens instead of 100000: " in found.lines()[1]
 
 
+def test_tokens_in_time_count_what_a_token_costs_beside_its_gemms(monkeypatch):
+    """By a clock that advances 1 us for each token of a call and 100 us for the call."""
+    now = 0.0
+
+    def call(timed, loss, hidden, weight, target):
+        nonlocal now
+        now += 1e-4 + 1e-6 * len(target)
+
+    monkeypatch.setattr(bench, "_call", call)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(bench, "CPU_SECONDS", 35.0)
+    a_call = 35.0 / bench.CPU_ROUNDS / 4
+    found = bench._tokens_in_time(10_000_000, torch.randn(100, 1).requires_grad_())
+    assert found == pytest.approx((a_call - 1e-4) / 1e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--n 99999999999999999999", "argument --n: got 99999999999999999999, want at most 2147483647"),
+        ("--workspace-mb 0", "argument --workspace-mb: got 0, want a positive number of MiB"),
+        ("--workspace-mb nan", "argument --workspace-mb: got nan, want a positive number of MiB"),
+    ],
+)
+def test_what_no_bench_takes_is_refused_at_once(options, said, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main([*TINY.split(), *options.split()])
+    assert capsys.readouterr().err.splitlines()[-1] == f"cute-lce bench: error: {said}"
+
+
+def refusal(arguments: Sequence[str], capsys) -> str:
+    """The one line that is said."""
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    (line,) = printed.err.splitlines()
+    return line
+
+
+def test_a_bench_that_does_not_fit_says_so(capsys):
+    most = str(2**31 - 1)
+    line = refusal(["bench", "--device", "cpu", "--n", "8", "--d", most, "--vocab", most], capsys)
+    assert line.startswith(f"cute-lce: --n, --d, --vocab: got 8, {most}, {most}, want fewer: no memory")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_bench_of_a_gpu_that_is_not_there(capsys):
+    line = refusal(["bench", "--device", "cuda"], capsys)
+    assert line == "cute-lce: --device: got cuda, want cpu: there is no usable CUDA device"
+
+
+def test_why_a_row_failed_is_apart_from_its_pass():
+    rows = [Row(bench.OURS, BOTH, failed="no")]
+    assert Found(Shape(1, 2, 3, "float32"), 1, "here", rows).lines()[2].endswith(f"{BOTH}  no")
+
+
 # The report
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("", "a folder, want a file"), ("none/report.json", "none does not")]
+)
+def test_where_no_report_can_be_is_said_first(path, said, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(report, "_sections", None)
+    line = refusal(["report", "--out", str(tmp_path / path)], capsys)
+    assert line.startswith(f"cute-lce: --out: got {tmp_path / path}, ")
+    assert line.endswith(said)
 
 
 def test_what_a_checkout_adds_on_a_gpu():

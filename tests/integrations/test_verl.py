@@ -117,12 +117,8 @@ def sharded(here: Rank) -> None:
 
 
 def test_a_group_of_one_rank_is_none():
-    class One:
-        def size(self) -> int:
-            return 1
-
     hidden, weight, labels = tensors(torch.float32)
-    group: dist.ProcessGroup = One()  # pyright: ignore[reportAssignmentType]
+    group = dist.ProcessGroup(0, 1)  # pyright: ignore[reportCallIssue]
     for one, other in zip(
         verl.linear_cross_entropy(hidden, weight, labels, 1.0, "none", group),
         verl.linear_cross_entropy(hidden, weight, labels),
@@ -158,7 +154,7 @@ def test_installed(monkeypatch):
 
 
 def test_install_without_verl():
-    with pytest.raises(ImportError, match="verl"):
+    with pytest.raises(ImportError, match=r"could not be imported, want verl \(pip install verl\)"):
         verl.install()
 
 
@@ -168,6 +164,7 @@ def test_install_without_verl():
         ("temperature", TypeError, (torch.ones(S),)),
         ("temperature", ValueError, (0.0,)),
         ("reduction", ValueError, (1.0, "batchmean")),
+        ("dist_process_group", TypeError, (1.0, "none", 3)),
         ("target", ValueError, (1.0, "none", None, 5)),
     ],
 )
@@ -177,6 +174,11 @@ def test_refused(name, error, arguments):
     call: Any = verl.linear_cross_entropy
     with pytest.raises(error, match=f"^{name}: got"):
         call(hidden, weight, labels[:, : S - sum(rest)], *arguments)
+    for index, wrong in enumerate(("hidden", "weight", "labels")):
+        operands: list[Any] = [hidden, weight, labels]
+        operands[index] = [1]
+        with pytest.raises(TypeError, match=f"^{wrong}: got list, want a tensor"):
+            call(*operands)
     weight.device_mesh = None  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="got a DTensor"):
         verl.linear_cross_entropy(hidden, weight, labels)
