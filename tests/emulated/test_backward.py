@@ -766,9 +766,9 @@ def test_retained_backwards(arch: str, how: str):
 class KnownBackward(KernelBackward):
     """Autograd leaves the mode by which the emulator learns of memory; what launch/ keeps was made in it."""
 
-    def dinput(self, dloss, saved, loss):
+    def dinput(self, dloss, saved, loss, out=None):
         with known_allocations():
-            return super().dinput(dloss.clone(), saved, loss)
+            return super().dinput(dloss.clone(), saved, loss, out)
 
 
 class KnownKernels(Kernels):
