@@ -8,12 +8,15 @@ head runs as a module, and what hangs on it (FSDP's units, hooks) sees its input
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
@@ -23,6 +26,10 @@ from .forward_source import Tail, read, value_of, written
 
 PATCH = "_cute_lce_patch"
 """The attribute of a patched model that holds its _Patch."""
+REPLICATE = "_replicate_for_data_parallel"
+"""The method of nn.Module by which nn.DataParallel copies one: to copies, the methods of the original's."""
+UNHARMED = "torch.distributed.fsdp", "torch.utils.module_tracker"
+"""Where the hooks are from that may have a loss for logits."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -42,14 +49,41 @@ class _Loss(NamedTuple):
     classes: int
 
 
+class _Running:
+    """A call of the model that runs: what its loss is of, None where logits are wanted; what came of it."""
+
+    def __init__(self, call: _Call | None):
+        self.call = call
+        self.done: _Loss | None = None
+        self.logits: Tensor | None = None
+
+
+class _State(threading.local):
+    """The innermost call of the model in this thread. A copy has none."""
+
+    running: _Running | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _State, ()
+
+
 class _Own:
-    """`function` of a _Patch in place of `original`, with its signature; copied and pickled with it."""
+    """`function` of a _Patch in place of `original`, with its signature; copied and pickled with it.
+
+    Without a patch, which remove() takes away, it is `original` to whoever still holds it.
+    """
 
     def __init__(self, function: Callable, patch: _Patch, original: Callable):
         functools.update_wrapper(self, original)
-        self.function, self.patch = function, patch
+        self.function, self.original = function, original
+        self.patch: _Patch | None = patch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # accelerate's unwrap_model makes a method of it.
+        if args and args[0] is getattr(self.original, "__self__", None):
+            args = args[1:]
+        if self.patch is None:
+            return self.original(*args, **kwargs)
         return self.function(self.patch, *args, **kwargs)
 
 
@@ -59,11 +93,17 @@ class _Replaced(NamedTuple):
     module: nn.Module
     slot: str
     original: Callable
-    own: Callable
+    own: _Own
+
+    def is_inside(self, found: Any) -> bool:
+        """Whether found is own, or a wrapper of it that says so by __wrapped__, as accelerate's do."""
+        while found is not None and found is not self.own:
+            found = found.__func__ if isinstance(found, MethodType) else getattr(found, "__wrapped__", None)
+        return found is not None
 
 
 class _Patch:
-    """A patched model's state. call, done, logits: of the call of the model that runs, else None."""
+    """A patched model's methods, and the calls of it that run."""
 
     def __init__(self, model: PreTrainedModel, tail: Tail, train_only: bool, compute: ComputeOptions):
         self.model, self.tail, self.train_only, self.compute = model, tail, train_only, compute
@@ -73,9 +113,7 @@ class _Patch:
         self.own_loss: Callable = model.loss_function
         self.own_loss_was_set = "_loss_function" in vars(model)
         self.loss_function = _Own(_loss_function, self, self.own_loss)
-        self.call: _Call | None = None
-        self.done: _Loss | None = None
-        self.logits: Tensor | None = None
+        self.state = _State()
 
     def _replaced(self, module: nn.Module, function: Callable) -> _Replaced:
         slot = _slot(module)
@@ -87,26 +125,32 @@ class _Patch:
             setattr(each.module, each.slot, each.own)
         self.model.loss_function = self.loss_function
         setattr(self.model, PATCH, self)
+        setattr(self.model, REPLICATE, _refuse_replicas)
 
     def remove(self) -> None:
         both = self.forward, self.head_forward
         for each in both:
-            if vars(each.module).get(each.slot) is not each.own:
+            found = vars(each.module).get(each.slot)
+            if found is not None and not each.is_inside(found):
                 raise ValueError(
                     f"model: got {type(each.module).__name__}.{each.slot} that was wrapped or replaced since "
                     "patch, want that undone first"
                 )
         for each in both:
-            if each.slot == "forward":
-                delattr(each.module, each.slot)
-            else:
+            found = vars(each.module).get(each.slot)
+            if each.slot != "forward":
                 setattr(each.module, each.slot, each.original)
+            elif found is each.own or (isinstance(found, MethodType) and found.__func__ is each.own):
+                delattr(each.module, each.slot)
+        for own in (self.forward.own, self.head_forward.own, self.loss_function):
+            own.patch = None
         if vars(self.model).get("_loss_function") is self.loss_function:
             if self.own_loss_was_set:
                 self.model.loss_function = self.own_loss
             else:
                 delattr(self.model, "_loss_function")
         delattr(self.model, PATCH)
+        delattr(self.model, REPLICATE)
 
 
 def patch(
@@ -134,18 +178,24 @@ def patch(
     without labels, such as generate's, is unchanged.
 
     Raises:
-        TypeError: another model, or a head that is no plain nn.Linear (an adapter, a quantised layer).
+        TypeError: another model, a head that is no plain nn.Linear (an adapter, a quantised layer), or a
+            train_only that is no bool.
         ValueError: a model that is patched already, whose loss is not ForCausalLMLoss, whose forward was
             replaced, or does with the logits what is not understood; the message names it. A later call
             raises where head or loss were replaced after patch.
     """
+    if not isinstance(train_only, bool):
+        raise TypeError(f"train_only: got {type(train_only).__name__}, want a bool")
     compute = ComputeOptions(schedule, workspace_mb)
     inner = _inner(model)
     name = type(inner).__name__
     if PATCH in vars(inner):
         raise ValueError(f"model: got a {name} that is patched, want unpatch(model) first")
     if "forward" in vars(inner) and _slot(inner) == "forward":
-        raise ValueError(f"model: got a {name} whose forward was replaced, want patch before that")
+        raise ValueError(
+            f"model: got a {name} whose forward was replaced, want patch before that (before Trainer and "
+            "accelerator.prepare, whose wrapper `del model.forward` takes off)"
+        )
     _check_loss_function(inner)
     tail = read(type(inner).forward)
     _check_head(getattr(inner, tail.head), f"{name}.{tail.head}")
@@ -156,14 +206,21 @@ def patch(
 def unpatch(model: nn.Module) -> None:
     """Undo patch: every attribute is as it was.
 
-    Raises TypeError for what is no transformers model, ValueError for one that is not patched, or on which
-    something else was put around forward since.
+    What was put around forward since and says so by `__wrapped__`, as do accelerate's mixed precision and
+    functools.wraps, stays, around the model's own forward.
+
+    Raises TypeError for what is no transformers model, ValueError for one that is not patched, or
+    whose forward was replaced since.
     """
     inner = _inner(model)
     found = vars(inner).get(PATCH)
     if found is None:
         raise ValueError(f"model: got a {type(inner).__name__} that is not patched, want a patched one")
     found.remove()
+
+
+def _refuse_replicas() -> None:
+    raise RuntimeError("model: got nn.DataParallel around a patched model, want DistributedDataParallel")
 
 
 def _inner(model: nn.Module) -> PreTrainedModel:
@@ -227,12 +284,23 @@ def _check_head(head: Any, name: str) -> None:
 
 
 def _check_hooks(head: nn.Module, name: str) -> None:
-    """Raise ValueError for hooks on the head's output, which is a loss, but FSDP's."""
-    for hook in head._forward_hooks.values():
-        if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
-            raise ValueError(
-                f"{name}: got a forward hook, {hook!r}, want none: it would get the loss as logits"
-            )
+    """Raise ValueError for what sees the head's output, a loss, or its gradient, but for UNHARMED."""
+    if type(head).__call__ is not nn.Module.__call__:
+        kind = type(head)
+        raise ValueError(f"{name}: got {kind.__qualname__}, which has its own __call__, want nn.Module's")
+    for what, hooks in (
+        ("forward hook", head._forward_hooks),
+        ("backward hook", head._backward_hooks),
+        ("backward pre-hook", head._backward_pre_hooks),
+        ("global forward hook", modules._global_forward_hooks),
+        ("global backward hook", modules._global_backward_hooks),
+        ("global backward pre-hook", modules._global_backward_pre_hooks),
+    ):
+        for hook in hooks.values():
+            if not getattr(hook, "__module__", "").startswith(UNHARMED):
+                raise ValueError(
+                    f"{name}: got a {what}, {hook!r}, want none: it would get the loss as logits"
+                )
 
 
 def _terms(model: PreTrainedModel, tail: Tail) -> tuple[float, float | None]:
@@ -256,32 +324,45 @@ def _number(model: PreTrainedModel, path: tuple[str, ...]) -> float:
 
 def _forward(patch: _Patch, *args: Any, **kwargs: Any) -> Any:
     """The model's forward."""
-    model, forward = patch.model, patch.forward.original
-    # accelerate's unwrap_model makes a method of it.
-    if args and args[0] is model:
-        args = args[1:]
+    model, state = patch.model, patch.state
     place = patch.tail.labels
     labels = args[place] if len(args) > place else kwargs.get("labels")
     if labels is None or (patch.train_only and not model.training):
-        return forward(*args, **kwargs)
-    if patch.call is not None:
-        raise RuntimeError(
-            f"{type(model).__name__}: got a call while another runs (nn.DataParallel, threads), want one at "
-            "a time"
-        )
-    _check_parts(patch)
-    ignore_index = kwargs.get("ignore_index", IGNORE_INDEX)
-    patch.call = _Call(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), ignore_index)
+        call = None
+    else:
+        _check_parts(patch)
+        count = _count(kwargs.get("num_items_in_batch"))
+        call = _Call(labels, kwargs.get("shift_labels"), count, kwargs.get("ignore_index", IGNORE_INDEX))
+    around, running = state.running, _Running(call)
+    state.running = running
     try:
-        output = forward(*args, **kwargs)
-        logits = patch.logits
+        output = patch.forward.original(*args, **kwargs)
     finally:
-        patch.call = patch.done = patch.logits = None
+        state.running = around
+    if call is None:
+        return output
+    logits = running.logits
     if logits is None:
         raise RuntimeError(f"{type(model).__name__}: got no call of loss_function after the head's, want one")
     if isinstance(output, tuple):
         return *output[:1], *(None if each is logits else each for each in output[1:])
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+
+def _count(given: Any) -> Tensor | float | None:
+    """num_items_in_batch, of which a tensor's value is not looked at."""
+    if isinstance(given, Tensor):
+        if given.numel() != 1:
+            raise ValueError(f"num_items_in_batch: got shape {tuple(given.shape)}, want one element")
+    elif given is not None:
+        try:
+            given = float(given)
+        except (TypeError, ValueError):
+            got = type(given).__name__
+            raise TypeError(f"num_items_in_batch: got {got}, want a number or a tensor") from None
+        if not given > 0:
+            raise ValueError(f"num_items_in_batch: got {given}, want more than 0")
+    return given
 
 
 def _check_parts(patch: _Patch) -> None:
@@ -295,21 +376,21 @@ def _check_parts(patch: _Patch) -> None:
         )
     if model.loss_function is not patch.loss_function:
         raise ValueError("loss_function: got one that was set after patch, want unpatch(model) before that")
-    if head._forward_hooks:
-        _check_hooks(head, name)
+    _check_hooks(head, name)
 
 
 def _head_forward(patch: _Patch, input: Tensor) -> Tensor:
     """The head's forward: input's (..., d) loss where the model was called with labels, else its logits."""
-    if patch.call is None:
+    running = patch.state.running
+    if running is None or running.call is None:
         return patch.head_forward.original(input)
-    if patch.done is not None:
+    if running.done is not None:
         raise RuntimeError(f"{patch.tail.head}: got a second call in one of the model, want one")
     head = patch.head
     scale, softcap = _terms(patch.model, patch.tail)
     terms = {"linear_bias": head.bias, "logit_scale": scale, "softcap": softcap}
-    loss = _loss(input, head.weight, patch.call, **terms, **patch.compute._asdict())
-    patch.done = _Loss(loss, head.weight.shape[0])
+    loss = _loss(input, head.weight, running.call, **terms, **patch.compute._asdict())
+    running.done = _Loss(loss, head.weight.shape[0])
     return loss
 
 
@@ -334,9 +415,16 @@ def _loss(input: Tensor, weight: Tensor, call: _Call, **options: Any) -> Tensor:
 
 def _loss_function(patch: _Patch, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
     """The model's loss_function: the loss that the head has computed, if it has."""
-    if patch.done is None:
+    running, model = patch.state.running, patch.model
+    if running is None and patch.forward.slot not in vars(model) and (model.training or not patch.train_only):
+        raise RuntimeError(
+            f"{type(model).__name__}: got a model of which patch's forward was deleted, want unpatch(model) "
+            "and patch(model)"
+        )
+    if running is None or running.done is None:
         return patch.own_loss(logits, labels, vocab_size, **kwargs)
-    patch.logits = logits
-    if vocab_size != patch.done.classes:
-        raise ValueError(f"vocab_size: got {vocab_size}, want the head's {patch.done.classes} classes")
-    return patch.done.loss
+    running.logits = logits
+    classes = running.done.classes
+    if vocab_size != classes:
+        raise ValueError(f"vocab_size: got {vocab_size}, want the head's {classes} classes")
+    return running.done.loss

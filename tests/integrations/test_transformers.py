@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra integrations)")
 
@@ -70,6 +77,8 @@ def test_what_a_call_may_give(llama: Any):
         {"labels": labels, "num_items_in_batch": torch.tensor(5)},
         {"labels": labels, "num_items_in_batch": torch.tensor(5.0)},
         {"labels": labels, "num_items_in_batch": torch.tensor([5])},
+        {"labels": labels, "num_items_in_batch": np.int64(5)},
+        {"labels": labels, "num_items_in_batch": np.float32(5)},
         {"labels": labels, "shift_labels": shifted.flip(0)},
         {"labels": other, "ignore_index": 7},
         {"labels": labels.flatten()},
@@ -201,6 +210,87 @@ def test_copies_and_files(tmp_path: Any):
         assert torch.equal(one, other)
 
 
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("run", [in_a_thread, lambda function: function()], ids=["thread", "same"])
+def test_calls_within_a_training_call(run: Callable, llama: Any):
+    """Each has what it asked for: logits, or a loss of its own labels."""
+    model, (ids, labels) = patched(llama), tokens()
+    other, others = tokens(1)
+    found = []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if not found:
+            found.append(None)
+            found[0] = run(lambda: (model(other).logits, model(other, labels=others)))
+
+    model.model.norm.register_forward_pre_hook(hook)
+    mine = own(model, ids, labels)
+    compare(mine, expected(llama, ids, labels), own(llama, ids, labels))
+    logits, trained = found[0]
+    assert torch.equal(logits, llama(other).logits)
+    assert torch.allclose(trained.loss, llama(other, labels=others).loss, rtol=1e-6)
+    assert trained.logits is None
+
+
+def test_training_in_two_threads(llama: Any):
+    """Both are in their call when either's head is."""
+    model, given = patched(llama), [tokens(seed) for seed in (0, 1)]
+    together = threading.Barrier(2, timeout=60)
+    model.model.norm.register_forward_pre_hook(lambda module, args: (together.wait(), None)[1])
+    found: list[Any] = [None, None]
+
+    def train(place: int) -> None:
+        found[place] = model(given[place][0], labels=given[place][1]).loss
+
+    threads = [threading.Thread(target=train, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for loss, (ids, labels) in zip(found, given, strict=True):
+        assert torch.allclose(loss, llama(ids, labels=labels).loss, rtol=1e-6)
+
+
+def test_a_call_that_failed_leaves_nothing(llama: Any):
+    model, (ids, labels) = patched(llama), tokens()
+    with pytest.raises(ValueError, match=r"^labels: got 18 beside 6"):
+        model(ids, labels=labels, logits_to_keep=3)
+    assert torch.equal(model(ids).logits, llama(ids).logits)
+    assert model.lm_head(torch.zeros(2, 32)).shape == (2, VOCAB)
+
+
+def test_a_forward_that_was_deleted(llama: Any):
+    """As advised to take a wrapper off: no silent logits."""
+    model, (ids, labels) = patched(llama), tokens()
+    del model.forward
+    with pytest.raises(RuntimeError, match=r"^LlamaForCausalLM: got .* deleted, want unpatch\(model\)"):
+        model(ids, labels=labels)
+    assert torch.equal(model(ids).logits, llama(ids).logits)
+    unpatch(model)
+    assert torch.equal(model(ids, labels=labels).loss, llama(ids, labels=labels).loss)
+    patch(model)
+    assert model(ids, labels=labels).logits is None
+
+
+def test_unpatched_models_need_no_garbage_collection(llama: Any):
+    model = patched(llama)
+    gone = weakref.ref(model)
+    unpatch(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_torch_compile():
     model, (ids, labels) = make("gemma2"), tokens()
     mine = patched(model)
@@ -305,6 +395,71 @@ def test_a_head_that_is_called_twice(llama: Any):
     assert model(ids).logits.shape == (2, 9, VOCAB)
 
 
+def test_counts_that_are_refused(llama: Any):
+    model, (ids, labels) = patched(llama), tokens()
+    for count, error in (
+        (0, ValueError),
+        (-1.5, ValueError),
+        (float("nan"), ValueError),
+        (torch.tensor([5, 5]), ValueError),
+        ("five", TypeError),
+        ([5], TypeError),
+    ):
+        with pytest.raises(error, match=r"^num_items_in_batch: got"):
+            model(ids, labels=labels, num_items_in_batch=count)
+
+
+class Called(nn.Linear):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) / 2
+
+
+HOOKS = {
+    "forward hook": lambda head, hook: head.register_forward_hook(hook),
+    "backward hook": lambda head, hook: head.register_full_backward_hook(hook),
+    "backward pre-hook": lambda head, hook: head.register_full_backward_pre_hook(hook),
+    "global forward hook": lambda head, hook: modules.register_module_forward_hook(hook),
+    "global backward hook": lambda head, hook: modules.register_module_full_backward_hook(hook),
+    "global backward pre-hook": lambda head, hook: modules.register_module_full_backward_pre_hook(hook),
+}
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")
+@pytest.mark.parametrize("what", HOOKS)
+def test_what_sees_the_heads_output_is_refused(what: str, llama: Any):
+    """At patch, and at a call with labels; not at others."""
+    (ids, labels), model, bare = tokens(), patched(llama), copy.deepcopy(llama)
+    for each, name, call in (
+        (bare, r"LlamaForCausalLM\.lm_head", patch),
+        (model, "lm_head", lambda each: each(ids, labels=labels)),
+    ):
+        handle = HOOKS[what](each.lm_head, lambda *args: None)
+        try:
+            with pytest.raises(ValueError, match=rf"^{name}: got a {what}"):
+                call(each)
+            assert torch.equal(model(ids).logits, llama(ids).logits)
+        finally:
+            handle.remove()
+    assert model(ids, labels=labels).logits is None
+
+
+def test_a_head_with_its_own_call_is_refused(llama: Any):
+    (ids, labels), model, bare = tokens(), patched(llama), copy.deepcopy(llama)
+    model.lm_head.__class__ = bare.lm_head.__class__ = Called
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM\.lm_head: got Called, which has its own"):
+        patch(bare)
+    with pytest.raises(ValueError, match=r"^lm_head: got Called, which has its own __call__"):
+        model(ids, labels=labels)
+
+
+def test_flops_may_be_counted(llama: Any):
+    """By torch's own hooks on all modules."""
+    model, (ids, labels) = patched(llama), tokens()
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=labels).loss.backward()
+    assert counter.get_total_flops() > 0
+
+
 class Eightbit(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).round()
@@ -314,6 +469,8 @@ def test_heads_and_losses_that_are_refused(llama: Any):
     model = copy.deepcopy(llama)
     with pytest.raises(TypeError, match=r"^model: got Linear, want a transformers\.PreTrainedModel"):
         patch(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^train_only: got str, want a bool"):
+        patch(model, train_only=cast(bool, "no"))
     with pytest.raises(TypeError, match=r"^model: got OptimizedModule"):
         patch(cast(nn.Module, torch.compile(model, backend="aot_eager")))
     model.lm_head = Eightbit(32, VOCAB)
@@ -382,10 +539,8 @@ def test_changes_after_patch_are_refused(llama: Any):
     assert torch.equal(model.eval()(ids, labels=labels).loss, llama(ids).logits.mean())
     unpatch(model)
     assert model.loss_function.__name__ == "<lambda>"
-    model = patched(llama)
-    vars(model)[integration.PATCH].call = ()
-    with pytest.raises(RuntimeError, match=r"^LlamaForCausalLM: got a call while another runs"):
-        model(ids, labels=labels)
+    with pytest.raises(RuntimeError, match=r"^model: got nn\.DataParallel around a patched model"):
+        patched(llama)._replicate_for_data_parallel()
     model = patched(llama)
     model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
     with pytest.raises(ValueError, match=r"^lm_head: got torch.nn.*Linear in place of"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,10 @@ def test_a_trainer_in_bfloat16(llama: Any, tmp_path: Path):
     assert (seen.losses, seen.logits) == (4, 0)
     want, _, _ = train(copy.deepcopy(llama), tmp_path)
     assert losses == pytest.approx(want, rel=2e-2)
+    del mine.lm_head.forward
+    unpatch(mine)
+    ids, labels = tokens()
+    assert mine(ids, labels=labels).logits is not None
 
 
 @pytest.mark.gpu
@@ -157,21 +162,51 @@ def test_a_trainer_on_a_gpu(llama: Any, tmp_path: Path):
 # accelerate
 
 
-def test_accelerate_unwraps_its_autocast(llama: Any):
-    (ids, labels), model = tokens(), copy.deepcopy(llama)
-    patch(model)
+@pytest.fixture
+def bfloat16() -> Iterator[Accelerator]:
     # A Trainer before has set the process's.
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    prepared = accelerator.prepare(model)
-    assert prepared(ids, labels=labels).logits is None
-    with pytest.raises(ValueError, match=r"^model: got LlamaForCausalLM\.forward that was wrapped"):
-        unpatch(model)
-    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    found = bare(ids, labels=labels)
-    assert found.logits is None
-    assert torch.allclose(found.loss, llama(ids, labels=labels).loss, rtol=1e-6)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_unwraps_its_autocast(llama: Any, bfloat16: Accelerator):
+    (ids, labels), model = tokens(), copy.deepcopy(llama)
+    patch(model)
+    prepared = bfloat16.prepare(model)
+    assert prepared(ids, labels=labels).logits is None
+    bare = bfloat16.unwrap_model(prepared, keep_fp32_wrapper=False)
+    found, want = bare(ids, labels=labels), llama(ids, labels=labels)
+    assert found.logits is None
+    assert torch.allclose(found.loss, want.loss, rtol=1e-6)
+    unpatch(bare)
+    assert "forward" not in vars(bare)
+    assert torch.equal(bare(ids, labels=labels).logits, want.logits)
+
+
+def test_unpatch_under_accelerates_autocast(llama: Any, bfloat16: Accelerator):
+    """It stays; without it the model can be patched again, as the error says."""
+    (ids, labels), seen = tokens(), []
+    mine, theirs = copy.deepcopy(llama), copy.deepcopy(llama)
+    patch(mine)
+    for model in (mine, theirs):
+        model.model.norm.register_forward_hook(
+            lambda module, args, output: seen.append(torch.is_autocast_enabled("cpu"))
+        )
+        assert bfloat16.prepare(model) is model
+    assert mine(ids, labels=labels).logits is None
+    unpatch(mine)
+    one, other = mine(ids, labels=labels), theirs(ids, labels=labels)
+    assert seen == [True] * 3
+    assert torch.equal(one.loss, other.loss)
+    assert torch.equal(one.logits, other.logits)
+    assert one.logits.dtype is torch.float32
+    with pytest.raises(ValueError, match=r"^model: got a LlamaForCausalLM whose forward was replaced.*`del"):
+        patch(mine)
+    del mine.forward
+    patch(mine)
+    assert torch.allclose(mine(ids, labels=labels).loss, llama(ids, labels=labels).loss, rtol=1e-6)
+    assert seen == [True] * 3 + [False]
 
 
 def test_accelerates_hooks_for_devices(llama: Any):
