@@ -30,6 +30,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from cute_lce.commands.terminal import positive
 from cute_lce.integrations.transformers import patch
 from cute_lce.measure.timing import synchronize
 from examples.corpus import read_texts
@@ -114,20 +115,30 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.finetune_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=4, help="chats a micro-batch (%(default)s)")
-    add("--accumulate", type=int, default=2, help="micro-batches a step (%(default)s)")
-    add("--length", type=int, default=128, help="tokens of a chat (%(default)s)")
+    add("--steps", type=positive, default=20)
+    add("--batch", type=positive, default=4, help="chats a micro-batch (%(default)s)")
+    add("--accumulate", type=positive, default=2, help="micro-batches a step (%(default)s)")
+    add("--length", type=positive, default=128, help="tokens of a chat (%(default)s)")
     add("--prompt", type=float, default=0.5, help="part of a chat that is masked (%(default)s)")
-    add("--d", type=int, default=128, help="hidden size (%(default)s)")
-    add("--layers", type=int, default=2)
-    add("--heads", type=int, default=4)
-    add("--vocab-size", type=int, default=4096, help="classes of the model, at least 256 (%(default)s)")
+    add("--d", type=positive, default=128, help="hidden size (%(default)s)")
+    add("--layers", type=positive, default=2)
+    add("--heads", type=positive, default=4)
+    add("--vocab-size", type=positive, default=4096, help="classes of the model, at least 256 (%(default)s)")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--tolerance", type=float, default=5e-3, help="relative difference of the losses (%(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.length < 2:
+        parser.error(f"--length: got {args.length}, want at least 2: each token is predicted by those before")
+    # This is also true for nan.
+    if not 0 <= args.prompt < 1:
+        parser.error(f"--prompt: got {args.prompt}, want a part in [0, 1)")
+    if args.d % (2 * args.heads):
+        parser.error(f"--d: got {args.d}, want a multiple of twice --heads, {args.heads}")
+    if args.vocab_size < 256:
+        parser.error(f"--vocab-size: got {args.vocab_size}, want at least 256: a token is a byte")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

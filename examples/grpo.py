@@ -27,9 +27,11 @@ from transformers.trainer_callback import PrinterCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from cute_lce.commands.terminal import positive
 from cute_lce.integrations import trl
 
 LETTERS = string.ascii_lowercase
+POSITIONS = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 
 
@@ -50,7 +52,7 @@ def train(args: argparse.Namespace) -> list[float]:
         intermediate_size=3 * args.d,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
-        max_position_embeddings=64,
+        max_position_embeddings=POSITIONS,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -99,18 +101,30 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.grpo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=40)
-    add("--batch", type=int, default=16, help="completions a step, all of one prompt (%(default)s)")
-    add("--length", type=int, default=8, help="tokens of a completion, at most (%(default)s)")
+    add("--steps", type=positive, default=40)
+    add("--batch", type=positive, default=16, help="completions a step, all of one prompt (%(default)s)")
+    add("--length", type=positive, default=8, help="tokens of a completion, at most (%(default)s)")
     add("--letter", default="e", help="what the reward counts (%(default)s)")
-    add("--d", type=int, default=64, help="hidden size (%(default)s)")
-    add("--layers", type=int, default=1)
-    add("--heads", type=int, default=4)
-    add("--vocab-size", type=int, default=29, help="classes of the model, at least 29 (%(default)s)")
+    add("--d", type=positive, default=64, help="hidden size (%(default)s)")
+    add("--layers", type=positive, default=1)
+    add("--heads", type=positive, default=4)
+    add("--vocab-size", type=positive, default=29, help="classes of the model, at least 29 (%(default)s)")
     add("--lr", type=float, default=3e-3)
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.batch < 2:
+        parser.error(f"--batch: got {args.batch}, want at least 2: rewards are compared with each other")
+    if args.length > POSITIONS - 2:
+        parser.error(f"--length: got {args.length}, want at most {POSITIONS - 2}")
+    if args.letter not in tuple(LETTERS):
+        parser.error(f"--letter: got {args.letter!r}, want one of {LETTERS}")
+    if args.d % (2 * args.heads):
+        parser.error(f"--d: got {args.d}, want a multiple of twice --heads, {args.heads}")
+    classes = len(SPECIAL) + len(LETTERS)
+    if args.vocab_size < classes:
+        parser.error(f"--vocab-size: got {args.vocab_size}, want at least {classes}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,20 +18,24 @@ from ..functional import linear_cross_entropy
 from ..logprob import linear_logprob
 from ..measure.timing import relative_rms, synchronize
 from ..ops.select import implementation
+from ..options import TokenStats
 from ..streaming import STREAMING
 
 # No multiples of a tile, and rows that TMA reads in place.
 N, D, VOCAB = 300, 264, 1999
-TEMPERATURE = 0.7
+TEMPERATURE, SOFTCAP, Z_LOSS = 0.7, 2.0, 0.01
 SCHEDULES = ("recompute", "keep", "grad_in_forward")
-KINDS = ("forward", *SCHEDULES, "logprob", "tp_group")
+KINDS = ("forward", *SCHEDULES, "softcap", "logprob", "entropy", "tp_group")
+OUTPUTS = {"logprob": ("logprob",), "entropy": ("logprob", "entropy")}
+"""Of linear_logprob, in the calls that are its."""
 FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-20}
 """Of a result's bound, beside twice torch's error: one rounding of 16-bit results, sums in float32."""
 
 
 class Call(NamedTuple):
-    """kind: of KINDS; all but "forward" with a backward, and a third of the targets ignored. "tp_group" is a
-    call over a group of one rank, which makes collectives and merges shards as more do."""
+    """kind: of KINDS; all but "forward" with a backward, and a third of the targets ignored. "softcap" has a
+    z_loss too; "entropy" is of linear_logprob for logprob and entropy. "tp_group" is a call over a group of
+    one rank, which makes collectives and merges shards as more do."""
 
     device: str
     dtype: str
@@ -71,7 +75,7 @@ def answer(call: Call) -> Answer:
     weight = (torch.randn(VOCAB, D, generator=generator) / D**0.5).to(dtype)
     target = torch.randint(VOCAB, (N,), generator=generator)
     target[::3] = -100
-    upstream = torch.randn(N, generator=generator)
+    upstream = torch.randn(2, N, generator=generator)
     operands = [each.to(device) for each in (hidden, weight, target, upstream)]
 
     started = time.perf_counter()
@@ -96,15 +100,24 @@ Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 def _results(
     kind: str, numbers: Loss, hidden: Tensor, weight: Tensor, target: Tensor, upstream: Tensor
 ) -> list[Tensor]:
-    """The call's results: each token's number or their mean, and both gradients unless it is "forward"."""
+    """The call's results: each token's numbers or their mean, and both gradients unless it is "forward"."""
     if kind == "forward":
         with torch.no_grad():
             return [numbers(hidden, weight, target, kind)]
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     found = numbers(*leaves, target, kind)
-    # Any upstream gradient where the schedule takes one.
-    given = upstream.to(found) if found.ndim else torch.ones_like(found)
+    given = upstream.to(found).flatten()[: found.numel()].view_as(found)
     return [found.detach(), *torch.autograd.grad(found, leaves, given)]
+
+
+def _numbers(found: TokenStats, outputs: Sequence[str]) -> Tensor:
+    """(N,), or a row of each where there are several."""
+    numbers = torch.stack([getattr(found, name) for name in outputs])
+    return numbers if len(outputs) > 1 else numbers[0]
+
+
+def _terms(kind: str) -> dict[str, Any]:
+    return {"softcap": SOFTCAP, "z_loss": Z_LOSS} if kind == "softcap" else {}
 
 
 def _reduction(kind: str) -> str:
@@ -112,13 +125,15 @@ def _reduction(kind: str) -> str:
 
 
 def _ours(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:
-    if kind == "logprob":
-        found = linear_logprob(hidden, weight, target, temperature=TEMPERATURE).logprob
-        assert found is not None
-        return found
-    options: dict[str, Any] = {"reduction": _reduction(kind)}
+    if kind in OUTPUTS:
+        outputs = OUTPUTS[kind]
+        found = linear_logprob(hidden, weight, target, temperature=TEMPERATURE, outputs=outputs)
+        return _numbers(found, outputs)
+    options: dict[str, Any] = {"reduction": _reduction(kind), **_terms(kind)}
     if kind in SCHEDULES:
         options["schedule"] = kind
+    if kind == "softcap":
+        options["schedule"] = "recompute"
     if kind == "tp_group":
         options["tp_group"] = distributed.group.WORLD
     return linear_cross_entropy(hidden, weight, target, **options)
@@ -142,17 +157,23 @@ def _group_of_one(device: torch.device) -> Iterator[None]:
 
 
 def _definition(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:
-    if kind == "logprob":
-        found = reference.linear_logprob(hidden, weight, target, temperature=TEMPERATURE).logprob
-        assert found is not None
-        return found
-    return reference.linear_cross_entropy(hidden, weight, target, reduction=_reduction(kind))
+    if kind in OUTPUTS:
+        found = reference.linear_logprob(hidden, weight, target, temperature=TEMPERATURE)
+        return _numbers(found, OUTPUTS[kind])
+    return reference.linear_cross_entropy(hidden, weight, target, reduction=_reduction(kind), **_terms(kind))
 
 
 def _torch(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:
     logits = F.linear(hidden, weight).float()
-    if kind == "logprob":
-        return -F.cross_entropy(logits / TEMPERATURE, target, reduction="none")
+    if kind == "softcap":
+        logits = SOFTCAP * (logits / SOFTCAP).tanh()
+        squares = Z_LOSS * logits.logsumexp(-1).square()
+        return F.cross_entropy(logits, target, reduction="none") + squares.masked_fill(target < 0, 0)
+    if kind in OUTPUTS:
+        each = (logits / TEMPERATURE).log_softmax(-1)
+        entropy = -(each.exp() * each).sum(-1).masked_fill(target < 0, 0)
+        own = -F.nll_loss(each, target, reduction="none")
+        return _numbers(TokenStats(own, entropy), OUTPUTS[kind])
     return F.cross_entropy(logits, target, reduction=_reduction(kind))
 
 

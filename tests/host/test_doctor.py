@@ -58,6 +58,21 @@ def test_wrong_results_are_seen(kind: str, how: str, monkeypatch):
     assert found.right == (how == "as it is"), found
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "changed"),
+    [
+        ("softcap", "linear_cross_entropy", {"softcap": None}),
+        ("softcap", "linear_cross_entropy", {"z_loss": 0.0}),
+        ("entropy", "linear_logprob", {"entropy_grad": False}),
+        ("entropy", "linear_logprob", {"temperature": 0.72}),
+    ],
+)
+def test_a_term_that_is_left_out_is_seen(kind, name, changed, monkeypatch):
+    right = getattr(calls, name)
+    monkeypatch.setattr(calls, name, lambda *operands, **options: right(*operands, **{**options, **changed}))
+    assert not calls.answer(calls.Call("cpu", "bfloat16", kind)).right
+
+
 def test_what_is_not_written_is_nan():
     with calls._nan_memory():
         assert torch.empty(1).isnan()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -93,3 +94,28 @@ def test_grpo(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         grpo.main(["--help"])
     assert "--letter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "said"),
+    [
+        ("finetune_hf", "--steps 0", "--steps: got 0, want a whole number of at least 1"),
+        ("finetune_hf", "--length 1", "--length: got 1, want at least 2"),
+        ("finetune_hf", "--d 33", "--d: got 33, want a multiple of twice --heads, 4"),
+        ("finetune_hf", "--prompt 1.0", "--prompt: got 1.0, want a part in [0, 1)"),
+        ("finetune_hf", "--prompt nan", "--prompt: got nan, want a part in [0, 1)"),
+        ("finetune_hf", "--vocab-size 255", "--vocab-size: got 255, want at least 256"),
+        ("grpo", "--steps 0", "--steps: got 0, want a whole number of at least 1"),
+        ("grpo", "--batch 1", "--batch: got 1, want at least 2"),
+        ("grpo", "--length 63", "--length: got 63, want at most 62"),
+        ("grpo", "--letter 7", "--letter: got '7', want one of abc"),
+        ("grpo", "--d 33", "--d: got 33, want a multiple of twice --heads, 4"),
+        ("grpo", "--vocab-size 28", "--vocab-size: got 28, want at least 29"),
+    ],
+)
+def test_arguments_that_no_model_takes_are_refused(example, options, said, capsys):
+    pytest.importorskip("trl", reason="trl is not installed (extra integrations)")
+    module = importlib.import_module(f"examples.{example}")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        module.main(options.split())
+    assert said in capsys.readouterr().err.splitlines()[-1]
