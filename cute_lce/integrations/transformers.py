@@ -61,7 +61,8 @@ class _Running:
 class _State(threading.local):
     """The innermost call of the model in this thread. A copy has none."""
 
-    running: _Running | None = None
+    def __init__(self) -> None:
+        self.running: _Running | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _State, ()

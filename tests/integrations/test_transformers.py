@@ -300,6 +300,12 @@ def test_torch_compile():
     want = expected(model, ids, labels, 5.0)
     assert found is not None
     assert_close("head", found.flatten(), want.head, own(model, ids, labels, num_items_in_batch=5).head)
+    want_logits = model(ids).logits
+    for run in (in_a_thread, lambda function: function()):
+        assert torch.allclose(run(lambda: compiled(input_ids=ids).logits), want_logits, atol=1e-5)
+    again = in_a_thread(lambda: compiled(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5)))
+    assert torch.allclose(again.loss, want.loss.float(), rtol=1e-5)
+    assert again.logits is None
     assert torch.equal(mine.eval()(ids).logits, model.eval()(ids).logits)
 
 
