@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from cute_lce import options
 from cute_lce.commands import bench, compile, doctor, info, plan, report
 from cute_lce.commands.terminal import Refused
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = _parser().parse_args(argv)
+            if options.WRONG_VARIABLE:
+                raise Refused(options.WRONG_VARIABLE)
             return args.run(args)
         finally:
             sys.stdout.flush()

@@ -8,6 +8,8 @@ instead.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
@@ -202,6 +204,8 @@ class ComputeOptions(_ComputeFields):
                 )
             # This is also false for nan.
             if not 0 < workspace_mb < float("inf"):
+                if WRONG_VARIABLE and math.isnan(workspace_mb):
+                    raise ValueError(WRONG_VARIABLE)
                 raise ValueError(f"workspace_mb: got {workspace_mb}, want a positive number of MiB or None")
             workspace_mb = min(workspace_mb, MOST_WORKSPACE_MB)
         if window is not None:
@@ -223,24 +227,22 @@ class ComputeOptions(_ComputeFields):
         return Limits(window=0 if self.window is None else self.window, workspace=workspace)
 
 
-def _workspace_mb_of_environment() -> float | None:
-    """CUTE_LCE_WORKSPACE_MB, which stands for the workspace_mb of calls that give none; None: it is not set.
-
-    Raises ValueError for what is no positive number.
-    """
+def _workspace_mb_of_environment() -> tuple[float | None, str]:
+    """(CUTE_LCE_WORKSPACE_MB, which stands for the workspace_mb of calls that give none; what is wrong with
+    it). None: it is not set; nan, which every call refuses: it is wrong."""
     text = os.environ.get("CUTE_LCE_WORKSPACE_MB", "")
     if not text:
-        return None
-    try:
-        return ComputeOptions(workspace_mb=float(text)).workspace_mb
-    except ValueError:
-        raise ValueError(
-            f"CUTE_LCE_WORKSPACE_MB: got {text!r}, want a positive number of MiB, or no such variable"
-        ) from None
+        return None, ""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text), ""
+    return math.nan, (
+        f"CUTE_LCE_WORKSPACE_MB: got {text!r}, want a positive number of MiB, or no such variable"
+    )
 
 
 # Read once: a graph that was compiled with it would not see a change.
-DEFAULT_WORKSPACE_MB = _workspace_mb_of_environment()
+DEFAULT_WORKSPACE_MB, WRONG_VARIABLE = _workspace_mb_of_environment()
 
 
 def with_default_workspace(compute: ComputeOptions) -> ComputeOptions:

@@ -305,11 +305,19 @@ def run_with(value: str, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-5", "nan", "inf", "1 GiB"])
-def test_a_bad_variable_is_named(value: str):
-    run = run_with(value, "import cute_lce")
+def test_a_bad_variable_is_named_by_a_call(value: str):
+    call = "linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 1]){})"
+    code = f"import torch; from cute_lce import *; {call.format(', workspace_mb=9')}; {call.format('')}"
+    run = run_with(value, code)
     assert run.returncode != 0
     wanted = f"ValueError: CUTE_LCE_WORKSPACE_MB: got {value!r}, want a positive number of MiB"
     assert run.stderr.strip().splitlines()[-1].startswith(wanted)
+
+
+def test_a_bad_variable_is_named_by_commands():
+    run = run_with("abc", "import sys; from cute_lce import cli; sys.exit(cli.main(['info']))")
+    said = "CUTE_LCE_WORKSPACE_MB: got 'abc', want a positive number of MiB, or no such variable"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"cute-lce: {said}\n")
 
 
 def test_the_variable_is_read():
