@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import summary
-from bench.plot import FIGURES, ROOT, SERIES, save
+from bench.plot import SERIES, dates_of, save_figures
 from bench.summary import Result
-from cute_lce.measure import records
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,9 +114,7 @@ def draw(results: Iterable[Result]) -> Figure:
     for axes in figure.axes:
         labelled |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    dates = sorted(r["date"][:10] for r in found)
-    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    figure.suptitle(f"{kinds[0]}, bf16, mean, {when}", fontsize=10)
+    figure.suptitle(f"{kinds[0]}, bf16, mean, {dates_of(found)}", fontsize=10)
     return figure
 
 
@@ -126,21 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="kept results of bench.run")
-    parser.add_argument("--out", type=Path, help="PNG or SVG of all files (a PNG of each in docs/figures)")
-    args = parser.parse_args(argv)
-    files = args.files or sorted((ROOT / "bench" / "results").glob("*_paper.json"))
-    if not files:
-        print("no bench/results/*_paper.json is kept")
-        return 0
-    groups = {args.out: files} if args.out else {FIGURES / f"{file.stem}.png": [file] for file in files}
-    for out, group in groups.items():
-        try:
-            save(draw(records.read(group)), out)
-        except ValueError as error:
-            parser.error(str(error))
-        print(out)
-    return 0
+    return save_figures(parser, argv, "_paper.json", draw)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
@@ -163,11 +163,16 @@ def draw(results: Sequence[Result]) -> Figure:
         pair[::-1] for axes in panels for pair in zip(*axes.get_legend_handles_labels(), strict=True)
     )
     panels[-1].legend(labelled.values(), labelled.keys(), loc="upper right", frameon=True, framealpha=0.95)
-    dates = sorted(result["date"][:10] for result in comparable)
-    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    when = dates_of(comparable)
     small = f"small points: floor under {summary.LEAST_FLOOR_MS} ms"
     figure.suptitle(f"{gpus[0]}, bf16, {len(shapes)} shapes, {when}; {small}", fontsize=10)
     return figure
+
+
+def dates_of(results: Iterable[Result]) -> str:
+    """The day, or the first and the last, on which they were measured."""
+    dates = sorted(result["date"][:10] for result in results)
+    return dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -180,14 +185,21 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def save_figures(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    kept: str,
+    draw: Callable[[Sequence[Result]], Figure],
+) -> int:
+    """A figure of each file, or of all in --out. kept: the end of the names of those that are taken where
+    none is given."""
     parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="kept results of bench.run")
     parser.add_argument("--out", type=Path, help="PNG or SVG of all files (a PNG of each in docs/figures)")
     args = parser.parse_args(argv)
-    files = args.files or sorted((ROOT / "bench" / "results").glob("*_random.json"))
+    files = args.files or sorted((ROOT / "bench" / "results").glob(f"*{kept}"))
+    if not files:
+        print(f"no bench/results/*{kept} is kept")
+        return 0
     groups = {args.out: files} if args.out else {FIGURES / f"{file.stem}.png": [file] for file in files}
     for out, group in groups.items():
         try:
@@ -196,6 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         print(out)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return save_figures(parser, argv, "_random.json", draw)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench import providers
 from cute_lce.measure import records
-from cute_lce.measure.timing import synchronize
+from cute_lce.measure.timing import synchronize, time_back_to_back
 
 MIB = 2**20
 WITHOUT_HEAD = "without head"
@@ -132,21 +132,6 @@ def peak_mib(trainer: Trainer, run: Callable[[], Any]) -> float | None:
     return (torch.cuda.max_memory_allocated(trainer.device) - trainer.held) / MIB
 
 
-def milliseconds(trainer: Trainer, run: Callable[[], Any]) -> float:
-    if trainer.device.type != "cuda":
-        import time
-
-        begin = time.perf_counter()
-        run()
-        return (time.perf_counter() - begin) * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    synchronize(trainer.device)
-    return begin.elapsed_time(end)
-
-
 def losses_of(ways: Sequence[Way], sizes: Sizes) -> dict[Way, providers.LossFn | str | None]:
     """A provider that is not there has a text that says why."""
     found: dict[Way, providers.LossFn | str | None] = {}
@@ -186,7 +171,7 @@ def measure(sizes: Sizes, ways: Sequence[Way], reps: int, device: torch.device) 
     draw = random.Random(0)
     for _ in range(reps):
         for way in draw.sample(list(runs), len(runs)):
-            times[way].append(milliseconds(trainer, runs[way]))
+            times[way].append(time_back_to_back(runs[way], 1, device))
     medians = {way: statistics.median(each) for way, each in times.items()}
     without = next((ms for way, ms in medians.items() if way.provider == WITHOUT_HEAD), None)
     tokens = sizes.batch * sizes.length

@@ -69,8 +69,7 @@ def linear_cross_entropy(
             "grad_in_forward" in 16 bits makes linear_weight's gradient nan, as torch does.
         label_smoothing: in [0, 1]: the part of a target's probability that is spread over all classes.
         logit_scale: multiplies the logits.
-        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. None: not applied. On
-            the kernels "auto" then recomputes, and "keep" is refused.
+        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. None: not applied.
         z_loss: the coefficient of the square of the row's lse, which is added to its loss.
         token_weight: target's shape, any real dtype: multiplies the row's loss. "mean" does not divide by it.
         denominator: a positive number, or a tensor of shape () on input's device, of any real dtype, by which

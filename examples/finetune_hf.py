@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from cute_lce.commands.terminal import positive
 from cute_lce.integrations.transformers import patch
 from cute_lce.measure.timing import synchronize
 from examples.corpus import read_texts
+from examples.small_llama import config_of, training_options
 
 WARM_UP = 3
 
@@ -71,33 +72,12 @@ def chats(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
 def train(fused: bool, args: argparse.Namespace) -> list[float]:
     """The losses of all steps."""
     torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.d,
-        intermediate_size=3 * args.d,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        max_position_embeddings=args.length,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config_of(args, args.length))
     if fused:
         patch(model)
-    cpu = args.device == "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            use_cpu=cpu,
-            bf16=not cpu,
-            max_steps=args.steps,
-            per_device_train_batch_size=args.batch,
-            gradient_accumulation_steps=args.accumulate,
-            learning_rate=args.lr,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=args.seed,
-        )
+        options = training_options(args, folder)
+        arguments = TrainingArguments(**options, gradient_accumulation_steps=args.accumulate)
         clock = Clock(torch.device(args.device))
         data: Any = chats(args)
         trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock])

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from cute_lce.commands.terminal import positive
 from cute_lce.integrations import trl
+from examples.small_llama import config_of, training_options
 
 LETTERS = string.ascii_lowercase
 POSITIONS = 64
@@ -46,37 +47,16 @@ def letters_tokenizer() -> PreTrainedTokenizerFast:
 def train(args: argparse.Namespace) -> list[float]:
     """The mean rewards of all steps."""
     torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.d,
-        intermediate_size=3 * args.d,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        max_position_embeddings=POSITIONS,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = config_of(args, POSITIONS, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
     def reward(completions: list[str], **others: Any) -> list[float | None]:
         return [text.count(args.letter) / args.length for text in completions]
 
-    cpu = args.device == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
-            output_dir=folder,
-            use_cpu=cpu,
-            bf16=not cpu,
-            max_steps=args.steps,
-            per_device_train_batch_size=args.batch,
+            **training_options(args, folder),
             num_generations=args.batch,
             max_completion_length=args.length,
-            learning_rate=args.lr,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=args.seed,
         )
         trainer = GRPOTrainer(
             model=LlamaForCausalLM(config),

@@ -99,7 +99,7 @@ def time_interleaved(
     return [Timing.of_runs(found) for found in medians]
 
 
-def _time_back_to_back(call: Call, reps: int, device: torch.device) -> float:
+def time_back_to_back(call: Call, reps: int, device: torch.device) -> float:
     """Milliseconds of one of `reps` calls, one right behind the other."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -129,13 +129,13 @@ def time_sustained(
         for _ in range(2):
             call()
         synchronize(device)
-        taken = statistics.median(_time_back_to_back(call, 1, device) for _ in range(3))
+        taken = statistics.median(time_back_to_back(call, 1, device) for _ in range(3))
         reps.append(max(1, round(seconds * 1e3 / max(taken, 1e-3))))
     draw = random.Random(0)
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for i in draw.sample(range(len(calls)), len(calls)):
-            found[i].append(_time_back_to_back(calls[i], reps[i], device))
+            found[i].append(time_back_to_back(calls[i], reps[i], device))
     return [Timing.of_runs(times) for times in found]
 
 

@@ -17,7 +17,15 @@ from torch import Tensor
 from ..arguments import Operands
 from ..implementation import Request, Results, Saved
 from ..ops import inner, schemas
-from ..ops.autograd import NO_DOUBLE_BACKWARD, GradientFunction, add_gradients, kind_of, register
+from ..ops.autograd import (
+    NO_DOUBLE_BACKWARD,
+    GradientFunction,
+    add_gradients,
+    as_given,
+    kind_of,
+    no_options,
+    register,
+)
 from ..ops.plain import is_plain_eager
 from ..ops.prepared import cache, key_of, remember
 from ..ops.select import implementation
@@ -176,13 +184,5 @@ def _forward_options(arguments: tuple) -> tuple[Any, ...]:
     return None, rest, loss, None
 
 
-def _no_options(arguments: tuple) -> tuple[()]:
-    return ()
-
-
-def _as_given(*results: Tensor) -> tuple[Tensor, ...]:
-    return results
-
-
 register(sharded_forward, ShardedFunction, _results, _forward_options)
-register(sharded_backward, GradientFunction, _as_given, _no_options)
+register(sharded_backward, GradientFunction, as_given, no_options)
