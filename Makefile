@@ -61,6 +61,7 @@ figures: $(STAMP)  ## draw docs/figures from the kept results
 	$(BIN)/python -m bench.plot
 	$(BIN)/python -m bench.grid
 	$(BIN)/python -m bench.scaling
+	$(BIN)/python -m bench.step_figure
 
 docs: $(STAMP)  ## check the documents (links, measured numbers, examples) and build their site, docs/_build/html
 	$(BIN)/python -m pytest -q tests/host/test_docs.py tests/host/test_documented_numbers.py

@@ -111,11 +111,13 @@ class Trainer:
 
 @contextlib.contextmanager
 def out_of_memory() -> Iterator[list[str]]:
-    """Collects what is raised where a provider does not fit, and frees what it held."""
+    """Collects what is raised where a provider does not fit, or ours its budget; frees what it held."""
     found: list[str] = []
     try:
         yield found
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith("workspace_mb: "):
+            raise
         found.append(str(error).partition("\n")[0])
     if found:
         gc.collect()
@@ -200,7 +202,7 @@ def measure(sizes: Sizes, ways: Sequence[Way], reps: int, device: torch.device) 
 
 def largest(sizes: Sizes, ways: Sequence[Way], device: torch.device) -> dict[Way, int | None]:
     """Way -> the most sequences that a step of it fits: from the peaks of two sizes, and then tried; None:
-    the number did not fit."""
+    the number did not fit, or needs more than its workspace_mb."""
     trainer, found = Trainer(sizes, device), {}
     capacity = torch.cuda.get_device_properties(device).total_memory - trainer.held
     for way, loss in losses_of(ways, sizes).items():
@@ -290,6 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for vocab in args.vocab:
         sizes = Sizes(args.d, args.layers, args.inner, args.heads, vocab, args.length, args.batch)
         found = measure(sizes, ways, args.reps, device)
+        origin = records.provenance(device, command)
+        if args.out:
+            records.write(args.out, [*results, *({**origin, **result} for result in found)])
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -300,7 +305,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     result["largest_batch"] = fits.get(way)
                 gc.collect()
                 torch.cuda.empty_cache()
-        origin = records.provenance(device, command)
         results += [{**origin, **result} for result in found]
         if args.out:
             records.write(args.out, results)

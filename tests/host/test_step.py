@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 
-from bench import step
+import pytest
+
+from bench import step, step_figure
 
 SMALL = [
     "--vocab",
@@ -46,3 +48,33 @@ def test_a_small_model(tmp_path, capsys):
     assert "not installed" in printed
     assert step.main(["--show", str(out)]) == 0
     assert capsys.readouterr().out == printed
+
+
+def result_of(provider: str, vocab: int, tokens_per_s: float, peak_mib: float, **others) -> dict:
+    sizes = {"layers": 2, "d": 64, "batch": 2, "length": 32, "vocab": vocab}
+    speed = {"tokens_per_s": tokens_per_s, "peak_mib": peak_mib, "date": "2026-11-22T00:00:00+00:00"}
+    return {"gpu": "a GPU", "provider": provider, **sizes, **speed, **others}
+
+
+def test_a_figure_has_a_panel_for_each_vocabulary(tmp_path, capsys):
+    results = [
+        result_of(provider, vocab, speed, peak)
+        for vocab in (512, 1024)
+        for provider, speed, peak in (
+            (step.WITHOUT_HEAD, 4000.0, 1024.0),
+            ("cute_lce", 3000.0, 2048.0),
+            ("cute_lce", 2000.0, 1536.0),
+            ("torch_compile", 2500.0, 4096.0),
+        )
+    ]
+    figure = step_figure.draw(results)
+    assert [axes.get_title() for axes in figure.axes] == ["V = 512", "V = 1024"]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}  # pyright: ignore
+    assert lines["cute_lce"] == [[1.5, 2.0], [2.0, 3.0]]
+    assert lines["torch.compile of eager"] == [[4.0, 2.5]]
+    kept, out = tmp_path / "gpu_step.json", tmp_path / "a.png"
+    kept.write_text(json.dumps(results))
+    assert step_figure.main([str(kept), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    with pytest.raises(ValueError, match=r"^results: got those of"):
+        step_figure.draw([*results, result_of("cute_lce", 512, 1.0, 1.0, gpu="other GPU")])
