@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,11 @@ _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.defa
 
 def linear_cross_entropy(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | Sequence[Tensor],
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
+    linear_bias: Tensor | Sequence[Tensor | None] | None = None,
+    weight: Tensor | Sequence[Tensor | None] | None = None,
     reduction: str = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
@@ -36,7 +37,7 @@ def linear_cross_entropy(
     schedule: str = "auto",
     workspace_mb: float | None = None,
     window: int | None = None,
-    grad_weight_out: Tensor | None = None,
+    grad_weight_out: Tensor | Sequence[Tensor | None] | None = None,
     grad_weight_dummy: bool = False,
     tp_group: ProcessGroup | None = None,
     vocab_start: int | None = None,
@@ -119,8 +120,16 @@ def linear_cross_entropy(
         sm_margin: SMs that the GEMM of linear_weight's gradient leaves to that sum while it is predicted to
             run; None: as many as the group's collectives take. The streaming path leaves none.
 
+    Several heads: linear_weight may be K weights, a list of (V_k, d) or a tensor (K, V, d). Then target is
+    (..., K), input (..., d), which the heads share, or (..., K, d), and token_weight target's shape;
+    linear_bias, weight and grad_weight_out are lists of K or tensors of one dimension more, and a
+    denominator may be (K,). Each head is a call of its own, but for input's gradient: the heads' are added in
+    float32 (4 n d bytes beside workspace_mb), and the sum is rounded once. workspace_mb is divided equally
+    among them, except with "recompute"; None: the default is each head's. Not with tp_group and DTensors.
+
     Returns:
-        The loss in nats, of target's shape for "none", else a scalar; float32 (float64 for float64).
+        The loss in nats, of target's shape for "none", else a scalar, or (K,) of several heads; float32
+        (float64 for float64).
 
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
@@ -140,15 +149,38 @@ def linear_cross_entropy(
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB
+    over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
+    if ops.has_heads(linear_weight):
+        if over_group != _ON_ONE_DEVICE:
+            raise ValueError("tp_group: got a call over a group with several heads, want one head there")
+        given = {
+            "linear_bias": linear_bias,
+            "weight": weight,
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "z_loss": z_loss,
+            "token_weight": token_weight,
+            "denominator": denominator,
+            "schedule": schedule,
+            "workspace_mb": workspace_mb,
+            "window": window,
+            "grad_weight_out": grad_weight_out,
+            "grad_weight_dummy": grad_weight_dummy,
+        }
+        return ops.linear_cross_entropy_of_heads(linear_cross_entropy, input, linear_weight, target, given)
+    if not isinstance(linear_weight, Tensor):
+        raise TypeError(f"linear_weight: got {type(linear_weight).__name__}, want a torch.Tensor")
     values = reduction, ignore_index, logit_scale, schedule, workspace_mb, window
     plain = ops.is_plain_eager(input, linear_weight, target)
     loss, compute = _remembered_options(values) if plain else _options(*values)
     spread = None
-    over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
     if over_group != _ON_ONE_DEVICE:
         spread = _parallel().spread_of(*over_group)
     terms = label_smoothing, softcap, z_loss
-    tensors = linear_bias, weight, token_weight, denominator
+    tensors: tuple[Any, Any, Any, Any] = linear_bias, weight, token_weight, denominator
     destination = None
     if grad_weight_out is not None or grad_weight_dummy is not False:
         check_types(input, linear_weight, target)
@@ -259,7 +291,7 @@ def _of_dtensors(operands: Operands, loss: LossOptions, compute: ComputeOptions)
     return local.global_loss(found)
 
 
-def _destination(operands: Operands, out: Tensor | None, dummy: bool, plain: bool) -> ops.Destination:
+def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.Destination:
     """grad_weight_out and grad_weight_dummy, checked; plain: ops.is_plain_eager of the call's operands."""
     weight = operands.weight
     if not isinstance(dummy, bool):

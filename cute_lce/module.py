@@ -6,9 +6,11 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from . import functional
 from .arguments import Operands
 from .functional import call_with_terms, check_types
 from .ops import is_plain_eager, linear_cross_entropy
@@ -35,10 +37,14 @@ class LinearCrossEntropy(nn.Linear):
         in_features: d, the hidden size.
         num_classes: V, the vocabulary.
         bias: whether there is a parameter `bias` (num_classes,) too, the call's linear_bias.
+        num_heads: K, of several heads: weight is (K, num_classes, in_features), bias (K, num_classes),
+            target (..., K), and the logits are (..., K, V). None: one head, without such a dimension.
         device, dtype: of the weight.
         options: reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss, schedule,
             workspace_mb, window, as in linear_cross_entropy.
     """
+
+    num_heads: int | None = None
 
     def __init__(
         self,
@@ -46,13 +52,31 @@ class LinearCrossEntropy(nn.Linear):
         num_classes: int,
         bias: bool = False,
         *,
+        num_heads: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[CallOptions],
     ):
         loss, terms, compute = split_options(options)
+        if num_heads is not None and (not isinstance(num_heads, int) or num_heads < 1):
+            raise ValueError(f"num_heads: got {num_heads!r}, want at least 1 or None")
         super().__init__(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.options, self.terms, self.compute = loss, terms, compute
+        if num_heads is not None:
+            self.num_heads = num_heads
+            for name, parameter in list(self.named_parameters(recurse=False)):
+                shape = (num_heads, *parameter.shape)
+                self.register_parameter(name, nn.Parameter(parameter.new_empty(shape)))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters as nn.Linear's, those of each head."""
+        if self.num_heads is None:
+            return super().reset_parameters()
+        bound = self.in_features**-0.5
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+        return None
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -66,10 +90,13 @@ class LinearCrossEntropy(nn.Linear):
         """The loss of input (..., d) for target (...); without a target the logits (..., V). weight: class
         weights, (V,), not the projection's."""
         if target is None:
-            if self.terms == NO_TERMS and not self.options.terms:
-                return super().forward(input)
-            scale, softcap = self.options.logit_scale, self.terms.softcap
-            return logits(input, self.weight, self.bias, logit_scale=scale, softcap=softcap)
+            return self._logits(input)
+        if self.num_heads is not None:
+            options = {**self.options._asdict(), **self.terms._asdict(), **self.compute._asdict()}
+            tensors = {"linear_bias": self.bias, "weight": weight, "token_weight": token_weight}
+            return functional.linear_cross_entropy(
+                input, self.weight, target, **tensors, denominator=denominator, **options
+            )
         plain = is_plain_eager(input, self.weight, target)
         compute = with_default_workspace(self.compute)
         tensors = self.bias, weight, token_weight, denominator
@@ -79,13 +106,27 @@ class LinearCrossEntropy(nn.Linear):
         operands = Operands(input, self.weight, target)
         return call_with_terms(operands, tensors, self.options, self.terms, compute, plain)
 
+    def _logits(self, input: Tensor) -> Tensor:
+        if self.num_heads is not None:
+            # As one head of all their classes.
+            weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
+        else:
+            weight, bias = self.weight, self.bias
+        if self.terms == NO_TERMS and not self.options.terms:
+            found = F.linear(input, weight, bias)
+        else:
+            scale, softcap = self.options.logit_scale, self.terms.softcap
+            found = logits(input, weight, bias, logit_scale=scale, softcap=softcap)
+        return found if self.num_heads is None else found.unflatten(-1, (self.num_heads, self.out_features))
+
     def extra_repr(self) -> str:
         terms = {n: v for n, v in self.terms._asdict().items() if v != getattr(NO_TERMS, n)}
         options = {**self.options._asdict(), **terms, "schedule": self.compute.schedule}
         bias = "" if self.bias is None else ", bias=True"
+        heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
         return ", ".join(
             [
-                f"in_features={self.in_features}, num_classes={self.out_features}{bias}",
+                f"in_features={self.in_features}, num_classes={self.out_features}{bias}{heads}",
                 *(f"{name}={value!r}" for name, value in options.items()),
             ]
         )

@@ -19,6 +19,8 @@ Their bodies call the implementation that `select.implementation` picks by devic
 
 from .autograd import Destination, is_writable
 from .call import linear_cross_entropy
+from .heads import has_heads
+from .heads import linear_cross_entropy as linear_cross_entropy_of_heads
 from .logprob import linear_logprob
 from .public import is_plain_eager
 from .select import implementation
@@ -28,10 +30,12 @@ from .terms import linear_cross_entropy as linear_cross_entropy_with_terms
 __all__ = [
     "Destination",
     "TermTensors",
+    "has_heads",
     "implementation",
     "is_plain_eager",
     "is_writable",
     "linear_cross_entropy",
+    "linear_cross_entropy_of_heads",
     "linear_cross_entropy_with_terms",
     "linear_logprob",
 ]

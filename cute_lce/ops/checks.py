@@ -21,6 +21,11 @@ def autocast(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
     return _cast(input, input), _cast(linear_weight, input)
 
 
+def autocast_hidden(input: Tensor) -> Tensor:
+    """The same for hidden states that several projections share, which then share the cast too."""
+    return _cast(input, input)
+
+
 def autocast_bias(linear_bias: Tensor | None, input: Tensor) -> Tensor | None:
     """The same for the bias of a projection of `input`."""
     if linear_bias is None or not _any_autocast():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import Operands
 from ..options import NO_TERMS, split_options
-from . import inner, schemas, terms
+from . import heads, inner, schemas, terms
 from .call import linear_cross_entropy
 from .plain import is_plain_eager
 
@@ -26,6 +26,15 @@ def _fused_linear_cross_entropy(
     **options: Any,
 ) -> Tensor:
     """The body of the public op; cute_lce.linear_cross_entropy documents the arguments."""
+    if heads.has_heads(linear_weight):
+        options = {
+            "linear_bias": linear_bias,
+            "weight": weight,
+            "token_weight": token_weight,
+            "denominator": denominator,
+            **options,
+        }
+        return heads.linear_cross_entropy(_fused_linear_cross_entropy, input, linear_weight, target, options)
     loss, numbers, compute = split_options(options)
     tensors = terms.TermTensors(linear_bias, weight, token_weight, denominator)
     if tensors.any or numbers != NO_TERMS:
