@@ -40,6 +40,13 @@ TERMS: dict[str, dict[str, Any]] = {
     "class_weight": {"class_weight": Address},
     "entropy": {"more_partials": Address, "mean_gap": Address},
     "total": {"more_partials": Address, "total_gap": Address},
+    "proportion": {
+        "target_weight": Address,
+        "onehot": Float32,
+        "beside": Float32,
+        "lse_slope": Float32,
+        "onehot_ratio": Address,
+    },
     "coefficients": {"row_factor": Address},
     "gap": {"gap": Address},
     "uniform": {"uniform": Address},
@@ -55,13 +62,17 @@ Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). total: 
 row_max - z, times class_weight (V,) if that is a term. more_partials (partials of a row, n, numbers):
 scratch, a number for entropy and two for a total.
 
+Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
+target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.
+onehot_ratio (n,), the first over the second, is written where the token is valid. Else both are equal.
+
 Of a backward: coefficients: the gradient by x is, but for the rounding,
 
     ((softmax + gap (z - row_max)) exp(z - row_max) + uniform class_weight) slope - target onehot
 
 with slope 1, or of a softcap 1 - tanh^2, and coefficients of each token: `softmax` lies where else row_sum
 does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at most HALF_SCALE, and
-row_factor (n,) multiplies the gradient; else it is 0.
+row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by row_factor in any dtype.
 bias_gradient: dbias (V,), the gradient's sums over tokens: written by launches whose tokens are all or the
 first ones, else added to. with_dhidden: whether only by those that compute dhidden (0 or 1). column_sums:
 scratch, a number for each slab of tokens (Fragment) and class of a launch.

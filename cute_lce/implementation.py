@@ -245,7 +245,8 @@ class Implementation(Protocol):
 class StatsOperands(NamedTuple):
     """The tensors that numbers of each token are computed from.
 
-    linear_bias (V,): hidden's dtype. class_weight (V,): any floating dtype; of total_nll; None: ones.
+    linear_bias (V,): hidden's dtype. class_weight (V,): any floating dtype; of total_nll, and of the loss
+    that options say; None: ones.
     temperature (n,): any floating dtype; only those of valid rows matter. topk_ids (n, K): int64 or int32.
     """
 
@@ -260,18 +261,25 @@ class StatsOperands(NamedTuple):
 
 class StatsOptions(NamedTuple):
     """What the numbers are: z = softcap((h W^T + linear_bias) logit_scale) / temperature, with the number
-    `temperature` unless there is a tensor; and which are computed, names of Stats up to mean_logit."""
+    `temperature` unless there is a tensor; and which are computed, names of Stats up to mean_logit.
+
+    z_loss, label_smoothing: TermOptions', if gradients will be those of a RowLoss of the numbers; where
+    something is kept they may have to be known.
+    """
 
     ignore_index: int
     logit_scale: float
     softcap: float | None
     temperature: float
     outputs: tuple[str, ...]
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
 
     @classmethod
     def of(cls, loss: LossOptions, terms: TermOptions) -> StatsOptions:
         """Of the numbers that RowLoss makes a loss of."""
-        return cls(loss.ignore_index, loss.logit_scale, terms.softcap, 1.0, outputs_of(terms))
+        numbers = loss.ignore_index, loss.logit_scale, terms.softcap, 1.0
+        return cls(*numbers, outputs_of(terms), terms.z_loss, terms.label_smoothing)
 
 
 class Stats(NamedTuple):
@@ -282,8 +290,9 @@ class Stats(NamedTuple):
     int64: the first class with the largest z. is_top1 bool: whether that is the target. log_sum_sq_probs:
     log sum p^2. mean_logit: of z over the classes.
     For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for.
-    kept (n, kept_columns): products of hidden and weight. target_logit: z of the target, if there is a
-    softcap.
+    kept (n, kept_columns): products of hidden and weight, or what kernels keep, with kept_scale, as in
+    Results; onehot_ratio: what was subtracted from that at the target, over the softmax, where it is not 1.
+    target_logit: z of the target, if there is a softcap.
     """
 
     logprob: Tensor | None = None
@@ -300,6 +309,8 @@ class Stats(NamedTuple):
     mean_gap: Tensor | None = None
     kept: Tensor | None = None
     target_logit: Tensor | None = None
+    kept_scale: Tensor | None = None
+    onehot_ratio: Tensor | None = None
 
 
 class StatsUpstream(NamedTuple):
@@ -320,6 +331,8 @@ class StatsSaved(NamedTuple):
     mean_gap: Tensor | None
     kept: Tensor | None
     target_logit: Tensor | None = None
+    kept_scale: Tensor | None = None
+    onehot_ratio: Tensor | None = None
 
 
 def outputs_of(terms: TermOptions) -> tuple[str, ...]:
@@ -378,13 +391,22 @@ class Statistics(Protocol):
     def choose(
         self,
         problem: Problem,
-        dtype: torch.dtype,
-        device: torch.device,
+        operands: StatsOperands,
+        options: StatsOptions,
         schedule: str,
         reduction: str,
         limits: Limits,
+        *,
+        need_dbias: bool,
     ) -> tuple[str, int]:
         """As Implementation.choose."""
+        ...
+
+    def empty_kept(
+        self, operands: StatsOperands, options: StatsOptions, kept_columns: int
+    ) -> dict[str, Tensor]:
+        """Uninitialised fields of Stats, of their shapes and dtypes, that a forward which keeps so many
+        columns has besides others."""
         ...
 
     def forward(self, operands: StatsOperands, options: StatsOptions, request: Request) -> Stats: ...

@@ -63,8 +63,8 @@ def linear_logprob(
         TokenStats: each field that outputs names, the others None.
 
     Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob, lse and entropy, and
-    recompute the logits (logprob alone, with a number as temperature and no bias, may be kept); the
-    streaming path serves all others. What the kernels serve is refused with "keep" and a softcap. Any
+    recompute the logits (logprob alone, without a softcap, may be kept); the streaming path serves all
+    others. What the kernels serve is refused with "keep" and a softcap. Any
     combination of the differentiable numbers may have an upstream gradient, and one without costs nothing. A
     temperature that requires a gradient is refused.
     """

@@ -132,6 +132,16 @@ def z_loss_upstream(dloss, lse, coefficient):
     return dloss * lse * (2.0 * coefficient)
 
 
+LEAST_SHARE = 2.0**-12
+"""What the softmax's coefficient in a row's gradient is taken to be, over the onehot's, where it is less than
+that and the row's exponentials are kept: an error of as much, below that of a 16-bit number."""
+
+
+def softmax_coefficient(onehot, beside, lse_slope, lse):
+    """The softmax's in the gradient of a row's loss, in which a onehot has the coefficient `onehot`."""
+    return lse * lse_slope + (onehot + beside)
+
+
 def logprob(log_row_sum, row_max, logit):
     """logit - lse, grouped as `row_loss`; there is no other negation."""
     return -row_loss(log_row_sum, row_max, logit)

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from ..arch import ARCHITECTURES
 from ..compile import cache
-from ..plan.kernels import Key, MergeKey, kernels
+from ..plan.kernels import Key, MergeKey, Terms, kernels
 from .terminal import positive
 
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     added = ["" if name == "none" else name for name in args.grad_weight_out]
     types = itertools.product(args.dtype, args.target_dtype, added)
     terms = terms_of(args)
-    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, *terms))]
+    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, terms))]
     if args.tp_group:
         keys += [MergeKey(args.arch, name) for name in args.target_dtype]
     started = time.perf_counter()
@@ -84,19 +84,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def terms_of(args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The terms (arguments.TERMS) of the job's forwards and backwards."""
+def terms_of(args: argparse.Namespace) -> Terms:
+    """Of the job."""
     logits = ("linear_bias",) * args.linear_bias
     logits += ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
     if args.temperatures:
         logits = (*logits, "row_scale")
     weights = ("class_weight",) if args.class_weights and args.label_smoothing else ()
     forward = *logits, *weights, *("entropy",) * args.entropy, *("total",) * args.label_smoothing
+    keeps = None if args.softcap or args.entropy or args.label_smoothing else forward
+    if keeps is not None and args.z_loss:
+        keeps = (*keeps, "proportion")
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights
     if more or args.linear_bias or args.softcap or args.z_loss or args.temperatures:
         more = "coefficients", *more
     more += ("bias_gradient",) * args.linear_bias
-    return forward, (*logits, *more)
+    of_kept = ("coefficients", "bias_gradient") if args.linear_bias else () if more else logits
+    return Terms(forward, (*logits, *more), keeps, of_kept)
 
 
 def compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:

@@ -1,4 +1,5 @@
-"""The gradient by a bias: sums over tokens of what the epilogue of dlogits has summed by slabs of tokens."""
+"""The gradient by a bias: sums over tokens of what was summed by slabs of tokens, by the epilogue of dlogits
+or, of what a forward kept, by `KeptSums`."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -6,11 +7,56 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
+from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import Compacted, computed
 
 THREADS = 128
+ELEMENTS = 8  # of a thread at once
+
+
+class KeptSums:
+    """The sums of what was kept, times the rows' factors, over the tokens of each slab. A thread has 8
+    classes of a slab. Reads 2 bytes an element.
+
+    Args: as BiasGradient's.
+    """
+
+    def __init__(self, fragment: Fragment, half: bool):
+        self.fragment = fragment
+        self.half = half
+
+    @cute.jit
+    def __call__(self, kept: cute.Tensor, factor: cute.Tensor, loss, rows: Compacted, stream: cuda.CUstream):
+        """kept (n, columns) 16-bit, factor (n,) fp32."""
+        n, columns = kept.shape
+        grid = (cute.ceil_div(columns, ELEMENTS * THREADS), cute.ceil_div(n, self.fragment.columns), 1)
+        self.kernel(kept, factor, loss, rows).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, kept: cute.Tensor, factor: cute.Tensor, loss, rows: Compacted):
+        block, slab, _ = cute.arch.block_idx()
+        column, columns = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS, cute.size(kept, mode=[1])
+        first = slab * self.fragment.columns
+        end = cutlass.min(first + self.fragment.columns, computed(rows))
+        if column < columns and first < end:
+            sums = cute.make_rmem_tensor(ELEMENTS, Float32)
+            sums.fill(0.0)
+            for row in cutlass.range(first, end, unroll=8):
+                values = cute.make_rmem_tensor(ELEMENTS, kept.element_type)
+                cute.autovec_copy(adjacent(kept, row, column, ELEMENTS), values)
+                own = factor[row]
+                for i in cutlass.range_constexpr(ELEMENTS):
+                    sums[i] += values[i].to(Float32) * own
+            partials = numbers(loss.column_sums + 4 * (Int64(slab) * columns), columns)
+            for i in cutlass.range_constexpr(ELEMENTS):
+                total = sums[i]
+                if cutlass.const_expr(self.half):
+                    # BiasGradient divides by it.
+                    total *= Float32(maths.HALF_SCALE)
+                if column + i < columns:
+                    partials[column + i] = total
 
 
 class BiasGradient:

@@ -16,7 +16,9 @@ second where the distribution is flat, as it is before training.
 Where a row exceeds K by more than the headroom within a unit (32 columns of the vocabulary, those of one warp
 in a tile: Fragment.unit), it is stored relative to K + step j, and j is noted in 16 bits. `Finish` rescales
 such rows, and those whose sum exceeds the headroom, to one K, and subtracts the onehot. Scaling by a power of
-two is exact except for what becomes subnormal; the target's own entry is rounded once. In bf16 such rows are
+two is exact except for what becomes subnormal; the target's own entry is rounded once. Where terms give the
+softmax a coefficient of its own, v is times that, and the onehot times its own coefficient over it, which is
+at most 1 / LEAST_SHARE. In bf16 such rows are
 rare; in fp16 they are those whose guess is 2^9.5 times too small, 0.1% of the probability for the target.
 
 K is limited to +-far, which also stands for a target's logit of -inf, and j to MOST_STEPS. So a kept logit
@@ -35,6 +37,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
+from cute_lce.kernels.logits import TileLogits, has_own_logits, numbers
 from cute_lce.kernels.row_stats import fma, to_logits
 from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.maths import LOG2_E
@@ -96,7 +99,6 @@ class References:
             index = Int64(target[row])
             if index < 0 or index >= vocab:
                 index = Int64(0)
-            # The target, and samples from all parts of the vocabulary.
             count = 1 + self.kept.samples
             totals = cute.make_rmem_tensor(count, Float32)
             totals.fill(0.0)
@@ -104,9 +106,7 @@ class References:
                 a = cute.make_rmem_tensor(8, hidden.element_type)
                 cute.autovec_copy(adjacent(hidden, row, chunk * 8, 8), a)
                 for k in cutlass.range_constexpr(count):
-                    at = index
-                    if cutlass.const_expr(k > 0):
-                        at = Int64(vocab) * (2 * k - 1) // (2 * self.kept.samples)
+                    at = self._class(k, index, vocab)
                     b = cute.make_rmem_tensor(8, weight.element_type)
                     cute.autovec_copy(adjacent(weight, at, chunk * 8, 8), b)
                     for i in cutlass.range_constexpr(8):
@@ -114,7 +114,7 @@ class References:
             for k in cutlass.range_constexpr(count):
                 totals[k] = cute.arch.warp_reduction(totals[k], lambda a, b: a + b)
             if lane == 0:
-                to_logits(totals, loss)
+                self._to_logits(totals, loss, index, vocab, tokens, row)
                 guess = totals[0] * Float32(LOG2_E)
                 if cutlass.const_expr(self.kept.samples > 0):
                     least = totals[1]
@@ -126,6 +126,28 @@ class References:
                 bound = cute.arch.fmin(cute.arch.fmax(guess - self.kept.below, -far), far)
                 keep.reference[row] = cute.math.floor(bound)
                 keep.most_raised[row] = Int32(0)
+
+    def _class(self, k: int, index: Int64, vocab: Int32) -> Int64:
+        """Of the k-th logit: the target, and samples from all parts of the vocabulary."""
+        return Int64(vocab) * (2 * k - 1) // (2 * self.kept.samples) if k else index
+
+    def _to_logits(
+        self, totals: cute.Tensor, loss, index: Int64, vocab: Int32, tokens: Compacted, row: Int32
+    ):
+        """Products of a row with these classes become logits."""
+        if not has_own_logits(loss):
+            to_logits(totals, loss)
+            return
+        bias = scale = None
+        if "linear_bias" in loss.terms:
+            given = numbers(loss.linear_bias, vocab)
+            bias = [given[self._class(k, index, vocab)] for k in range(cute.size(totals))]
+        if "row_scale" in loss.terms:
+            token = origin(tokens, row)
+            scale = numbers(loss.row_scale, token + 1)[token]
+        logits = TileLogits(loss, bias, scale)
+        for k in range(cute.size(totals)):
+            totals[k] = logits.of(totals[k], k, scale)[0]
 
 
 class Finish:
@@ -178,7 +200,7 @@ class Finish:
         # Each eighth lane has the numbers of one row.
         own = first + thread % ROWS
         steps, noted, token, valid = Int32(0), Int32(0), Int32(0), Boolean(False)
-        row_max, row_sum = Float32(0.0), Float32(1.0)
+        row_max, row_sum, ratio = Float32(0.0), Float32(1.0), Float32(1.0)
         if own < cute.size(target):
             # Ignored rows are zeros.
             valid = Int64(target[own]) != loss.ignore_index
@@ -186,7 +208,13 @@ class Finish:
                 noted = keep.most_raised[own]
                 token = origin(tokens, own)
                 row_max, row_sum = row_maxima[token], row_sums[token]
-                steps = self._steps(keep.reference[own], row_max, row_sum, noted)
+                most = row_sum
+                if cutlass.const_expr("proportion" in loss.terms):
+                    ratio = self._onehot_ratio(loss, token, row_max, row_sum)
+                    most *= cute.arch.fmax(cute.math.absf(ratio), Float32(1.0))
+                    if start == 0 and thread < ROWS:
+                        numbers(loss.onehot_ratio, token + 1)[token] = ratio
+                steps = self._steps(keep.reference[own], row_max, most, noted)
         for r in cutlass.range(ROWS, unroll=1):
             most, units = cute.arch.shuffle_sync(steps, r), cute.arch.shuffle_sync(noted, r)
             if most > 0:
@@ -212,12 +240,32 @@ class Finish:
                 else:
                     logit = target_logit[own]
                 entry = cute.math.exp2(maths.kept_exponent(logit, k, fma), fastmath=True)
-                entry = maths.dlogits(entry, row_sum * one)
+                onehot = row_sum * one
+                if cutlass.const_expr("proportion" in loss.terms):
+                    onehot *= ratio
+                entry = maths.dlogits(entry, onehot)
                 keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
 
     @cute.jit
+    def _onehot_ratio(self, loss, token: Int32, row_max: Float32, row_sum: Float32) -> Float32:
+        """The onehot's coefficient over the softmax's in a row's gradient; token: its origin."""
+        onehot = loss.onehot
+        if loss.target_weight != 0:
+            onehot *= numbers(loss.target_weight, token + 1)[token]
+        lse = maths.lse(cute.math.log(row_sum), row_max)
+        softmax = maths.softmax_coefficient(onehot, loss.beside, loss.lse_slope, lse)
+        least = onehot * Float32(maths.LEAST_SHARE)
+        if cute.math.absf(softmax) < cute.math.absf(least):
+            softmax = least
+        ratio = Float32(0.0)
+        if onehot != 0:
+            ratio = onehot / softmax
+        return ratio
+
+    @cute.jit
     def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:
-        """j of a whole row: the largest of its units, or what its sum, kept or not, requires."""
+        """j of a whole row: the largest of its units, or what its sum, kept or not, requires; row_sum: or the
+        onehot that is subtracted from it, if that is larger."""
         # A sum of 2^s terms like the largest exceeds K as that term alone exceeds K - s.
         reference -= cute.math.log2(row_sum, fastmath=True)
         steps = maths.raise_steps(row_max, reference, self.kept, fma, cute.math.ceil)

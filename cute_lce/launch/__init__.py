@@ -26,6 +26,7 @@ KERNELS: Implementation = Kernels()
 
 class KernelStatistics:
     choose = staticmethod(token_stats.choose)
+    empty_kept = staticmethod(token_stats.empty_kept)
     forward = staticmethod(token_stats.forward)
     backward = staticmethod(token_stats.backward)
     grad_in_forward = staticmethod(token_stats.grad_in_forward)

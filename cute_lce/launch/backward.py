@@ -227,7 +227,8 @@ class KernelBackward:
             kept, stripes = stripes[0], stripes[1:]
             is_last = not stripes and not chunks
             last = self._accumulating(rows, result) if is_last else rows
-            yield *groups, gradients, self._kept_source(saved, start), last, kept, progress
+            own = hidden, weight, target, _arguments_of_kept(loss, arguments), upstream, statistics
+            yield *own, gradients, self._kept_source(saved, start), last, kept, progress
             if is_last:
                 return
             progress, rows = progress + 4 * COUNTERS, self._gathered(rows)
@@ -418,6 +419,13 @@ def _halves(step: _Step) -> tuple[_Step, _Step]:
         step._replace(gradients=step.gradients._replace(dweight=0)),
         step._replace(gradients=step.gradients._replace(dhidden=0), source=source),
     )
+
+
+def _arguments_of_kept(loss: Any, arguments: Any) -> Any:
+    """A loss's arguments for what was kept, which has row factors of its own. arguments: for the rest."""
+    if "coefficients" not in loss.terms:
+        return arguments
+    return loss_arguments(loss._replace(row_factor=loss.kept_factor))
 
 
 def _column_sums(plan: backward_plan.BackwardPlan, n: int) -> int:

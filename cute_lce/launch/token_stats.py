@@ -26,11 +26,12 @@ from ..implementation import (
 from ..plan.problem import Limits, Problem
 from ..streaming import STATISTICS
 from ..streaming.rows import is_ignored
-from ..streaming.token_stats import coefficients_of
+from ..streaming.token_stats import Coefficients, coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
 from .backward import backward as backward_of
 from .forward import KernelForward
+from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
 
 SERVED = ("logprob", "lse", "entropy", "total_nll")
@@ -46,7 +47,7 @@ MOST_PREPARED = 1024
 
 class _Loss(NamedTuple):
     """What the passes read of LossOptions, for a loss of each row, with the numbers of arguments.TERMS.
-    logit_scale: of the gradient by products too."""
+    logit_scale: of the gradient by products too. kept_factor: row_factor for what was kept."""
 
     ignore_index: int
     terms: tuple[str, ...]
@@ -59,7 +60,13 @@ class _Loss(NamedTuple):
     more_partials: int = 0
     mean_gap: int = 0
     total_gap: int = 0
+    target_weight: int = 0
+    onehot: float = 1.0
+    beside: float = 0.0
+    lse_slope: float = 0.0
+    onehot_ratio: int = 0
     row_factor: int = 0
+    kept_factor: int = 0
     gap: int = 0
     uniform: int = 0
     dbias: int = 0
@@ -78,6 +85,7 @@ class _Tensors(NamedTuple):
     linear_bias: Tensor | None
     class_weight: Tensor | None
     row_scale: Tensor | None
+    target_weight: Tensor | None = None
 
     @classmethod
     def of(cls, operands: StatsOperands) -> _Tensors:
@@ -87,6 +95,13 @@ class _Tensors(NamedTuple):
             _vector(operands.class_weight),
             None if temperature is None else temperature.float().reciprocal().contiguous(),
         )
+
+    def with_target_weight(self, target: Tensor) -> _Tensors:
+        """With the class weights of the targets, whatever those of ignored rows."""
+        if self.class_weight is None:
+            return self
+        inside = target.long().clamp(0, self.class_weight.shape[0] - 1)
+        return self._replace(target_weight=self.class_weight[inside])
 
 
 def _vector(tensor: Tensor | None) -> Tensor | None:
@@ -114,13 +129,53 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     return operands.topk_ids is None and set(options.outputs) <= set(SERVED)
 
 
+def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
+    """Whether the gradients of the numbers that `serves` accepts can be had from what a forward keeps: those
+    whose onehot's share is known there."""
+    if options.softcap is not None:
+        return False
+    return set(options.outputs) <= {"logprob", *(("lse",) if options.z_loss else ())}
+
+
 def choose(
-    problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
+    problem: Problem,
+    operands: StatsOperands,
+    options: StatsOptions,
+    schedule: str,
+    reduction: str,
+    limits: Limits,
+    *,
+    need_dbias: bool,
 ) -> tuple[str, int]:
-    """See implementation.Statistics: the kernels recompute."""
-    if schedule not in ("auto", "recompute"):
-        raise ValueError(f"schedule: got {schedule!r}, want 'recompute' or 'auto'")
-    return schedules.choose(problem, dtype, device, "recompute", reduction, limits)
+    """See implementation.Statistics. "auto" recomputes what the kernels do not keep."""
+    if schedule == "auto" and not keeps(operands, options):
+        schedule = "recompute"
+    dtype, device = operands.hidden.dtype, operands.hidden.device
+    found = schedules.choose(problem, dtype, device, schedule, reduction, limits)
+    if found[1] and need_dbias and limits.workspace:
+        least = schedules.least_workspace(problem, device, schedule, limits)
+        limits = _beside_column_sums(limits, least)
+        found = schedules.choose(problem, dtype, device, schedule, reduction, limits)
+    return found
+
+
+def _beside_column_sums(limits: Limits, least: int = 0) -> Limits:
+    """A part of the workspace is for column_sums; least: bytes that are left at least."""
+    return limits._replace(workspace=max(limits.workspace * 15 // 16, least))
+
+
+def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> dict[str, Tensor]:
+    """See implementation.Statistics."""
+    if not keeps(operands, options):
+        return STATISTICS.empty_kept(operands, options, kept_columns)
+    kept, kept_scale = empty_kept_of(operands.hidden, kept_columns)
+    found = {"kept": kept, "kept_scale": kept_scale}
+    return found | ({"onehot_ratio": torch.empty_like(kept_scale)} if _has_proportion(options) else {})
+
+
+def _has_proportion(options: StatsOptions) -> bool:
+    """Whether the onehot's share in a gradient is not 1."""
+    return bool(options.z_loss)
 
 
 def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
@@ -134,10 +189,21 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
     if "total" in more and tensors.class_weight is not None:
         loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
     loss = loss.with_terms(*more)
+    ratio = None
+    if request.kept_columns and _has_proportion(options):
+        tensors = tensors.with_target_weight(given.target)
+        ratio = torch.empty((n,), dtype=torch.float32, device=device)
+        own = tensors.target_weight
+        loss = loss.with_terms(
+            "proportion",
+            target_weight=0 if own is None else own.data_ptr(),
+            lse_slope=2.0 * options.z_loss,
+            onehot_ratio=ratio.data_ptr(),
+        )
     parts = sum(_PARTS[term] for term in more)
     workspace = request.limits.workspace * 2 // (2 + parts)
     request = request._replace(statistics=True, limits=request.limits._replace(workspace=workspace))
-    key = "forward", *_kind(given), loss.terms, request.limits
+    key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns
     prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
     sums = {name: torch.empty((n,), dtype=torch.float32, device=device) for name in more}
@@ -164,6 +230,9 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
         row_sum=row_sum,
         mean_gap=sums.get("entropy"),
         target_logit=lse + logprob if loss.cap else None,
+        kept=found.kept,
+        kept_scale=found.kept_scale,
+        onehot_ratio=ratio,
     )
 
 
@@ -184,55 +253,117 @@ def backward(
     given = Operands(*operands[:3])
     if given.hidden.shape[0] == 0 or not (request.need_dinput or request.need_dweight):
         return STATISTICS.backward(upstream, operands, saved, options, request, out)
-    tensors = _Tensors.of(operands)
-    loss, half = _loss_of(options, tensors), given.hidden.dtype is torch.float16
     valid = ~is_ignored(given.target, options.ignore_index)
     coefficients = coefficients_of(upstream, operands, saved, valid)
-    factor: Tensor | float = loss.logit_scale
-    if tensors.row_scale is not None:
-        factor = torch.where(valid, tensors.row_scale * factor, 0)
-    row_factor = None
-    if half:
-        # Its range is too small for upstream / n: the rows' factors are applied in float32.
-        size = coefficients.size()
-        coefficients = coefficients.times(torch.where(size == 0, 0, maths.HALF_SCALE / size))
-        row_factor, factor = size * factor, 1.0
-    softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
-    target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
-    if loss.cap and saved.target_logit is not None:
-        cap = loss.cap if tensors.row_scale is None else loss.cap * tensors.row_scale
-        target *= maths.cap_slope(saved.target_logit / cap)
-    gap, uniform = coefficients.gap_factor, coefficients.uniform
-    loss = loss.with_terms("coefficients")
-    if row_factor is not None:
-        loss = loss._replace(row_factor=row_factor.data_ptr())
-    if gap is not None:
-        gap = maths.softmax_factor(gap * factor, saved.row_sum)
-        loss = loss.with_terms("gap", gap=gap.data_ptr())
-    if uniform is not None:
-        uniform = uniform * factor
-        loss = loss.with_terms("uniform", uniform=uniform.data_ptr())
-        if tensors.class_weight is not None:
-            loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
+    tensors = _Tensors.of(operands)
+    if saved.kept is None:
+        gradient = _Gradient.of(operands, saved, options, tensors, coefficients, valid)
+    else:
+        gradient = _kept_gradient(operands, saved, options, request, tensors, coefficients, valid)
+    loss = gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
     if request.need_dbias:
-        # A part of the workspace is for column_sums.
-        workspace = request.limits.workspace * 15 // 16
-        request = request._replace(limits=request.limits._replace(workspace=workspace))
+        request = request._replace(limits=_beside_column_sums(request.limits))
         loss = loss.with_terms("bias_gradient", with_dhidden=int(request.need_dinput))
-    needs = request.limits, request.need_dinput, request.need_dweight, request.added
+    needs = request.limits, request.need_dinput, request.need_dweight, request.added, request.kept_columns
     prepared = _remembered(("backward", *_kind(given), loss.terms, needs), backward_of, given, loss, request)
     assert isinstance(prepared, KernelBackward)
     dbias = None
     if request.need_dbias:
-        dbias = softmax.new_empty((given.weight.shape[0],))
-        column_sums = softmax.new_empty((prepared.column_sums,))
+        dbias = saved.row_max.new_empty((given.weight.shape[0],))
+        column_sums = saved.row_max.new_empty((prepared.column_sums,))
         loss = loss._replace(dbias=dbias.data_ptr(), column_sums=column_sums.data_ptr())
-    # Where else row_sum and dloss are; num_valid is not read.
-    both = Saved(*given, saved.row_max, softmax, saved.row_max)
-    first = prepared.dinput(target, both, loss, out)
-    dinput, dweight = prepared.dweight(target, both, loss, first, out)
+    # num_valid is not read.
+    both = Saved(*given, saved.row_max, gradient.row_sum, saved.row_max, saved.kept, saved.kept_scale)
+    first = prepared.dinput(gradient.dloss, both, loss, out)
+    dinput, dweight = prepared.dweight(gradient.dloss, both, loss, first, out)
     return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)
+
+
+class _Gradient(NamedTuple):
+    """What a backward reads: its loss, and what lies where else dloss and row_sum do (arguments.TERMS).
+    others: tensors whose addresses the loss has."""
+
+    loss: Any
+    dloss: Tensor
+    row_sum: Tensor
+    others: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        operands: StatsOperands,
+        saved: StatsSaved,
+        options: StatsOptions,
+        tensors: _Tensors,
+        coefficients: Coefficients,
+        valid: Tensor,
+    ) -> _Gradient:
+        """By coefficients."""
+        loss = _loss_of(options, tensors).with_terms("coefficients")
+        factor, row_factor = _product_factor(loss, tensors, valid), None
+        if operands.hidden.dtype is torch.float16:
+            # Its range is too small for upstream / n: the rows' factors are applied in float32.
+            size = coefficients.size()
+            coefficients = coefficients.times(torch.where(size == 0, 0, maths.HALF_SCALE / size))
+            row_factor, factor = size * factor, 1.0
+            loss = loss._replace(row_factor=row_factor.data_ptr())
+        softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
+        target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
+        if loss.cap and saved.target_logit is not None:
+            cap = loss.cap if tensors.row_scale is None else loss.cap * tensors.row_scale
+            target *= maths.cap_slope(saved.target_logit / cap)
+        gap, uniform = coefficients.gap_factor, coefficients.uniform
+        if gap is not None:
+            gap = maths.softmax_factor(gap * factor, saved.row_sum)
+            loss = loss.with_terms("gap", gap=gap.data_ptr())
+        if uniform is not None:
+            uniform = uniform * factor
+            loss = loss.with_terms("uniform", uniform=uniform.data_ptr())
+            if tensors.class_weight is not None:
+                loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
+        return cls(loss, target, softmax, (row_factor, gap, uniform, *tensors))
+
+
+def _kept_gradient(
+    operands: StatsOperands,
+    saved: StatsSaved,
+    options: StatsOptions,
+    request: Request,
+    tensors: _Tensors,
+    coefficients: Coefficients,
+    valid: Tensor,
+) -> _Gradient:
+    """Where columns were kept. Of all of them nothing is computed by coefficients."""
+    loss = _loss_of(options, tensors)
+    factor = _kept_factor(saved, coefficients, _product_factor(loss, tensors, valid), valid)
+    if request.kept_columns < operands.weight.shape[0]:
+        found = _Gradient.of(operands, saved, options, tensors, coefficients, valid)
+    else:
+        terms = ("coefficients",) if request.need_dbias else ()
+        found = _Gradient(_Loss(options.ignore_index, terms, 1.0), factor, saved.row_sum, ())
+    loss = found.loss._replace(kept_factor=factor.data_ptr())
+    return found._replace(loss=loss, others=(*found.others, factor))
+
+
+def _product_factor(loss: Any, tensors: _Tensors, valid: Tensor) -> Tensor | float:
+    """The derivative of z by a product, but for a softcap's."""
+    if tensors.row_scale is None:
+        return loss.logit_scale
+    return torch.where(valid, tensors.row_scale * loss.logit_scale, 0)
+
+
+def _kept_factor(
+    saved: StatsSaved, coefficients: Coefficients, factor: Tensor | float, valid: Tensor
+) -> Tensor:
+    """The coefficients of the softmax in the gradient by products, as the forward took them to be when it
+    subtracted the onehot."""
+    softmax, target = coefficients.softmax, coefficients.target
+    assert target is not None
+    if saved.onehot_ratio is not None and saved.onehot_ratio.numel():
+        ratio = torch.where(valid, saved.onehot_ratio, 1)
+        softmax = torch.where(ratio.abs() > 1, target / -ratio, softmax)
+    return (softmax * factor).contiguous()
 
 
 def grad_in_forward(

@@ -26,8 +26,8 @@ def implementation(device: torch.device, dtype: torch.dtype) -> Implementation:
 
 
 def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) -> Statistics:
-    """What serves a call with terms or linear_logprob: the kernels, if they recompute. Raises ValueError by
-    the name of the schedule where kernels for the call would have to keep what they do not."""
+    """What serves a call with terms or linear_logprob: the kernels, if they recompute, or keep what its
+    gradients need. Raises ValueError by the name of the schedule where they would have to keep a softcap."""
     hidden = operands.hidden
     if implementation(hidden.device, hidden.dtype) is not KERNELS:
         return STATISTICS
@@ -35,7 +35,8 @@ def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) ->
         return STATISTICS
     if schedule == "keep" and options.softcap is not None:
         raise ValueError("schedule: got 'keep' with a softcap, want 'recompute' or 'auto'")
-    return KERNEL_STATISTICS if schedule in ("auto", "recompute") else STATISTICS
+    keeps = schedule == "keep" and token_stats.keeps(operands, options)
+    return KERNEL_STATISTICS if keeps or schedule in ("auto", "recompute") else STATISTICS
 
 
 def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:

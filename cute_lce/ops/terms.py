@@ -23,6 +23,7 @@ from .token_stats import (
     LossGradientsFunction,
     StatsFunction,
     StatsHow,
+    listed,
     token_loss_gradients,
     token_stats,
 )
@@ -108,7 +109,7 @@ def _from_stats(
 ) -> Tensor:
     """The rows' losses, or their sum, from numbers of each token."""
     options = StatsOptions.of(loss, row_loss.terms)
-    given = StatsOperands(*operands, linear_bias, class_weight if "total_nll" in options.outputs else None)
+    given = StatsOperands(*operands, linear_bias, class_weight)
     schedule, how = decide(given, options, compute, loss.reduction, destination)
     if schedule == "grad_in_forward":
         return _loss_gradients(given, row_loss, how, loss.reduction != "none")
@@ -157,11 +158,11 @@ def decide(
     """The schedule, and what the op runs with. serving: what serves the call; None: what is picked for it."""
     hidden, weight = operands.hidden, operands.weight
     need_dinput, need_dweight, need_dbias = _needs(operands)
-    limits, (V, d), dtype = compute.limits, weight.shape, hidden.dtype
-    problem = Problem(hidden.shape[0], d, V, dtype is torch.float16, need_dinput, need_dweight)
+    limits, (V, d) = compute.limits, weight.shape
+    problem = Problem(hidden.shape[0], d, V, hidden.dtype is torch.float16, need_dinput, need_dweight)
     serving = serving or statistics(operands, options, compute.schedule)
     schedule, kept_columns = serving.choose(
-        problem, dtype, hidden.device, compute.schedule, reduction, limits
+        problem, operands, options, compute.schedule, reduction, limits, need_dbias=need_dbias
     )
     if schedule == "grad_in_forward" and reduction == "none" and need_dbias:
         raise ValueError(
@@ -182,7 +183,7 @@ def _needs(operands: StatsOperands) -> tuple[bool, bool, bool]:
 def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
     """The numbers that how.options name, the others None; differentiable."""
     options, request = how.options, how.request
-    arguments = *options[:-1], list(options.outputs), *request.limits, request.kept_columns
+    arguments = *listed(options), *request.limits, request.kept_columns
     if how.destination is None:
         found = token_stats(*operands, *arguments)
     else:

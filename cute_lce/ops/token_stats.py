@@ -51,15 +51,20 @@ _OPERANDS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
     "Tensor? temperature, Tensor? topk_ids"
 )
-_OPTIONS = "SymInt ignore_index, float logit_scale, float? softcap, float temperature_number, str[] outputs"
+_OPTIONS = (
+    "SymInt ignore_index, float logit_scale, float? softcap, float temperature_number, str[] outputs, "
+    "float z_loss, float label_smoothing"
+)
 _NEEDED = "bool need_dinput, bool need_dweight, bool need_dbias"
 _RESULTS = ", ".join(f"Tensor {name}" for name in Stats._fields)
 _UPSTREAM = ", ".join(f"Tensor? d{name}" for name in StatsUpstream._fields)
+_SAVED = ", ".join(
+    f"Tensor{'' if name in ('row_max', 'row_sum') else '?'} {name}" for name in StatsSaved._fields
+)
 
 TOKEN_STATS = f"token_stats({_OPERANDS}, {_OPTIONS}, {LIMITS}, SymInt kept_columns) -> ({_RESULTS})"
 TOKEN_STATS_BACKWARD = (
-    f"token_stats_backward({_UPSTREAM}, {_OPERANDS}, Tensor row_max, Tensor row_sum, Tensor? mean_gap, "
-    f"Tensor? kept, Tensor? target_logit, {_OPTIONS}, {LIMITS}, {_NEEDED})"
+    f"token_stats_backward({_UPSTREAM}, {_OPERANDS}, {_SAVED}, {_OPTIONS}, {LIMITS}, {_NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
 )
 _TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
@@ -81,6 +86,11 @@ def _options_of(arguments: tuple) -> tuple[StatsOptions, tuple]:
     return options._replace(outputs=tuple(options.outputs)), arguments[_NUMBERS:]
 
 
+def listed(options: StatsOptions) -> StatsOptions:
+    """As the ops take them."""
+    return options._replace(outputs=list(options.outputs))  # pyright: ignore[reportArgumentType]
+
+
 def _terms_of(arguments: tuple) -> tuple[StatsOptions, TermOptions, tuple]:
     """Those of token_loss_gradients behind its tensors, and the rest."""
     end = 2 + len(TermOptions._fields)
@@ -92,19 +102,22 @@ def _terms_of(arguments: tuple) -> tuple[StatsOptions, TermOptions, tuple]:
 # Fakes
 
 
-def _fake_token_stats(input, linear_weight, target, linear_bias, class_weight, temperature, ids, *arguments):
-    options, (_, _, kept_columns) = _options_of(arguments)
+def _fake_token_stats(*arguments):
+    operands = StatsOperands(*arguments[:_TENSORS])
+    options, (_, _, kept_columns) = _options_of(arguments[_TENSORS:])
+    input, ids = operands.hidden, operands.topk_ids
     n, acc = input.shape[0], accumulate_dtype(input.dtype)
     shapes: dict[str, tuple[int, ...]] = {name: (n,) for name in (*options.outputs, "row_max", "row_sum")}
     if "entropy" in options.outputs:
         shapes["mean_gap"] = (n,)
     if options.softcap is not None:
         shapes["target_logit"] = (n,)
-    if "topk_logprob" in options.outputs:
+    if "topk_logprob" in options.outputs and ids is not None:
         shapes["topk_logprob"] = tuple(ids.shape)
-    shapes["kept"] = (n, kept_columns)
+    kept = _empty_kept(operands, options, kept_columns)
     return tuple(
-        input.new_empty(shapes.get(name, (0,)), dtype=_DTYPES.get(name, acc)) for name in Stats._fields
+        kept[name] if name in kept else input.new_empty(shapes.get(name, (0,)), dtype=_DTYPES.get(name, acc))
+        for name in Stats._fields
     )
 
 
@@ -139,6 +152,11 @@ def _statistics(operands: StatsOperands, options: StatsOptions, kept_columns: in
     return statistics(operands, options, "keep" if kept_columns else "recompute")
 
 
+def _empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> dict[str, Tensor]:
+    """Of whatever keeps, where a symbolic number of columns may come to 0."""
+    return statistics(operands, options, "auto").empty_kept(operands, options, kept_columns)
+
+
 def _check(operands: StatsOperands, ignore_index: int) -> None:
     if CHECK_TARGETS:
         check_targets(Operands(*operands[:3]), LossOptions("none", ignore_index))
@@ -154,7 +172,7 @@ def token_stats(*arguments):
     request = Request(Limits(window, workspace), kept_columns)
     found = _statistics(operands, options, kept_columns).forward(operands, options, request)
     if found.kept is None:
-        found = found._replace(kept=hidden.new_empty((hidden.shape[0], 0), dtype=acc))
+        found = found._replace(**_empty_kept(operands, options, 0))
     return tuple(
         hidden.new_empty((0,), dtype=_DTYPES.get(name, acc)) if value is None else value
         for name, value in found._asdict().items()
@@ -172,7 +190,9 @@ def _run_backward(
     kept = saved.kept
     if kept is not None and kept.shape[1] == 0:
         saved = saved._replace(kept=None)
-    request = request._replace(kept_columns=0 if saved.kept is None else saved.kept.shape[1])
+    # The rows of what is kept are padded to 16 bytes.
+    columns = 0 if saved.kept is None else min(saved.kept.shape[1], operands.weight.shape[0])
+    request = request._replace(kept_columns=columns)
     serving = _statistics(operands, options, request.kept_columns)
     return serving.backward(upstream, operands, saved, options, request, out)
 
@@ -252,8 +272,7 @@ class StatsFunction(torch.autograd.Function):
                 *upstream,
                 *operands,
                 *saved,
-                *how.options[:-1],
-                list(how.options.outputs),
+                *listed(how.options),
                 *how.request.limits,
                 *needed,
             )

@@ -47,25 +47,38 @@ class MergeKey(NamedTuple):
 Key = ForwardKey | BackwardKey | MergeKey
 
 
+class Terms(NamedTuple):
+    """The terms (arguments.TERMS) of the kernels of a job.
+
+    forward, backward: of a forward that keeps nothing, and of a backward that recomputes. keeps: of a forward
+    that keeps; None: none does. of_kept: of the backward of all columns that it kept.
+    """
+
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+    keeps: tuple[str, ...] | None = ()
+    of_kept: tuple[str, ...] = ()
+
+
 def kernels(
     arch: str,
     dtype: str,
     target_dtype: str,
     added: str = "",
-    forward: tuple[str, ...] = (),
-    backward: tuple[str, ...] | None = None,
+    terms: Terms | None = None,
 ) -> list[Key]:
-    """The keys of all kernels that calls with these types may need; added: see BackwardKey. forward,
-    backward: the terms of either; None: the same. Calls whose backward has coefficients keep nothing."""
+    """The keys of all kernels that calls with these types may need; added: see BackwardKey. terms: None:
+    none."""
     row, keys = architecture(arch), dict[Key, None]()
-    backward = forward if backward is None else backward
+    forward, backward, keeps, of_kept = terms or Terms()
     for configs in row.configs:
-        for config in configs.within(Gpu(arch, 1).serving(forward).columns).tokens:
-            for keeps in (False,) if "coefficients" in backward else (False, True):
-                keys[ForwardKey(config, dtype, target_dtype, keeps, forward)] = None
-        for config in configs.within(Gpu(arch, 1).serving(backward).columns).tokens:
-            for dweight in configs.dweight:
-                keys[BackwardKey(config, dweight, dtype, target_dtype, added, backward)] = None
+        for names, keep in ((forward, False), *(((keeps, True),) if keeps is not None else ())):
+            for config in configs.within(Gpu(arch, 1).serving(names).columns).tokens:
+                keys[ForwardKey(config, dtype, target_dtype, keep, names)] = None
+        for names in dict.fromkeys((backward, *((of_kept,) if keeps is not None else ()))):
+            for config in configs.within(Gpu(arch, 1).serving(names).columns).tokens:
+                for dweight in configs.dweight:
+                    keys[BackwardKey(config, dweight, dtype, target_dtype, added, names)] = None
     return list(keys)
 
 

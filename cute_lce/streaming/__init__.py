@@ -23,6 +23,7 @@ STREAMING: Implementation = Streaming()
 
 class StreamingStatistics:
     choose = staticmethod(memory.choose_with_terms)
+    empty_kept = staticmethod(token_stats.empty_kept)
     forward = staticmethod(token_stats.forward)
     backward = staticmethod(token_stats.backward)
     grad_in_forward = staticmethod(token_stats.grad_in_forward)

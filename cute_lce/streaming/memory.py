@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from ..arguments import Operands
-from ..implementation import Request, StatsOperands
+from ..implementation import Request, StatsOperands, StatsOptions
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import MIB, Limits, Problem
 from .products import accumulate_dtype, multiplies_narrow
@@ -120,10 +120,18 @@ def choose(
 
 
 def choose_with_terms(
-    problem: Problem, dtype: torch.dtype, device: torch.device, schedule: str, reduction: str, limits: Limits
+    problem: Problem,
+    operands: StatsOperands,
+    options: StatsOptions,
+    schedule: str,
+    reduction: str,
+    limits: Limits,
+    *,
+    need_dbias: bool,
 ) -> tuple[str, int]:
     """The same for token_stats.py."""
-    return _choose(problem, dtype, device, schedule, reduction, limits, terms=True)
+    hidden = operands.hidden
+    return _choose(problem, hidden.dtype, hidden.device, schedule, reduction, limits, terms=True)
 
 
 def _choose(

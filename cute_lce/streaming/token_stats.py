@@ -29,7 +29,7 @@ from ..implementation import (
 )
 from . import memory
 from .backward import add_product
-from .products import Products, add_mm, mm, without_autocast
+from .products import Products, accumulate_dtype, add_mm, mm, without_autocast
 from .rows import classify, in_window, is_ignored
 
 
@@ -144,6 +144,11 @@ def _ids_in_window(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
 Merge = Callable[[RowSums], RowSums]
 """Of a shard's sums those of the whole vocabulary: a collective. A row's target logit is nan where its target
 is not in the shard, and what is returned has nan where it is not in exactly one."""
+
+
+def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> dict[str, Tensor]:
+    hidden = operands.hidden
+    return {"kept": hidden.new_empty((hidden.shape[0], kept_columns), dtype=accumulate_dtype(hidden.dtype))}
 
 
 def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:

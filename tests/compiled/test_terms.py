@@ -61,6 +61,18 @@ TERMS = {
 }
 
 
+@full
+@pytest.mark.parametrize(
+    "terms", [("row_scale",), ("linear_bias",), ("linear_bias", "logit_scale", "row_scale")]
+)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...]):
+    """In the widest tiles that plans may choose for the terms."""
+    key = widest(arch, terms, ())[0]._replace(keeps=True)
+    for own, without in zip(local_memory(key), local_memory(key._replace(terms=())), strict=True):
+        assert own <= without
+
+
 SHORT = ("sm_90a", "softcap"), ("sm_100a", "entropy")
 
 

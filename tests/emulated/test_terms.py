@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -186,6 +187,87 @@ def test_linear_bias(arch, dtype, way, monkeypatch):
     assert run.gradients[2] is not None
     with pytest.raises(AssertionError):
         token_stats.check(replace(numbers, linear_bias=bias * 1.1), run)
+
+
+ROW_SCALE = torch.linspace(0.3, 3, 21)
+ROW_SCALE[1] = torch.nan
+"""Of a row that is ignored."""
+LOSS = ("logprob", "lse")
+
+
+def kept_numbers(dtype: torch.dtype) -> dict[str, Numbers]:
+    case = ignoring(random_case(21, 72, 201, dtype, scale=4.0))
+    weight, bias = torch.linspace(0, 2, 201), torch.linspace(-3, 3, 201)
+    bias[::17] = 9.0
+    bias = (bias * (0.05 if dtype is FP16 else 1.0)).to(dtype)
+    of_loss = {"outputs": LOSS, "z_loss": 0.05}
+    return {
+        "every": Numbers(
+            case, **of_loss, class_weight=weight, linear_bias=bias, temperature=ROW_SCALE, logit_scale=0.7
+        ),
+        "temperatures": Numbers(case, temperature=ROW_SCALE),
+        "z_loss": Numbers(case, **of_loss),
+        "bias": Numbers(case, linear_bias=bias),
+    }
+
+
+@each_architecture(("sm_90a", BF16))
+@pytest.mark.parametrize(
+    ("which", "kept"),
+    [
+        ("every", 128),
+        *(
+            pytest.param(which, kept, marks=full)
+            for which in ("every", "temperatures", "z_loss", "bias")
+            for kept in (128, 201)
+            if (which, kept) != ("every", 128)
+        ),
+    ],
+)
+def test_kept(arch, dtype, which, kept):
+    numbers = kept_numbers(dtype)[which]
+    run = token_stats.run(numbers, arch, kept_columns=kept)
+    token_stats.check(numbers, run)
+    for changed in (
+        {"z_loss": 0.06},
+        {"temperature": ROW_SCALE * 1.02},
+        {"class_weight": torch.linspace(0, 3, 201)},
+    ):
+        if which == "every":
+            with pytest.raises(AssertionError):
+                token_stats.check(replace(numbers, **changed), run)
+
+
+@full
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_90a", FP16), ("sm_100a", BF16)])
+def test_kept_where_the_softmax_has_no_coefficient(arch, dtype):
+    """1 + 2 z_loss lse is 0, or next to it, with either sign."""
+    for scale in (0.0, 0.01):
+        case = ignoring(random_case(21, 72, 137, dtype, scale=scale))
+        numbers = Numbers(case, LOSS, z_loss=-1 / (2 * math.log(137)))
+        token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=137))
+
+
+@full
+@both
+@pytest.mark.parametrize("seed", range(20))
+def test_kept_of_any_schedule_of_warps(arch, seed):
+    dtype = FP16 if seed % 2 else BF16
+    n, V = 30 + 7 * seed, 190 + 37 * seed
+    case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, dtype, scale=6.0, seed=seed))
+    z_loss = 0.02 if seed % 3 else 0.0
+    numbers = Numbers(
+        case,
+        LOSS if z_loss else ("logprob",),
+        z_loss=z_loss,
+        temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
+        class_weight=torch.linspace(0, 2, V) if z_loss and seed % 5 == 2 else None,
+        linear_bias=torch.linspace(-1, 1, V).to(dtype) if seed % 3 == 1 else None,
+    )
+    needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
+    kept = V if seed % 2 else V // 256 * 128
+    run = token_stats.run(numbers, arch, seed=seed, kept_columns=kept, **needs)
+    token_stats.check(numbers, run)
 
 
 CORNERS = {

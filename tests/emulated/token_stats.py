@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cute_lce.implementation import Request, Stats, StatsOperands, StatsOptions, StatsSaved, StatsUpstream
+from cute_lce.implementation import (
+    Request,
+    RowLoss,
+    Stats,
+    StatsOperands,
+    StatsOptions,
+    StatsSaved,
+    StatsUpstream,
+)
 from cute_lce.launch import STATISTICS
+from cute_lce.options import TermOptions
 from cute_lce.plan.problem import Limits
 from tests.emulated.backward import device
 from tests.emulated.forward import Emulator
@@ -29,11 +38,29 @@ class Numbers:
     logit_scale: float = 1.0
     softcap: float | None = None
     temperature: Tensor | float = 1.0
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
 
     @property
     def options(self) -> StatsOptions:
         number = self.temperature if isinstance(self.temperature, float) else 1.0
-        return StatsOptions(self.case.ignore_index, self.logit_scale, self.softcap, number, self.outputs)
+        logits = self.case.ignore_index, self.logit_scale, self.softcap, number
+        return StatsOptions(*logits, self.outputs, self.z_loss, self.label_smoothing)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether a RowLoss of the numbers is differentiated, whose upstream gradient is logprob's."""
+        return self.z_loss != 0 or self.label_smoothing != 0
+
+    def row_losses(self, values: dict[str, Tensor]) -> Tensor:
+        """Of the numbers; class weights are the targets' too."""
+        own = None
+        if self.class_weight is not None:
+            ignored = self.case.target == self.case.ignore_index
+            own = self.class_weight.to(values["logprob"])[self.case.target.long().masked_fill(ignored, 0)]
+            own = own.masked_fill(ignored, 0)
+        terms = TermOptions(self.label_smoothing, None, self.z_loss)
+        return RowLoss(terms, own, None).losses(Stats(**values), self.case.linear_weight.shape[0])
 
     @property
     def operands(self) -> StatsOperands:
@@ -73,23 +100,37 @@ def run(
     out: Tensor | None = None,
     need_dinput: bool = True,
     need_dweight: bool = True,
+    kept_columns: int = 0,
 ) -> Run:
     """Both passes of launch/."""
-    options, request = (
-        numbers.options,
-        Request(Limits(window), need_dinput=need_dinput, need_dweight=need_dweight),
-    )
+    options = numbers.options
+    request = Request(Limits(window), kept_columns, need_dinput=need_dinput, need_dweight=need_dweight)
     request = request._replace(need_dbias=numbers.linear_bias is not None)
     with device(arch, sms, seed) as counts:
         operands = numbers.operands
         stats = STATISTICS.forward(operands, options, request)
         assert stats.row_max is not None
         assert stats.row_sum is not None
-        saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept, stats.target_logit)
-        upstream = StatsUpstream(**{name: each.clone() for name, each in numbers.upstream.items()})
+        saved = StatsSaved(**{name: getattr(stats, name) for name in StatsSaved._fields})
+        before = [None if each is None else each.clone() for each in saved]
+        upstream = StatsUpstream(**_upstream(numbers, stats))
         total = None if out is None else out.clone()
         gradients = STATISTICS.backward(upstream, operands, saved, options, request, total)
+    for one, other in zip(before, saved, strict=True):
+        if one is not None and other is not None:
+            same = (one == other) | (one.isnan() & other.isnan())
+            assert bool(same.all()), "the backward wrote to what the forward saved"
     return Run(stats, gradients if total is None else (gradients[0], total, gradients[2]), counts)
+
+
+def _upstream(numbers: Numbers, stats: Stats) -> dict[str, Tensor]:
+    given = {name: each.clone() for name, each in numbers.upstream.items()}
+    if not numbers.is_loss:
+        return given
+    leaves = {name: getattr(stats, name).detach().requires_grad_() for name in numbers.outputs}
+    losses = numbers.row_losses(leaves)
+    found = torch.autograd.grad(losses, [*leaves.values()], given["logprob"])
+    return dict(zip(leaves, found, strict=True))
 
 
 def by_torch(
@@ -119,9 +160,12 @@ def by_torch(
         "total_nll": -(each * every).sum(1),
     }
     values = {name: value.masked_fill(ignored, 0) for name, value in values.items()}
-    total = torch.stack(
-        [(values[name] * given.to(wide)).sum() for name, given in numbers.upstream.items()]
-    ).sum()
+    upstream = {name: given.to(wide) for name, given in numbers.upstream.items()}
+    if numbers.is_loss:
+        own = {name: values[name] for name in numbers.outputs}
+        total = (numbers.row_losses(own) * upstream["logprob"]).sum()
+    else:
+        total = torch.stack([(values[name] * given).sum() for name, given in upstream.items()]).sum()
     (dproduct,) = torch.autograd.grad(total, product)
     dbias, factor = dproduct.sum(0), 1.0
     if rounded:

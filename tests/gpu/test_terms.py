@@ -4,6 +4,7 @@ streaming path, against float64."""
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ SCHEDULES = ("recompute", "keep", "grad_in_forward")
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 
 
-def terms_of(dtype):
+def terms_of(dtype, n=N, V=V):
     generator = torch.Generator().manual_seed(3)
 
     def numbers(*shape):
@@ -43,7 +44,7 @@ def terms_of(dtype):
         "logit_scale": 0.6,
         "softcap": 5.0,
         "z_loss": 0.01,
-        "token_weight": numbers(N) + 0.5,
+        "token_weight": numbers(n) + 0.5,
         "denominator": torch.tensor(177, device="cuda"),
     }
 
@@ -149,6 +150,108 @@ def test_the_kernels_terms(dtype, shape, terms):
         case.target[::3] = case.ignore_index
     for reduction, options in (("mean", {}), ("none", {"schedule": "recompute"}), ("sum", {"window": 700})):
         check(case, terms, reduction, **options)
+
+
+KEPT = [
+    ("linear_bias",),
+    ("z_loss",),
+    ("linear_bias", "z_loss", "weight", "logit_scale", "token_weight"),
+]
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("names", KEPT, ids=" ".join)
+def test_the_kernels_keep(dtype, shape, names):
+    """All columns, and some of them where the workspace holds no more; a second backward gives the same."""
+    n, d, V = shape
+    case = device_case(n, d, V, dtype)
+    if n > 1:
+        case.target[::3] = case.ignore_index
+    every = terms_of(dtype, n, V)
+    terms = {name: every[name] for name in names}
+    for reduction, options in (("mean", {}), ("none", {}), ("sum", {"workspace_mb": 60})):
+        check(case, terms, reduction, schedule="keep", **options)
+    hidden = case.input.detach().requires_grad_()
+    loss = linear_cross_entropy(hidden, case.linear_weight, case.target, schedule="keep", **terms)
+    one, other = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in "ab")
+    assert one.any()
+    assert torch.equal(one, other)
+
+
+@dtypes
+def test_kept_without_a_coefficient_of_the_softmax(dtype):
+    """1 + 2 z_loss lse is 0, or next to it, with either sign."""
+    case = case_of(dtype)
+    for scale in (0.0, 0.01):
+        near = replace(case, input=case.input * scale)
+        check(near, {"z_loss": -1 / (2 * math.log(V))}, "mean", schedule="keep")
+
+
+@pytest.mark.parametrize("terms", [("z_loss",), ("linear_bias", "z_loss")], ids=" ".join)
+def test_what_keeps_terms_compiles(terms):
+    case, every = case_of(BF16), terms_of(BF16)
+    given = {name: every[name] for name in terms}
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+
+    def run(function):
+        leaves = [case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()]
+        loss = function(*leaves, case.target, schedule="keep", **given)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    torch._dynamo.reset()
+    for one, other in zip(run(compiled), run(linear_cross_entropy), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("schedule", ["keep", "auto"])
+def test_what_keeps_terms_keeps_to_its_workspace(schedule):
+    n, d, V = 4096, 1024, 65536
+    case, every = device_case(n, d, V, BF16), terms_of(BF16, 4096, 65536)
+    bias = every["linear_bias"].requires_grad_()
+    hidden, weight = case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()
+    leaves = hidden, weight, bias
+    for mib in (150, 700):
+
+        def step(mib=mib):
+            terms = {"z_loss": 0.01, "linear_bias": bias}
+            loss = linear_cross_entropy(
+                hidden, weight, case.target, schedule=schedule, workspace_mb=mib, **terms
+            )
+            torch.autograd.grad(loss, leaves)
+
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before - sum(each.nbytes for each in leaves)
+        assert extra <= mib << 20, extra / (1 << 20)
+
+
+@dtypes
+@pytest.mark.parametrize("schedule", ["keep", "auto"])
+def test_kept_temperatures(dtype, schedule):
+    """Of each row: the gradient of its log-probability."""
+    for n, d, V in SHAPES:
+        case = device_case(n, d, V, dtype)
+        if n > 1:
+            case.target[::3] = case.ignore_index
+        temperature = torch.linspace(0.3, 3, n, device="cuda")
+
+        def gradients(function, wide, case=case, temperature=temperature, **options):
+            hidden, weight = (each.detach().to(wide) for each in (case.input, case.linear_weight))
+            leaves = hidden.requires_grad_(), weight.requires_grad_()
+            found = function(*leaves, case.target, temperature=temperature, **options).logprob
+            upstream = torch.linspace(-1, 2, case.target.numel(), device="cuda").to(found.dtype)
+            return found.detach(), *torch.autograd.grad(found, leaves, upstream)
+
+        found = gradients(linear_logprob, dtype, schedule=schedule)
+        wanted, plain = (gradients(reference.linear_logprob, wide) for wide in (torch.float64, FP32))
+        for i, name in enumerate(("logprob", "dinput", "dweight")):
+            rounding = 2 * 2.0**-8 if i else 0.0
+            assert_close(name, found[i], wanted[i], plain[i].to(found[i].dtype), rounding=rounding)
 
 
 @dtypes

@@ -283,15 +283,18 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(cache, "get", asked.append)
     plain, given = (), ("coefficients",)
-    for options, of_forward, of_backward in (
-        ("--logit-scale", ("logit_scale",), ("logit_scale",)),
-        ("--z-loss", plain, given),
-        ("--z-loss --logit-scale", ("logit_scale",), ("logit_scale", *given)),
+    bias, scale = ("linear_bias",), ("logit_scale",)
+    for options, of_forward, of_backward, *of_kept in (
+        ("", plain, plain, plain, plain),
+        ("--logit-scale", scale, scale, scale, scale),
+        ("--z-loss", plain, given, ("proportion",), plain),
+        ("--z-loss --logit-scale", scale, (*scale, *given), (*scale, "proportion"), plain),
         ("--softcap", ("softcap",), ("softcap", *given)),
         ("--softcap --logit-scale --z-loss", ("softcap",), ("softcap", *given)),
         ("--entropy", ("entropy",), (*given, "gap")),
-        ("--linear-bias", ("linear_bias",), ("linear_bias", *given, "bias_gradient")),
+        ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
         ("--label-smoothing", ("total",), (*given, "uniform")),
+        ("--temperatures", ("row_scale",), ("row_scale", *given), ("row_scale",), plain),
         ("--temperatures --softcap", ("softcap", "row_scale"), ("softcap", "row_scale", *given)),
         (
             "--label-smoothing --class-weights",
@@ -299,11 +302,12 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
             (*given, "uniform", "class_weight"),
         ),
     ):
+        forwards = {(False, of_forward), *((True, terms) for terms in of_kept[:1])}
         asked.clear()
         assert cli.main(f"compile --arch sm_90a --jobs 1 {options}".split()) == 0
-        assert {key.terms for key in asked if isinstance(key, ForwardKey)} == {of_forward}
-        assert {key.terms for key in asked if isinstance(key, BackwardKey)} == {of_backward}
-        assert any(key.keeps for key in asked if isinstance(key, ForwardKey)) == (of_backward == of_forward)
+        assert {(key.keeps, key.terms) for key in asked if isinstance(key, ForwardKey)} == forwards
+        backwards = {of_backward, *of_kept[1:]}
+        assert {key.terms for key in asked if isinstance(key, BackwardKey)} == backwards
         wide = any(key.config.tile_n > 176 for key in asked if isinstance(key, ForwardKey))
         assert wide == (of_forward in ((), ("logit_scale",)))
     capsys.readouterr()

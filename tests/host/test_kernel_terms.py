@@ -9,9 +9,11 @@ import torch
 
 from cute_lce import linear_cross_entropy, linear_logprob
 from cute_lce.arch import Gpu
-from cute_lce.launch import KERNELS
+from cute_lce.implementation import StatsOperands, StatsOptions
+from cute_lce.launch import KERNELS, token_stats
 from cute_lce.ops import select
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from cute_lce.plan.problem import Limits, Problem
 from tests.device import planned_for
 from tests.numerics import random_case
 
@@ -112,26 +114,80 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
 @pytest.mark.parametrize(
     ("call", "options"),
     [
-        (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "keep"}),
+        (linear_cross_entropy, {"label_smoothing": 0.1, "weight": torch.ones(300), "schedule": "keep"}),
+        (linear_logprob, {"outputs": ("lse", "logprob"), "schedule": "keep"}),
+        (linear_logprob, {"outputs": ("entropy", "logprob"), "schedule": "keep"}),
         (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 30.0, "schedule": "grad_in_forward"}),
         (linear_logprob, {"outputs": ("topk_logprob",), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)}),
         (linear_logprob, {"outputs": ("lse", "argmax"), "entropy_grad": False}),
     ],
-    ids=["z_loss kept", "z_loss at once", "softcap at once", "topk", "argmax"],
+    ids=[
+        "weighted smoothing kept",
+        "lse kept",
+        "entropy kept",
+        "z_loss at once",
+        "softcap at once",
+        "topk",
+        "argmax",
+    ],
 )
 def test_others_are_the_streaming_paths(asked, call, options):
     train(call, **options)
     assert not asked.keys
 
 
-def test_the_gradient_of_a_bias(asked):
+@pytest.mark.parametrize(
+    ("schedule", "terms", "backward"),
+    [
+        ("auto", {"softcap": 30.0}, ("linear_bias", "softcap", GIVEN, "bias_gradient")),
+        ("keep", {}, (GIVEN, "bias_gradient")),
+    ],
+)
+def test_the_gradient_of_a_bias(asked, schedule, terms, backward):
     bias = torch.ones(300, dtype=BF16, requires_grad=True)
-    train(linear_cross_entropy, linear_bias=bias, softcap=30.0)
-    terms = ("linear_bias", "softcap")
-    assert [key.terms for key in asked.keys] == [terms, (*terms, GIVEN, "bias_gradient")]
+    train(linear_cross_entropy, linear_bias=bias, schedule=schedule, **terms)
+    assert [key.terms for key in asked.keys] == [("linear_bias", *terms), backward]
     assert bias.grad is not None
     assert bias.grad.dtype is BF16
+
+
+KEPT = [
+    (linear_cross_entropy, {"z_loss": 1e-4}, ("proportion",)),
+    (
+        linear_cross_entropy,
+        {"z_loss": 1e-4, "logit_scale": 0.5, "weight": torch.ones(300)},
+        ("logit_scale", "proportion"),
+    ),
+    (linear_cross_entropy, {"linear_bias": torch.ones(300, dtype=BF16)}, ("linear_bias",)),
+    (linear_logprob, {"temperature": torch.ones(40)}, ("row_scale",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "terms", "forward"), KEPT, ids=["z_loss", "weighted", "bias", "temperatures"]
+)
+def test_what_the_kernels_keep(asked, call, terms, forward):
+    """Of all columns the backward is that of a call without terms."""
+    train(call, schedule="keep", **terms)
+    assert [key.terms for key in asked.keys] == [forward, ()]
+    assert asked.keys[0].keeps
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"), [({"z_loss": 1e-4}, 131072), ({"softcap": 30.0}, 0), ({"outputs": ("lse",)}, 0)]
+)
+@pytest.mark.parametrize("workspace", [0, 2**32])
+def test_auto_keeps_what_it_can(asked, options, kept, workspace):
+    """As it does without terms."""
+    operands = StatsOperands(
+        torch.empty(8, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16), torch.zeros(8, dtype=torch.int64)
+    )
+    given = StatsOptions(-100, 1.0, None, 1.0, ("logprob", "lse"))._replace(**options)
+    limits = Limits(workspace=workspace)
+    problem = Problem(8192, 4096, 131072)
+    found = token_stats.choose(problem, operands, given, "auto", "mean", limits, need_dbias=True)
+    assert found == ("keep" if kept else "recompute", kept)
 
 
 def test_a_softcap_is_not_kept(asked):

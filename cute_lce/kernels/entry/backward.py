@@ -24,7 +24,7 @@ from cute_lce.arguments import (
     Upstream,
     with_terms,
 )
-from cute_lce.kernels.bias_gradient import BiasGradient
+from cute_lce.kernels.bias_gradient import BiasGradient, KeptSums
 from cute_lce.kernels.entry.types import (
     ELEMENTS,
     compacted,
@@ -79,6 +79,7 @@ class Backward:
         self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k")
         self.added = added
         self.bias_gradient = BiasGradient(gemm.fragment(tokens), half)
+        self.kept_sums = KeptSums(gemm.fragment(tokens), half)
         self.gather = Gather()
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
@@ -164,6 +165,10 @@ class Backward:
                 ),
                 stream,
             )
+        if cutlass.const_expr("bias_gradient" in loss.terms):
+            if source.kept_scale != 0 and (loss.with_dhidden == 0 or gradients.dhidden != 0):
+                self.kept_sums(dlogits, factors, loss, tokens, stream)
+                self.bias_gradient(loss, tokens, first, columns, stream)
         if gradients.dhidden != 0:
             splits, from_sums = stripe.dhidden.splits, rows.dhidden == gradients.dhidden
             out = matrix(dtype, gradients.dhidden + first_given(rows) * d * 2, n, d, d)
@@ -210,7 +215,7 @@ class Backward:
             )
 
     def _row_factors(self, upstream: Upstream, loss) -> Upstream:
-        """What the rows of float16's dlogits are multiplied by."""
+        """What the rows of float16's dlogits, or of what was kept, are multiplied by."""
         if "coefficients" in loss.terms:
             return Upstream(dloss=loss.row_factor, stride=Int64(1))
         return upstream
