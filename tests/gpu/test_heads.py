@@ -22,9 +22,12 @@ def test_heads(stacked, schedule):
     weights = [(torch.randn(size, d, **kind) / 32).requires_grad_() for size in sizes]
     target = torch.stack([torch.arange(n, device="cuda") * 7919 % size for size in sizes], -1)
     target[::5, 1] = -100
-    given = torch.stack([weight.detach() for weight in weights]).requires_grad_() if stacked else weights
+    leaves = weights
+    if stacked:
+        leaves = [torch.stack([weight.detach() for weight in weights]).requires_grad_()]
+    given = leaves[0] if stacked else leaves
     losses = linear_cross_entropy(hidden, given, target, schedule=schedule, reduction="sum")
-    dinput, *dweights = torch.autograd.grad(losses.sum(), [hidden, *([given] if stacked else weights)])
+    dinput, *dweights = torch.autograd.grad(losses.sum(), [hidden, *leaves])
     total = torch.zeros(n, d, device="cuda", dtype=torch.float64)
     for k, weight in enumerate(weights):
         alone = linear_cross_entropy(hidden, weight, target[:, k], schedule=schedule, reduction="sum")
