@@ -4,6 +4,7 @@ from .functional import linear_cross_entropy
 from .logprob import LinearLogprob, linear_logprob
 from .module import LinearCrossEntropy
 from .options import LossOptions, TokenStats
+from .sampled import sampled_linear_cross_entropy
 
 __all__ = [
     "LinearCrossEntropy",
@@ -13,5 +14,6 @@ __all__ = [
     "__version__",
     "linear_cross_entropy",
     "linear_logprob",
+    "sampled_linear_cross_entropy",
 ]
 __version__ = "0.1.0.dev0"

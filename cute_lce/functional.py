@@ -199,7 +199,7 @@ def linear_cross_entropy(
             from .parallel import terms as over_ranks
 
             check_types(input, linear_weight, target)
-            given = ops.TermTensors(*tensors[:3], _denominator(denominator, input))
+            given = ops.TermTensors(*tensors[:3], denominator_of(denominator, input))
             operands, numbers = Operands(input, linear_weight, target), TermOptions(*terms)
             return over_ranks.linear_cross_entropy(
                 operands, given, loss, numbers, compute, spread, destination
@@ -238,7 +238,7 @@ def call_with_terms(
         _refuse_terms(terms, tensors)
         return _of_dtensors(operands, loss, compute)
     linear_bias, weight, token_weight, denominator = tensors
-    denominator = _denominator(denominator, operands.hidden)
+    denominator = denominator_of(denominator, operands.hidden)
     given = ops.TermTensors(linear_bias, weight, token_weight, denominator)
     if plain:
         numbers = TermOptions(*terms)
@@ -258,7 +258,7 @@ def _refuse_terms(terms: tuple, tensors: tuple) -> None:
             raise ValueError(f"{name}: got one in a call over several ranks, want {default} there")
 
 
-def _denominator(denominator: Any, input: Tensor) -> Tensor | None:
+def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:
     """A denominator as a tensor. Raises TypeError and ValueError for a number that cannot be one."""
     if denominator is None or isinstance(denominator, Tensor):
         return denominator

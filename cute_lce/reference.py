@@ -151,6 +151,50 @@ def linear_logprob(
     )
 
 
+def sampled_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    sampled_ids: Tensor,
+    *,
+    sampled_log_q: Tensor | None = None,
+    target_log_q: Tensor | None = None,
+    remove_accidental_hits: bool = True,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """Cross entropy of each token's target, the first of its 1 + m columns, against the sampled classes.
+
+    Shapes and dtypes as there; the result has the operands' dtype.
+    """
+    options = LossOptions(reduction, ignore_index)
+    ignored = target.long() == options.ignore_index
+    own = target.long().masked_fill(ignored, 0)
+    z = logits(input, linear_weight, linear_bias, logit_scale=logit_scale)
+    first, others = z.gather(-1, own.unsqueeze(-1)), z[..., sampled_ids.long()]
+    if target_log_q is not None:
+        first = first - target_log_q.unsqueeze(-1)
+    if sampled_log_q is not None:
+        others = others - sampled_log_q
+    if remove_accidental_hits:
+        others = others.masked_fill(sampled_ids == own.unsqueeze(-1), -torch.inf)
+    columns = torch.cat((first, others), -1)
+    loss = columns.logsumexp(-1) - columns[..., 0]
+    if token_weight is not None:
+        loss = loss * token_weight
+    loss = loss.masked_fill(ignored, 0)
+    if options.reduction == "none":
+        return loss
+    total = loss.sum()
+    if options.reduction == "sum":
+        return total
+    return total / ((~ignored).sum().clamp(min=1) if denominator is None else denominator)
+
+
 def gradients(
     input: Tensor,
     linear_weight: Tensor,

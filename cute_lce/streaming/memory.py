@@ -14,7 +14,7 @@ from .products import accumulate_dtype, multiplies_narrow
 
 # Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
 CPU_LOGITS_BYTES = 8 * MIB
-_GPU_LOGITS_BYTES = 256 * MIB
+GPU_LOGITS_BYTES = 256 * MIB
 # Bytes of a chunk of tokens times the whole vocabulary in grad_in_forward, which updates all of dW once per
 # chunk.
 _CHUNK_BYTES = 128 * MIB
@@ -185,7 +185,7 @@ def windows(
     window, workspace = request.limits
     if not window:
         logits = problem.n * accumulate_dtype(dtype).itemsize
-        window = (CPU_LOGITS_BYTES if device_type == "cpu" else _GPU_LOGITS_BYTES) // max(logits, 1)
+        window = (CPU_LOGITS_BYTES if device_type == "cpu" else GPU_LOGITS_BYTES) // max(logits, 1)
         fixed, column = _costs(problem, dtype, device_type, terms)
         spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
         window = min(window, spare // max(column, 1))
@@ -208,13 +208,13 @@ def chunks(
     fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type, terms)
     if not window:
         # A window only bounds what 16-bit operands cost: the converted weight, or a product to be added.
-        logits_bytes = CPU_LOGITS_BYTES if on_cpu else _GPU_LOGITS_BYTES
+        logits_bytes = CPU_LOGITS_BYTES if on_cpu else GPU_LOGITS_BYTES
         window = V if not column else max(logits_bytes // column, _WINDOW_MULTIPLE)
         if workspace:
             spare = workspace - fixed - token * min(_LEAST_CHUNK, n)
             window = min(window, max(spare // max(column, 1), _WINDOW_MULTIPLE))
         window = min(window, V)
-    chunk = (_CHUNK_BYTES if on_cpu else _GPU_LOGITS_BYTES) // token
+    chunk = (_CHUNK_BYTES if on_cpu else GPU_LOGITS_BYTES) // token
     if workspace:
         chunk = min(chunk, (workspace - fixed - column * window) // token)
     chunk = max(chunk, _LEAST_CHUNK)

@@ -103,6 +103,8 @@ PUBLIC_CALLS = {
     "logprob.py: linear_logprob",
     "ops/logprob.py: linear_logprob",
     "reference.py: linear_cross_entropy",
+    "reference.py: sampled_linear_cross_entropy",
+    "sampled.py: sampled_linear_cross_entropy",
 }
 """Whose parameters are options of the call, by their names."""
 
