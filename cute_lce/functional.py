@@ -150,38 +150,23 @@ def linear_cross_entropy(
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB
+    values = reduction, ignore_index, logit_scale, schedule, workspace_mb, window
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
+    terms = label_smoothing, softcap, z_loss
+    tensors: tuple[Any, Any, Any, Any] = linear_bias, weight, token_weight, denominator
     if ops.has_heads(linear_weight):
         if over_group != _ON_ONE_DEVICE:
             raise ValueError("tp_group: got a call over a group with several heads, want one head there")
-        given = {
-            "linear_bias": linear_bias,
-            "weight": weight,
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "logit_scale": logit_scale,
-            "softcap": softcap,
-            "z_loss": z_loss,
-            "token_weight": token_weight,
-            "denominator": denominator,
-            "schedule": schedule,
-            "workspace_mb": workspace_mb,
-            "window": window,
-            "grad_weight_out": grad_weight_out,
-            "grad_weight_dummy": grad_weight_dummy,
-        }
+        given = dict(zip(_NAMES, (*values, *terms, *tensors), strict=True))
+        given |= {"grad_weight_out": grad_weight_out, "grad_weight_dummy": grad_weight_dummy}
         return ops.linear_cross_entropy_of_heads(linear_cross_entropy, input, linear_weight, target, given)
     if not isinstance(linear_weight, Tensor):
         raise TypeError(f"linear_weight: got {type(linear_weight).__name__}, want a torch.Tensor")
-    values = reduction, ignore_index, logit_scale, schedule, workspace_mb, window
     plain = ops.is_plain_eager(input, linear_weight, target)
     loss, compute = _remembered_options(values) if plain else _options(*values)
     spread = None
     if over_group != _ON_ONE_DEVICE:
         spread = _parallel().spread_of(*over_group)
-    terms = label_smoothing, softcap, z_loss
-    tensors: tuple[Any, Any, Any, Any] = linear_bias, weight, token_weight, denominator
     destination = None
     if grad_weight_out is not None or grad_weight_dummy is not False:
         check_types(input, linear_weight, target)
@@ -218,6 +203,10 @@ def linear_cross_entropy(
     )
 
 
+_NAMES = (
+    *(*LossOptions._fields, *ComputeOptions._fields),
+    *(*TermOptions._fields, *ops.TermTensors._fields),
+)
 _NO_TENSORS = (None, None, None, None)
 _ON_ONE_DEVICE = (None, None, None, "reduced", None)
 """The arguments about a group."""
