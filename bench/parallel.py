@@ -23,7 +23,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,7 @@ from cute_lce import linear_cross_entropy
 from cute_lce.measure import records
 from cute_lce.measure.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
 from cute_lce.parallel import tensor
+from cute_lce.parallel.collectives import Begun
 
 KEYS = (
     *("gpu", "ranks", "case", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
@@ -53,8 +54,8 @@ CASES = {
     "alone": "the whole call on one GPU, the others idle",
     "each": "the whole call on every GPU at once, without collectives, as under DDP's no_sync",
     "tp": "the vocabulary in shards",
-    "tp_serial": "the same, where dweight waits for dinput's reduction",
-    "tp_partial": "the same, without dinput's reduction",
+    "tp_serial": "the same, where dweight waits for dinput's sum over the ranks",
+    "tp_partial": "the same, without dinput's sum over the ranks",
     "tp_sequence": "the vocabulary in shards and the tokens in slices",
     "tp_forward": "the forward alone, the vocabulary in shards",
     "alone_forward": "the forward alone on one GPU",
@@ -83,20 +84,16 @@ class Setting:
 
 @contextmanager
 def serial() -> Iterator[None]:
-    """While active, a reduction is over before anything behind it begins."""
+    """While active, a sum over the ranks is over before anything behind it begins."""
 
-    def waited(start: Callable, index: int | None) -> Callable:
-        def run(*arguments):
-            begun = start(*arguments)
-            (begun if index is None else begun[index]).wait()
-            return begun
+    start = tensor.start_sum
 
-        return run
+    def waited(*arguments: Any, **options: Any) -> Begun:
+        begun = start(*arguments, **options)
+        begun.wait()
+        return begun
 
-    with (
-        mock.patch.object(tensor, "start_sum", waited(tensor.start_sum, None)),
-        mock.patch.object(tensor, "start_scatter", waited(tensor.start_scatter, 1)),
-    ):
+    with mock.patch.object(tensor, "start_sum", waited):
         yield
 
 

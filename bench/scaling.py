@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bench.plot import FIGURES, ROOT, save
 from cute_lce.measure import records
 from cute_lce.parallel.collectives import DEFAULT_CTAS
-from cute_lce.plan.overlap import WIRE, sum_bytes
+from cute_lce.plan.overlap import WIRE, sum_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ def seconds(alone: float, n: int, d: int, ranks: int, *, sliced: bool) -> float:
     """A call's, whose whole takes `alone` seconds on one GPU."""
     if ranks == 1:
         return alone
-    collective = sum_bytes(n, d, ranks, scatters=sliced) / WIRE
+    collective = sum_seconds(n, d, 2, ranks, DEFAULT_CTAS, scatters=sliced)
     margin = DEFAULT_CTAS / SMS
     gemm = alone / 3 / ranks / (1 - margin)
     gathered = 2 * n * d * (ranks - 1) / ranks / WIRE if sliced else 0.0

@@ -138,6 +138,9 @@ class Rows(NamedTuple):
     of dhidden, from Gradients.dhidden or, where this is the same, from the sums; 0: not by this launch.
     accumulator (n, d) fp32: likewise, from this launch's sums, which need not be of compacted tokens: it
     is then that of the launch's; 0: not by this launch.
+    sums (n, d) fp32: dhidden's sum, of one split, by the operands' tokens, instead of Gradients.sums. Where
+    the launch gathers and begins at token 0 the rows of ignored tokens are written, as zeros, and no launch
+    adds to them. 0: there is none.
     """
 
     first: Int32
@@ -150,6 +153,7 @@ class Rows(NamedTuple):
     gathers: Int32 = 0
     dhidden: Address = 0
     accumulator: Address = 0
+    sums: Address = 0
 
 
 class GemmPlan(NamedTuple):

@@ -63,7 +63,8 @@ class GatherTensors(NamedTuple):
 
     Read: target (n,); hidden (n, d), rows of 16 bytes; dloss (n,) fp32 with any stride, row_max and row_sum
     (n,) fp32. ignore_index: of targets that are ignored. Written: see arguments.Rows; compacted hidden and
-    values unless they are at address 0.
+    values unless they are at address 0, and so zeros in the rows of sums (n, d) of tokens that are ignored,
+    where the launch begins at token 0. sums None: a forward's.
     """
 
     target: cute.Tensor
@@ -76,6 +77,7 @@ class GatherTensors(NamedTuple):
     compacted_target: cute.Tensor
     compacted_hidden: cute.Tensor
     values: cute.Tensor
+    sums: cute.Tensor | None
 
 
 class Gather:
@@ -154,6 +156,12 @@ class Gather:
                 tensors.values[0, place] = tensors.dloss[token]
                 tensors.values[1, place] = tensors.row_max[token]
                 tensors.values[2, place] = tensors.row_sum[token]
+        if cutlass.const_expr(tensors.sums is not None):
+            if valid == 0 and tensors.sums.iterator.toint() != 0 and tensors.rows.first == 0:
+                zeros = cute.make_rmem_tensor(4, tensors.sums.element_type)
+                zeros.fill(0.0)
+                for chunk in cutlass.range(lane, cute.size(tensors.sums, mode=[1]) // 4, LANES, unroll=1):
+                    cute.autovec_copy(zeros, adjacent(tensors.sums, token, chunk * 4, 4))
         at = place - tensors.rows.first
         if tensors.compacted_hidden.iterator.toint() != 0 and at >= 0 and at < most:
             chunks = cute.size(tensors.hidden, mode=[1]) // 8

@@ -114,9 +114,9 @@ class KernelBackward:
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
         compacted = compacts(problem, kept)
-        # A shard's sum stays in fp32, and of one split and tokens in their order is the result.
-        self.sums_are_results = request.shard and chosen.splits == 1 and not compacted
-        self.accumulates = request.shard and not self.sums_are_results
+        # A shard's sum stays in fp32, and of one split is the result.
+        self.sums_are_results = request.shard and chosen.splits == 1
+        self.accumulates = request.shard and chosen.splits > 1
         last = {"is_last": 0} if request.shard else {}
         self.stripes = tuple(freeze(stripe._replace(**last)) for stripe in chosen.stripes)
         self.chunks = [
@@ -139,7 +139,7 @@ class KernelBackward:
         self.factor = part(4 * n if scales else 0)
         self.weight_factor = part(4 if problem.half else 0)
         several = len(self.stripes) > 1 and not request.shard
-        summed = problem.need_dinput and (several or chosen.splits > 1 or self.accumulates)
+        summed = problem.need_dinput and (several or chosen.splits > 1)
         self.compaction, self.all_rows, self.compacted = None, freeze(Rows(first=0, tokens=n)), None
         if compacted:
             copied = kept < problem.vocab
@@ -147,7 +147,7 @@ class KernelBackward:
             self.compaction = Compaction(
                 parts, n, target.dtype.itemsize, nbytes if copied else 0, values=copied
             )
-            if problem.need_dinput and not self.chunks and not summed:
+            if problem.need_dinput and not self.chunks and not summed and not request.shard:
                 # dinput by compacted tokens, where there are no sums of it.
                 self.compacted = part(nbytes)
         self.scaled = part(n * d * dtype.itemsize if scales and problem.need_dweight else 0)
@@ -156,7 +156,7 @@ class KernelBackward:
         self.chunk_pitch = round_up(problem.vocab, 8)
         rows = max((chunk.tokens for chunk in chosen.chunks), default=0)
         self.chunk_dlogits = part(rows * self.chunk_pitch * dtype.itemsize)
-        self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 or self.accumulates else 0)
+        self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
         if compacted and rows and chosen.splits == 1 and not request.shard:
             self.compacted = part(rows * d * dtype.itemsize)
         end, parts.nbytes = parts.nbytes, begin
@@ -205,13 +205,16 @@ class KernelBackward:
         )
         rows, dhidden = self.all_rows, 0 if dinput is None else dinput.data_ptr()
         result = dhidden
-        if self.accumulates:
-            n = saved.hidden.shape[0]
-            rows = Rows(first=0, tokens=n) if self.compaction is None else self.compaction.rows(start)
-        elif self.compaction is not None:
-            rows = self.compaction.rows(start)._replace(dhidden=dhidden)
+        if self.compaction is not None:
+            rows = self.compaction.rows(start)
+            if self.sums_are_results:
+                rows = rows._replace(sums=result)
+            elif not self.accumulates:
+                rows = rows._replace(dhidden=result)
             if self.compacted is not None:
                 dhidden = start + self.compacted
+        elif self.accumulates:
+            rows = Rows(first=0, tokens=saved.hidden.shape[0])
         gradients = Gradients(
             dhidden=dhidden,
             dweight=0 if dweight is None else dweight.data_ptr(),
@@ -252,6 +255,7 @@ class KernelBackward:
         if chunks:
             # A chunk's rows were copied up to its last k tile, which is not one of all tokens.
             gradients = gradients._replace(dhidden=0)
+            rows = rows if self.compaction is None else rows._replace(sums=0)
         for stripe in stripes:
             last = self._accumulating(rows, result) if stripe is stripes[-1] else rows
             yield *groups, gradients, source, last, stripe, progress

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,13 +52,64 @@ def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return gathered
 
 
-def start_sum(tensor: Tensor, group: ProcessGroup) -> Any:
-    """Begin to replace a tensor by its sum over the ranks; `wait` of what is returned orders the current
-    stream, or on a CPU the thread, behind it."""
-    return dist.all_reduce(tensor, group=group, async_op=True)
+class Begun(NamedTuple):
+    """A sum over ranks that has begun on a stream; None: that is over. sums: what it reads."""
+
+    result: Tensor
+    stream: torch.cuda.Stream | None
+    sums: Tensor
+
+    def wait(self) -> Tensor:
+        """The result, which the current stream may then read."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.result.device).wait_stream(self.stream)
+        return self.result
 
 
-def start_scatter(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Any]:
-    """Begin to sum (ranks * n, ...) over the ranks, each of which gets n rows: they, and what to wait for."""
-    part = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-    return part, _reduce_scatter(part, tensor, group=group, async_op=True)
+def start_sum(sums: Tensor, dtype: torch.dtype, group: ProcessGroup, *, scatters: bool) -> Begun:
+    """Begin to add up the ranks' `sums` (n, d), contiguous, and to round them to dtype: on each rank (n, d),
+    the same bits, or where it scatters the rank's n / ranks rows.
+
+    Each rank sums its part in sums' dtype and rounds it, before the parts are gathered. On a GPU all of it
+    runs on a stream of its own. sums holds nothing of use afterwards.
+    """
+    ranks, rank = group.size(), group.rank()
+    rows, d = sums.shape
+    flat = sums.view(-1)
+    size = flat.shape[0]
+    if size % ranks:
+        flat = torch.nn.functional.pad(flat, (0, -size % ranks))
+    part = flat.shape[0] // ranks
+    own = slice(rank * part, (rank + 1) * part)
+    if scatters:
+        result = mine = flat.new_empty((part,), dtype=dtype)
+    else:
+        result = flat if dtype is flat.dtype else torch.empty_like(flat, dtype=dtype)
+        mine = result[own]
+    summed = mine if dtype is flat.dtype else flat[own]
+    with _forked(sums.device) as stream:
+        _reduce_scatter(summed, flat, group=group)
+        if summed is not mine:
+            mine.copy_(summed)
+        if not scatters:
+            _all_gather(result, mine, group=group)
+    result = result.view(-1, d) if scatters else result[:size].view(rows, d)
+    return Begun(result, stream, flat)
+
+
+@contextlib.contextmanager
+def _forked(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Within, work is queued on a stream of its own behind what the current one has; None: not on a GPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _beside(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """Its kernels take SMs that become free before those of ordinary streams."""
+    return torch.cuda.Stream(device, priority=-1)

@@ -123,9 +123,8 @@ class _ShardedStats(torch.autograd.Function):
         _, need_dinput, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
         request = request._replace(need_dinput=need_dinput, need_dweight=need_dweight, need_dbias=need_dbias)
         dinput, dweight, dbias = token_stats.gradients(upstream, operands, saved, options, request)
-        if dinput is not None:
-            if shard.reduces:
-                start_sum(dinput, shard.group).wait()
-            dinput = dinput.to(operands.hidden.dtype)
-        dbias = None if dbias is None else dbias.to(operands.hidden.dtype)
+        dtype = operands.hidden.dtype
+        if dinput is not None and shard.reduces:
+            dinput = start_sum(dinput, dtype, shard.group, scatters=False).wait()
+        dinput, dbias = (None if each is None else each.to(dtype) for each in (dinput, dbias))
         return None, dinput, dweight, None, dbias, None, None, None

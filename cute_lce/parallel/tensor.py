@@ -1,9 +1,9 @@
 """The paper's tensor and sequence parallelism: the passes of calls whose weight is a shard of the vocabulary.
 
     forward:  [gather hidden] -> statistics of this shard -> gather and fold them -> finish
-    backward: dinput's part -> begin its reduction -> what is left of dweight -> round dinput
+    backward: dinput's part -> begin its sum over the ranks -> what is left of dweight
 
-The reduction runs beside what is left of dweight. Every rank makes the same collectives, whose sizes depend
+The sum and its rounding run beside what is left of dweight. Every rank makes the same collectives, whose sizes depend
 on no values.
 """
 
@@ -21,9 +21,9 @@ from ..implementation import BothGradients, Halfway, Request, Results, Saved
 from ..ops.prepared import Prepared
 from ..ops.select import implementation
 from ..options import LossOptions
-from ..plan.overlap import sum_bytes
+from ..plan.overlap import sum_seconds
 from ..plan.problem import Collective
-from .collectives import gather, start_scatter, start_sum
+from .collectives import gather, start_sum
 
 
 class Shard(NamedTuple):
@@ -52,7 +52,8 @@ class ShardedPasses(Prepared):
         if shard.reduces and shard.sm_margin:
             d = hidden.shape[-1]
             n = hidden.numel() // max(d, 1) * (ranks if shard.sliced else 1)
-            beside = Collective(sum_bytes(n, d, ranks, scatters=shard.sliced), shard.sm_margin)
+            width, sms = hidden.dtype.itemsize, shard.sm_margin
+            beside = Collective(sum_seconds(n, d, width, ranks, sms, scatters=shard.sliced), sms)
         request = request._replace(shard=True, beside=beside)
         super().__init__(implementation(hidden.device, hidden.dtype), request)
         self.shard = shard
@@ -105,16 +106,13 @@ class ShardedPasses(Prepared):
         backward = self._prepared_backward(needed, saved, local, out)
         halfway = backward.dinput(dloss, saved, local, out)
         assert isinstance(halfway, Halfway)
-        dinput, begun = halfway.dinput, None
+        dinput, begun, dtype = halfway.dinput, None, saved.hidden.dtype
         if dinput is not None and shard.reduces:
-            if shard.sliced:
-                dinput, begun = start_scatter(dinput, shard.group)
-            else:
-                begun = start_sum(dinput, shard.group)
+            begun = start_sum(dinput, dtype, shard.group, scatters=shard.sliced)
         _, dweight = backward.dweight(dloss, saved, local, halfway, out)
         if begun is not None:
-            begun.wait()
-        return None if dinput is None else dinput.to(saved.hidden.dtype), dweight
+            return begun.wait(), dweight
+        return None if dinput is None else dinput.to(dtype), dweight
 
 
 @functools.lru_cache(maxsize=256)

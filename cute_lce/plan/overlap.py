@@ -17,13 +17,26 @@ from .problem import Collective, Problem, ceil_div
 
 WIRE = 240e9
 """Bytes a second that a GPU sends in a collective: over NVLink without multicast, beside a GEMM."""
+MOVED = 40e9
+"""Bytes a second that an SM reads and writes of DRAM. An estimate."""
+START = 15e-6
+"""Seconds of each kernel beside the GEMM, that move nothing. An estimate: one that begins after the launch that
+leaves SMs to it waits for the next, so that too much costs less than too little."""
 SEARCHED = 8
 """Rows of tiles."""
 
 
-def sum_bytes(n: int, d: int, ranks: int, *, scatters: bool) -> int:
-    """Bytes that a rank sends for the sum of (n, d) fp32, in a ring; scatters: of which each gets a part."""
-    return (1 if scatters else 2) * 4 * n * d * (ranks - 1) // ranks
+def sum_bytes(n: int, d: int, width: int, ranks: int, *, scatters: bool) -> int:
+    """Bytes that a rank sends for the sum of (n, d) fp32, in a ring, and to gather it rounded to `width` bytes;
+    scatters: not to gather it."""
+    return (4 if scatters else 4 + width) * n * d * (ranks - 1) // ranks
+
+
+def sum_seconds(n: int, d: int, width: int, ranks: int, sms: int, *, scatters: bool) -> float:
+    """Predicted seconds of that beside a GEMM which leaves so many SMs: the sum of a part on each rank, its
+    rounding, its gather."""
+    rounded = (4 + width) * n * d / ranks / (sms * MOVED)
+    return sum_bytes(n, d, width, ranks, scatters=scatters) / WIRE + rounded + (2 if scatters else 3) * START
 
 
 def divide(
@@ -34,12 +47,12 @@ def divide(
     n, d, columns = problem.n, problem.d, stripe.columns
     model = Gemm(gpu, config, n * d * problem.vocab)
     clusters = (gpu.sms - beside.sms) // config.cluster_size
-    if not beside.nbytes or not beside.sms or clusters < 1:
+    if not beside.seconds or not beside.sms or clusters < 1:
         return None
     tile = model.tile(n, DWEIGHT)
     across, down = ceil_div(d, config.cluster_columns), ceil_div(columns, config.cluster_rows)
     # Rounds of tiles on what the collective leaves, and the rows of tiles that these fill.
-    rounds = math.ceil(beside.nbytes / WIRE * model.rates.clock / tile)
+    rounds = math.ceil(beside.seconds * model.rates.clock / tile)
     least = min(max(rounds * clusters // across, 1), down)
 
     def clocks(first: int) -> float:

@@ -151,7 +151,7 @@ def test_dweight_beside_a_collective(
     none, and a shard of few classes is too small."""
     monkeypatch.setattr(overlap, "START_CLOCKS", 0)
     monkeypatch.setattr(overlap, "LAUNCH_CLOCKS", 0)
-    case, beside = ignoring(random_case(40, 72, 670, dtype)), Collective(nbytes=20_000, sms=2)
+    case, beside = ignoring(random_case(40, 72, 670, dtype)), Collective(seconds=8e-8, sms=2)
     gemms = [
         sum("Gemm" in name for name in check(case, arch, [600, 70], kept, beside=each))
         for each in (None, beside)
@@ -203,7 +203,7 @@ def test_two_sweeps_of_a_frozen_weight(monkeypatch):
     case = random_case(70, 64, 300, BF16)
     two_sweeps(monkeypatch, chunk=48, columns=100)
     loss = LossOptions("sum", case.ignore_index)
-    request = Request(need_dweight=False, shard=True, beside=Collective(10**6, 2))
+    request = Request(need_dweight=False, shard=True, beside=Collective(4e-6, 2))
     operands = Operands(case.input, case.linear_weight, case.target)
     with device("sm_90a", 4):
         forward = KERNELS.forward(operands, loss, request)

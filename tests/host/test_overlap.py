@@ -11,19 +11,19 @@ from cute_lce.plan.problem import MIB, Collective, Limits, Problem
 GPU = Gpu("sm_90a", 132)
 
 
-def divided(n: int, d: int, columns: int, nbytes: int, sms: int):
+def divided(n: int, d: int, columns: int, seconds: float, sms: int):
     problem = Problem(n, d, columns, False, True, True)
     plan = backward.plan(GPU, problem, columns, Limits(0, 4096 * MIB))
     stripe = plan.stripes[-1]
-    return stripe, overlap.divide(GPU, plan.dweight, problem, stripe, Collective(nbytes, sms))
+    return stripe, overlap.divide(GPU, plan.dweight, problem, stripe, Collective(seconds, sms))
 
 
 @pytest.mark.parametrize(("n", "d", "V"), [(8192, 4096, 131072), (2048, 2880, 201088), (1100, 3584, 152064)])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("sms", [16, 24, 33])
 def test_the_parts_are_the_whole(n: int, d: int, V: int, ranks: int, sms: int):
-    nbytes = overlap.sum_bytes(n, d, ranks, scatters=False)
-    stripe, parts = divided(n, d, V // ranks, nbytes, sms)
+    seconds = overlap.sum_seconds(n, d, 2, ranks, sms, scatters=False)
+    stripe, parts = divided(n, d, V // ranks, seconds, sms)
     assert parts is not None
     early, late = parts
     assert late is not None
@@ -34,33 +34,40 @@ def test_the_parts_are_the_whole(n: int, d: int, V: int, ranks: int, sms: int):
     assert 2 * early.dweight.clusters <= GPU.sms - sms
     assert late.dweight.clusters == stripe.dweight.clusters
     # What a longer collective takes leaves less behind it.
-    _, longer = divided(n, d, V // ranks, 2 * nbytes, sms)
+    _, longer = divided(n, d, V // ranks, 2 * seconds, sms)
     assert longer is not None
     assert longer[0].columns > early.columns
 
 
 def test_a_collective_longer_than_the_gemm():
-    stripe, parts = divided(2048, 4096, 16384, 10**10, 24)
+    stripe, parts = divided(2048, 4096, 16384, 0.04, 24)
     assert parts is not None
     assert parts[0].columns == stripe.columns
     assert parts[1] is None
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "sms"),
-    [(0, 24), (10**8, 0), (10**8, 131), (10**8, 1000)],
+    ("seconds", "sms"),
+    [(0.0, 24), (4e-4, 0), (4e-4, 131), (4e-4, 1000)],
     ids=["none", "no SM", "all", "more"],
 )
-def test_what_cannot_be_divided(nbytes: int, sms: int):
-    assert divided(2048, 4096, 65536, nbytes, sms)[1] is None
+def test_what_cannot_be_divided(seconds: float, sms: int):
+    assert divided(2048, 4096, 65536, seconds, sms)[1] is None
 
 
 def test_a_gemm_of_few_tiles_stays_whole():
-    stripe, parts = divided(64, 256, 1000, 10**5, 24)
+    stripe, parts = divided(64, 256, 1000, 4e-7, 24)
     assert parts == (stripe, None)
 
 
 def test_bytes_of_a_ring():
-    assert overlap.sum_bytes(8192, 4096, 2, scatters=False) == 8192 * 4096 * 4
-    assert overlap.sum_bytes(8192, 4096, 4, scatters=True) == 8192 * 4096 * 3
-    assert overlap.sum_bytes(8192, 4096, 1, scatters=False) == 0
+    assert overlap.sum_bytes(8192, 4096, 2, 2, scatters=False) == 8192 * 4096 * 3
+    assert overlap.sum_bytes(8192, 4096, 2, 4, scatters=True) == 8192 * 4096 * 3
+    # Of float32 as many as an all-reduce.
+    assert overlap.sum_bytes(8192, 4096, 4, 2, scatters=False) == 8192 * 4096 * 4
+    assert overlap.sum_bytes(8192, 4096, 2, 1, scatters=False) == 0
+    # The sum of a part, its rounding and its gather follow one another.
+    seconds = overlap.sum_seconds(8192, 4096, 2, 4, 24, scatters=False)
+    sent = overlap.sum_bytes(8192, 4096, 2, 4, scatters=False) / overlap.WIRE
+    assert sent + 3 * overlap.START < seconds < 1.2 * sent
+    assert overlap.sum_seconds(8192, 4096, 2, 4, 24, scatters=True) < seconds

@@ -27,6 +27,7 @@ from cute_lce.arguments import (
 from cute_lce.kernels.bias_gradient import BiasGradient, KeptSums
 from cute_lce.kernels.entry.types import (
     ELEMENTS,
+    chosen,
     compacted,
     dloss_of_origins,
     example,
@@ -173,9 +174,12 @@ class Backward:
             splits, from_sums = stripe.dhidden.splits, rows.dhidden == gradients.dhidden
             out = matrix(dtype, gradients.dhidden + first_given(rows) * d * 2, n, d, d)
             sums = cute.make_tensor(
-                cute.make_ptr(Float32, gradients.sums, cute.AddressSpace.gmem, assumed_align=16),
+                cute.make_ptr(
+                    Float32, chosen(rows.sums, gradients.sums), cute.AddressSpace.gmem, assumed_align=16
+                ),
                 cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1)),
             )
+            places = cutlass.select_(rows.sums != 0, rows.source, Int64(0))
             self.dhidden(
                 transposed(classes),
                 dlogits,
@@ -184,6 +188,7 @@ class Backward:
                     n=n,
                     sums=sums,
                     factor=factors,
+                    places=tokens._replace(source=vector(Int32, places, everything)),
                     is_first=stripe.is_first,
                     to_out=Int32(stripe.is_last != 0 and splits == 1 and not from_sums),
                 ),

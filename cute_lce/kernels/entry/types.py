@@ -139,6 +139,7 @@ def gather_tensors(
 ) -> GatherTensors:
     """values: dloss, row_max and row_sum (n,), if they are compacted."""
     n, d = hidden.shape
+    sums = None if values is None else matrix(Float32, rows.sums, n, d, d)
     if values is None:
         values = [vector(Float32, Int64(0), n) for _ in range(3)]
     dloss, row_max, row_sum = values
@@ -155,6 +156,7 @@ def gather_tensors(
         values=cute.make_tensor(
             vector(Float32, rows.values, n).iterator, cute.make_layout((3, n), stride=(Int64(n), 1))
         ),
+        sums=sums,
     )
 
 

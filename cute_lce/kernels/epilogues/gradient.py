@@ -17,20 +17,22 @@ from cute_lce.kernels.epilogues.store import (
     store_transposed,
 )
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
+from cute_lce.kernels.rows import Compacted
 
 
 class DhiddenTensors(NamedTuple):
     """Global memory that the epilogue of dhidden accesses.
 
     out (n, d) in the operands' dtype, written if `to_out`; n: its rows. sums (splits, n, d) fp32: read unless
-    `is_first`, written unless `to_out`. factor (n,) fp32: multiplies the product's columns; at
-    address 0: ones.
+    `is_first`, written unless `to_out`; where `places` has a source, those of valid tokens, at their origins.
+    factor (n,) fp32: multiplies the product's columns; at address 0: ones.
     """
 
     out: Output
     n: Int32
     sums: cute.Tensor
     factor: cute.Tensor
+    places: Compacted
     is_first: Int32
     to_out: Int32
 
@@ -77,9 +79,9 @@ class DhiddenEpilogue:
         sums = tensors.sums[split, None, None]
         first = column + slab * fragment.columns
         if tensors.is_first == 0:
-            add_transposed(sums, frag, row, first, fragment)
+            add_transposed(sums, frag, row, first, fragment, tensors.places)
         if tensors.to_out == 0:
-            store_transposed(sums, frag, row, first, fragment)
+            store_transposed(sums, frag, row, first, fragment, tensors.places)
         else:
             owned = range(fragment.owned)
             store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned)

@@ -27,6 +27,7 @@ from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, BOXES, WARPGROUP, WA
 from cute_lce.arguments import KEPT_TILE
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp
+from cute_lce.kernels.rows import Compacted, origin
 
 LINE = 2 * BOX_COLUMNS  # bytes of a box's line
 BLOCK = 8  # rows and columns that stmatrix moves at once: 16 bytes a line
@@ -310,14 +311,19 @@ def store_transposed(
     row: Int32,
     column: Int32,
     fragment: cutlass.Constexpr[Fragment],
+    places: Compacted,
 ):
-    """Store a fragment in fp32, transposed: 8 lanes have 32 consecutive bytes of a matrix's row."""
+    """Store a fragment in fp32, transposed: 8 lanes have 32 consecutive bytes of a matrix's row, which is the
+    tile's column, or where `places` has a source, of a valid token, its origin."""
+    end = _end(matrix, places)
     for c in cutlass.range_constexpr(fragment.count):
         line = column + fragment.offset(c)
-        for r in cutlass.range_constexpr(len(fragment.rows)):
-            at = row + fragment.rows[r]
-            if line < cute.size(matrix, mode=[0]) and at < cute.size(matrix, mode=[1]):
-                adjacent(matrix, line, at, 1)[0] = frag[r, c]
+        if line < end:
+            line = origin(places, line)
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                at = row + fragment.rows[r]
+                if at < cute.size(matrix, mode=[1]):
+                    adjacent(matrix, line, at, 1)[0] = frag[r, c]
 
 
 @cute.jit
@@ -327,15 +333,25 @@ def add_transposed(
     row: Int32,
     column: Int32,
     fragment: cutlass.Constexpr[Fragment],
+    places: Compacted,
 ):
     """Add what `store_transposed` stored to a fragment, in place.
 
-    Elements outside the matrix get those of its last row or column: unconditional loads can all be in flight
-    at once.
+    Elements that it does not store get those of its last row or column: unconditional loads can all be in
+    flight at once.
     """
-    last_line, last = cute.size(matrix, mode=[0]) - 1, cute.size(matrix, mode=[1]) - 1
+    last_line, last = cutlass.max(_end(matrix, places) - 1, 0), cute.size(matrix, mode=[1]) - 1
     for c in cutlass.range_constexpr(fragment.count):
-        line = cutlass.min(column + fragment.offset(c), last_line)
+        line = origin(places, cutlass.min(column + fragment.offset(c), last_line))
         for r in cutlass.range_constexpr(len(fragment.rows)):
             at = cutlass.min(row + fragment.rows[r], last)
             frag[r, c] = frag[r, c] + adjacent(matrix, line, at, 1)[0]
+
+
+@cute.jit
+def _end(matrix: cute.Tensor, places: Compacted) -> Int32:
+    """The first of the launch's tokens that is not stored."""
+    end = Int32(cute.size(matrix, mode=[0]))
+    if places.source.iterator.toint() != 0:
+        end = cutlass.min(end, places.count[0] - places.first)
+    return end
