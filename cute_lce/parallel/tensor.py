@@ -3,8 +3,8 @@
     forward:  [gather hidden] -> statistics of this shard -> gather and fold them -> finish
     backward: dinput's part -> begin its sum over the ranks -> what is left of dweight
 
-The sum and its rounding run beside what is left of dweight. Every rank makes the same collectives, whose sizes depend
-on no values.
+The sum and its rounding run beside what is left of dweight. Every rank makes the same collectives, whose
+sizes depend on no values.
 """
 
 from __future__ import annotations

@@ -20,15 +20,15 @@ WIRE = 240e9
 MOVED = 40e9
 """Bytes a second that an SM reads and writes of DRAM. An estimate."""
 START = 15e-6
-"""Seconds of each kernel beside the GEMM, that move nothing. An estimate: one that begins after the launch that
-leaves SMs to it waits for the next, so that too much costs less than too little."""
+"""Seconds in which each kernel beside the GEMM moves nothing. An estimate: one that misses the launch that
+leaves SMs to it waits until the next has ended, so that too much costs less than too little."""
 SEARCHED = 8
 """Rows of tiles."""
 
 
 def sum_bytes(n: int, d: int, width: int, ranks: int, *, scatters: bool) -> int:
-    """Bytes that a rank sends for the sum of (n, d) fp32, in a ring, and to gather it rounded to `width` bytes;
-    scatters: not to gather it."""
+    """Bytes that a rank sends, in a ring, for the sum of (n, d) fp32 of which it has a part, and, unless it
+    scatters, for the gather of the parts in numbers of `width` bytes."""
     return (4 if scatters else 4 + width) * n * d * (ranks - 1) // ranks
 
 

@@ -94,11 +94,18 @@ ALL = passes(
     dict.fromkeys((config.tile_n, config.cluster_n) for config in architecture("sm_90a").token_configs),
 )
 SPILLS = {
-    Pass("sm_90a", (192, 1)): "dlogits: 16 bytes, 7 accesses",
-    Pass("sm_90a", (192, 1), "float16"): "dlogits: 8 bytes, 4 accesses",
+    Pass("sm_90a", (192, 1)): "dlogits: 16 bytes, 7 accesses; dhidden: 8 bytes, 2 accesses",
+    Pass("sm_90a", (192, 1), "float16"): "dlogits: 8 bytes, 4 accesses; dhidden: 8 bytes, 2 accesses",
     **{
         Pass("sm_90a", (columns, side_by_side), dtype): "dhidden: 8 bytes, 2 accesses"
         for columns in (128, 144)
+        for side_by_side in (1, 2)
+        for dtype in DTYPES
+    },
+    **{Pass("sm_90a", (160, 1), dtype): "dhidden: 24 bytes, 12 accesses" for dtype in DTYPES},
+    **{Pass("sm_90a", (160, 2), dtype): "dhidden: 32 bytes, 18 accesses" for dtype in DTYPES},
+    **{
+        Pass("sm_90a", (176, side_by_side), dtype): "dhidden: 16 bytes, 8 accesses"
         for side_by_side in (1, 2)
         for dtype in DTYPES
     },
