@@ -47,8 +47,9 @@ class Request(NamedTuple):
     are needed. added: the dtype of a tensor of the caller's to which dweight will be added; None: there is
     none. shard: whether weight is a part of the vocabulary, and target counts from its first class: one
     outside it that is not ignore_index belongs to another part. The two phases of a pass are then apart:
-    Forward and Backward say what the first one gives. beside: what runs beside the second phase of a shard's
-    backward. need_dbias: of a Statistics.
+    Forward and Backward say what the first one gives. is_summed: whether a shard's dinput is summed over the
+    shards before it is rounded. beside: what runs beside the second phase of a shard's backward. need_dbias:
+    of a Statistics.
     """
 
     limits: Limits = NO_LIMITS
@@ -58,6 +59,7 @@ class Request(NamedTuple):
     statistics: bool = True
     added: torch.dtype | None = None
     shard: bool = False
+    is_summed: bool = True
     beside: Collective | None = None
     need_dbias: bool = False
 
@@ -114,8 +116,9 @@ BothGradients = tuple[Tensor | None, Tensor | None]
 
 
 class Halfway(NamedTuple):
-    """What a shard's backward returns between its phases: BothGradients, with dinput in acc and not yet
-    reduced over the shards; rest: what of dweight is still to be computed, for the implementation."""
+    """What a shard's backward returns between its phases: BothGradients, with dinput of this shard, in acc if
+    it is to be summed, else in acc or rounded; rest: what of dweight is still to be computed, for the
+    implementation."""
 
     dinput: Tensor | None
     dweight: Tensor | None

@@ -1,8 +1,8 @@
 """The paper's Algorithm 2, stripe by stripe: logits again, dlogits, the gradients' GEMMs (kernels.entry).
 
 Where the plan has chunks, dinput is computed first, a chunk of tokens at a time, without the stripes. Of a
-shard of the vocabulary dinput is a sum in fp32, and the last stripe's dweight waits until its reduction has
-begun.
+shard of the vocabulary dinput is a sum in fp32, unless nothing else is added to it, and the last stripe's
+dweight waits until the sum over the shards has begun.
 """
 
 from __future__ import annotations
@@ -114,10 +114,11 @@ class KernelBackward:
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
         compacted = compacts(problem, kept)
-        # A shard's sum stays in fp32, and of one split is the result.
-        self.sums_are_results = request.shard and chosen.splits == 1
-        self.accumulates = request.shard and chosen.splits > 1
-        last = {"is_last": 0} if request.shard else {}
+        # What shards are summed of stays in fp32, and of one split is the result.
+        exact = request.shard and request.is_summed
+        self.sums_are_results = exact and chosen.splits == 1
+        self.accumulates = exact and chosen.splits > 1
+        last = {"is_last": 0} if exact else {}
         self.stripes = tuple(freeze(stripe._replace(**last)) for stripe in chosen.stripes)
         self.chunks = [
             (chunk.first, chunk.tokens, freeze(chunk.stripe._replace(**last))) for chunk in chosen.chunks
@@ -126,10 +127,10 @@ class KernelBackward:
         self.column_sums = _column_sums(chosen, n)
         self.paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
         self.counters = COUNTERS * len(launched)
-        self.row_bytes = d * (4 if request.shard else self.itemsize)
+        self.row_bytes = d * (4 if exact else self.itemsize)
         self.hidden = None
         if problem.need_dinput:
-            self.hidden = template(device, torch.float32 if request.shard else dtype, n, d)
+            self.hidden = template(device, torch.float32 if exact else dtype, n, d)
         self.weight = None
         if problem.need_dweight and not (added and self.directly):
             self.weight = template(device, torch.float32 if added else dtype, problem.vocab, d)
@@ -138,7 +139,7 @@ class KernelBackward:
         scales = kept > 0 or problem.half
         self.factor = part(4 * n if scales else 0)
         self.weight_factor = part(4 if problem.half else 0)
-        several = len(self.stripes) > 1 and not request.shard
+        several = len(self.stripes) > 1 and not exact
         summed = problem.need_dinput and (several or chosen.splits > 1)
         self.compaction, self.all_rows, self.compacted = None, freeze(Rows(first=0, tokens=n)), None
         if compacted:
@@ -147,7 +148,7 @@ class KernelBackward:
             self.compaction = Compaction(
                 parts, n, target.dtype.itemsize, nbytes if copied else 0, values=copied
             )
-            if problem.need_dinput and not self.chunks and not summed and not request.shard:
+            if problem.need_dinput and not self.chunks and not summed and not exact:
                 # dinput by compacted tokens, where there are no sums of it.
                 self.compacted = part(nbytes)
         self.scaled = part(n * d * dtype.itemsize if scales and problem.need_dweight else 0)
@@ -157,7 +158,7 @@ class KernelBackward:
         rows = max((chunk.tokens for chunk in chosen.chunks), default=0)
         self.chunk_dlogits = part(rows * self.chunk_pitch * dtype.itemsize)
         self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
-        if compacted and rows and chosen.splits == 1 and not request.shard:
+        if compacted and rows and chosen.splits == 1 and not exact:
             self.compacted = part(rows * d * dtype.itemsize)
         end, parts.nbytes = parts.nbytes, begin
         self.dlogits = part(n * chosen.pitch * dtype.itemsize)

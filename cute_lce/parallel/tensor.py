@@ -54,7 +54,7 @@ class ShardedPasses(Prepared):
             n = hidden.numel() // max(d, 1) * (ranks if shard.sliced else 1)
             width, sms = hidden.dtype.itemsize, shard.sm_margin
             beside = Collective(sum_seconds(n, d, width, ranks, sms, scatters=shard.sliced), sms)
-        request = request._replace(shard=True, beside=beside)
+        request = request._replace(shard=True, is_summed=shard.reduces, beside=beside)
         super().__init__(implementation(hidden.device, hidden.dtype), request)
         self.shard = shard
 

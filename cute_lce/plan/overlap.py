@@ -17,6 +17,8 @@ from .problem import Collective, Problem, ceil_div
 
 WIRE = 240e9
 """Bytes a second that a GPU sends in a collective: over NVLink without multicast, beside a GEMM."""
+SENT = 15e9
+"""Of them what an SM sends, at least, where a group allows collectives few CTAs. An estimate."""
 MOVED = 40e9
 """Bytes a second that an SM reads and writes of DRAM. An estimate."""
 START = 15e-6
@@ -35,8 +37,9 @@ def sum_bytes(n: int, d: int, width: int, ranks: int, *, scatters: bool) -> int:
 def sum_seconds(n: int, d: int, width: int, ranks: int, sms: int, *, scatters: bool) -> float:
     """Predicted seconds of that beside a GEMM which leaves so many SMs: the sum of a part on each rank, its
     rounding, its gather."""
+    sent = sum_bytes(n, d, width, ranks, scatters=scatters) / min(WIRE, sms * SENT)
     rounded = (4 + width) * n * d / ranks / (sms * MOVED)
-    return sum_bytes(n, d, width, ranks, scatters=scatters) / WIRE + rounded + (2 if scatters else 3) * START
+    return sent + rounded + (2 if scatters else 3) * START
 
 
 def divide(

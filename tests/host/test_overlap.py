@@ -71,3 +71,5 @@ def test_bytes_of_a_ring():
     sent = overlap.sum_bytes(8192, 4096, 2, 4, scatters=False) / overlap.WIRE
     assert sent + 3 * overlap.START < seconds < 1.2 * sent
     assert overlap.sum_seconds(8192, 4096, 2, 4, 24, scatters=True) < seconds
+    # Few SMs send less.
+    assert overlap.sum_seconds(8192, 4096, 2, 4, 8, scatters=False) > 1.9 * seconds
