@@ -32,14 +32,16 @@ def check(
     reduction: str = "mean",
     sequence_dim: int | None = None,
     sliced_target: bool = False,
+    clean: Case | None = None,
     call: Any = linear_cross_entropy,
     need_dinput: bool = True,
     need_dweight: bool = True,
     **options: Any,
 ) -> None:
     """Forward and backward on this rank, compared with its part of what float64 has; losses have the same
-    bits on every rank. sizes: of the shards; None: equal ones, whose start is not given."""
-    case = case.to(here.device)
+    bits on every rank. sizes: of the shards; None: equal ones, whose start is not given. clean: the case with
+    what should not be read replaced."""
+    case, clean = (each.to(here.device) for each in (case, clean or case))
     V = case.linear_weight.shape[0]
     every = list(sizes or [V // here.ranks] * here.ranks)
     start = sum(every[: here.rank])
@@ -66,7 +68,7 @@ def check(
     dloss = own(upstream) if sliced_target and reduction == "none" else upstream
     if need_dinput or need_dweight:
         loss.backward(dloss.to(loss.dtype))
-    expected, baseline = case.expected(upstream, reduction), case.baseline(upstream, reduction)
+    expected, baseline = clean.expected(upstream, reduction), clean.baseline(upstream, reduction)
     takes_own = sliced_target and reduction == "none"
     want, plain = (own(each[0]) if takes_own else each[0] for each in (expected, baseline))
     assert loss.shape == want.shape

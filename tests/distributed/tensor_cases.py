@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_lce import linear_cross_entropy
 from cute_lce.parallel import ranks as checks
+from cute_lce.plan import memory
 from tests.distributed.calls import check, shard_sizes, slice_of
 from tests.distributed.ranks import Rank
 from tests.numerics import Case, assert_close, make, random_case
@@ -29,6 +31,12 @@ def ignoring(case: Case) -> Case:
     target = case.target.clone()
     target.view(-1)[1::4] = case.ignore_index
     return replace(case, target=target)
+
+
+def poisoned(case: Case) -> Case:
+    """Ignored rows are nan."""
+    ignored = (case.target == case.ignore_index).unsqueeze(-1)
+    return replace(case, input=case.input.masked_fill(ignored, torch.nan))
 
 
 def shaped(case: Case, *shape: int) -> Case:
@@ -126,6 +134,26 @@ def ignored_rows(here: Rank) -> None:
     assert loss.isfinite()
     assert hidden.grad is not None
     assert hidden.grad.isfinite().all()
+
+
+def compacted_tokens(here: Rank) -> None:
+    """None, one, some or all rows are ignored, and those are nan; by kernels, of any size, compacted. n d is
+    no multiple of three ranks, or the tokens are in slices."""
+    every = slice(0), slice(1), slice(1, None, 3), slice(-1), slice(None)
+    calls: tuple[tuple[int, dict], ...] = (
+        (79, {"schedule": "keep", "workspace_mb": 64}),
+        (79, {"schedule": "recompute", "window": 64}),
+        (78 + here.ranks - 78 % here.ranks, {"sequence_dim": 0}),
+    )
+    with (
+        mock.patch.object(memory, "LEAST_COMPACTED", 0),
+        mock.patch.object(memory, "LEAST_VOCAB", 0),
+    ):
+        for n, options in calls:
+            for ignored in every:
+                case = random_case(n, 56, 144 * here.ranks, torch.bfloat16)
+                case.target[ignored] = case.ignore_index
+                check(here, poisoned(case), clean=case, **options)
 
 
 def one_operand(here: Rank) -> None:
@@ -420,6 +448,7 @@ CASES = (
     losses_of_any_number_of_ranks,
     shards_in_another_order,
     ignored_rows,
+    compacted_tokens,
     one_operand,
     targets_in_no_shard,
     a_shard_of_minus_infinity,

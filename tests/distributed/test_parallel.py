@@ -19,6 +19,7 @@ GLOO = {
     3: (
         logprob_cases.numbers_of_shards,
         tensor_cases.uneven_shards,
+        tensor_cases.compacted_tokens,
         tensor_cases.targets_in_no_shard,
         dtensor_cases.a_sharded_weight,
     ),
