@@ -235,6 +235,23 @@ class RankStatistics(NamedTuple):
     arrived: Address
 
 
+class Products(NamedTuple):
+    """What grad_in_forward's backward multiplies by the upstream gradient, and writes.
+
+    dinput (n, d), dweight (vocab, d): accumulators fp32, contiguous; d is a multiple of 8. Of one that is not
+    needed n or vocab is 0. dinput_out (n, d) is written, in the gradients' dtype; dweight_out (vocab, d) too,
+    or has the key's `added` dtype and is added to.
+    """
+
+    dinput: Address
+    dweight: Address
+    dinput_out: Address
+    dweight_out: Address
+    n: Int32
+    vocab: Int32
+    d: Int32
+
+
 class Upstream(NamedTuple):
     """The upstream gradient: fp32, (n,) with a stride in elements; stride 0: one number."""
 

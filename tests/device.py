@@ -37,7 +37,8 @@ def planned_for(
     forget_device()
     with contextlib.ExitStack() as stack:
         stack.callback(forget_device)
-        for module in (launch.forward, launch.backward, launch.choose, launch.grad_in_forward, launch.merge):
+        modules = launch.forward, launch.backward, launch.choose, launch.grad_in_forward, launch.merge
+        for module in (*modules, launch.multiply):
             stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
         if functions is not None:
             stack.enter_context(mock.patch.object(cache, "_functions", functions))

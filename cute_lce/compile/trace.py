@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan.kernels import BackwardKey, ForwardKey, Key, MergeKey
+from ..plan.kernels import BackwardKey, ForwardKey, Key, MergeKey, MultiplyKey
 from .baseline import set_baseline
 
 
@@ -33,8 +33,12 @@ def _compile(key: Key, options: str) -> Any:
         from ..kernels.entry.backward import compile_backward
 
         return compile_backward(*key, options=options.format(compile_options(key.tokens.arch)))
+    if isinstance(key, MultiplyKey):
+        from ..kernels.entry.multiply import compile_multiply
+
+        return compile_multiply(key.dtype, key.added, options=options.format(compile_options(key.arch)))
     if isinstance(key, MergeKey):
         from ..kernels.entry.merge import compile_merge
 
         return compile_merge(key.target_dtype, options=options.format(compile_options(key.arch)))
-    raise TypeError(f"key: got {type(key).__name__}, want a ForwardKey, BackwardKey or MergeKey")
+    raise TypeError(f"key: got {type(key).__name__}, want a key of plan/kernels")

@@ -1,12 +1,10 @@
 """The kernels' host side: what a call allocates and launches. The contract is implementation.py's.
 
-Arch-neutral: what differs between architectures is in the plan and behind `compile`. What moves memory once,
-without a product, is the streaming implementation's.
+Arch-neutral: what differs between architectures is in the plan and behind `compile`.
 """
 
 from ..implementation import Implementation, Statistics
-from ..streaming import STREAMING
-from . import backward, choose, forward, grad_in_forward, merge, token_stats
+from . import backward, choose, forward, grad_in_forward, merge, multiply, token_stats
 from .device import DTYPES, serves
 
 
@@ -16,7 +14,7 @@ class Kernels:
     forward = staticmethod(forward.forward)
     backward = staticmethod(backward.backward)
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
-    scale_gradients = staticmethod(STREAMING.scale_gradients)
+    scale_gradients = staticmethod(multiply.scale_gradients)
     localize = staticmethod(merge.localize)
     merge = staticmethod(merge.merge)
 

@@ -37,6 +37,14 @@ class BackwardKey(NamedTuple):
     terms: tuple[str, ...] = ()
 
 
+class MultiplyKey(NamedTuple):
+    """The key of a kernels.entry.multiply.Multiplying. dtype: the gradients'. added: as in BackwardKey."""
+
+    arch: str
+    dtype: str = "bfloat16"
+    added: str = ""
+
+
 class MergeKey(NamedTuple):
     """The key of a kernels.entry.merge.Merging."""
 
@@ -44,7 +52,7 @@ class MergeKey(NamedTuple):
     target_dtype: str = "int64"
 
 
-Key = ForwardKey | BackwardKey | MergeKey
+Key = ForwardKey | BackwardKey | MultiplyKey | MergeKey
 
 
 class Terms(NamedTuple):
@@ -79,6 +87,7 @@ def kernels(
             for config in configs.within(Gpu(arch, 1).serving(names).columns).tokens:
                 for dweight in configs.dweight:
                     keys[BackwardKey(config, dweight, dtype, target_dtype, added, names)] = None
+    keys[MultiplyKey(arch, dtype, added)] = None
     return list(keys)
 
 

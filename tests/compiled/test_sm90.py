@@ -185,5 +185,5 @@ def test_configs_that_no_kernel_has_are_refused(change: dict, named: str):
 
 
 def test_what_is_no_key_is_refused():
-    with pytest.raises(TypeError, match="key: got tuple, want a ForwardKey, BackwardKey or MergeKey"):
+    with pytest.raises(TypeError, match="key: got tuple, want a key of plan/kernels"):
         trace(tuple(ForwardKey(WIDEST)))  # pyright: ignore[reportArgumentType]

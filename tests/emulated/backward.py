@@ -108,9 +108,9 @@ def train(
         upstream = upstream if upstream.dtype is torch.float32 else upstream.float()
         saved = [None if tensor is None else tensor.clone() for tensor in results]
         # Known to the emulator: what was made before it was active.
-        upstream = _known(upstream)
+        upstream = known(upstream)
         needed = {"need_dinput": need_dinput, "need_dweight": need_dweight}
-        total = None if out is None else _known(out)
+        total = None if out is None else known(out)
         dinput, dweight = passes.backward(KERNELS, case, upstream, results, out=total, **needed, **options)
         if total is not None:
             assert dweight is None
@@ -122,7 +122,7 @@ def train(
     return Run(results.loss, dinput, dweight, kept_columns, counts, results.kept_scale)
 
 
-def _known(tensor: Tensor) -> Tensor:
+def known(tensor: Tensor) -> Tensor:
     """The tensor with its strides, in memory that the emulator knows."""
     count = max(tensor.untyped_storage().nbytes() // tensor.element_size(), 1)
     base = torch.full((count,), torch.nan, dtype=tensor.dtype)

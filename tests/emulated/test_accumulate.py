@@ -13,7 +13,7 @@ from cute_lce.launch import KERNELS
 from cute_lce.plan import grad_in_forward as plans
 from tests import passes
 from tests.device import forget_plans
-from tests.emulated.backward import device, narrow_plans, train
+from tests.emulated.backward import device, known, narrow_plans, train
 from tests.emulated.forward import ignoring
 from tests.numerics import Case, assert_close, random_case, with_bad_ignored_rows
 
@@ -120,10 +120,10 @@ def gradients(
     with device(arch, sms, seed) as counts:
         found = passes.grad_in_forward(KERNELS, case, reduction=reduction, **needs)
         assert sum("Gemm" in name for name in counts.launched) >= 2
-    kept = [None if tensor is None else tensor.clone() for tensor in found]
-    scaled = KERNELS.scale_gradients(
-        upstream.float(), found, passes.loss_of(case, reduction), case.input.dtype
-    )
+        kept = [None if tensor is None else tensor.clone() for tensor in found]
+        scaled = KERNELS.scale_gradients(
+            known(upstream.float()), found, passes.loss_of(case, reduction), case.input.dtype
+        )
     for before, after in zip(kept, found, strict=True):
         if before is not None and after is not None:
             assert torch.equal(before.nan_to_num(7), after.nan_to_num(7)), "the backward wrote to what it had"

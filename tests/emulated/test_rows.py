@@ -13,7 +13,7 @@ from cute_lce.plan import grad_in_forward as plans
 from cute_lce.plan import memory
 from tests import passes
 from tests.device import forget_plans, two_sweeps
-from tests.emulated.backward import check, device, narrow_plans, train
+from tests.emulated.backward import check, device, known, narrow_plans, train
 from tests.numerics import Case, assert_close, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -104,7 +104,8 @@ def test_grad_in_forward(arch: str, dtype: torch.dtype, valid: str, chunk: int, 
     dloss = clean.upstream("mean")
     with device(arch, 2):
         found = passes.grad_in_forward(KERNELS, case)
-    dinput, dweight = KERNELS.scale_gradients(dloss.float(), found, passes.loss_of(case, "mean"), dtype)
+        upstream = known(dloss.float())
+        dinput, dweight = KERNELS.scale_gradients(upstream, found, passes.loss_of(case, "mean"), dtype)
     expected, plain = clean.expected(dloss, "mean"), clean.baseline(dloss, "mean", rounded_dlogits=True)
     for name, mine, want, base in zip(
         ("loss", "dinput", "dweight"), (found.loss, dinput, dweight), expected, plain, strict=True

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from cute_lce import linear_cross_entropy
+from cute_lce.implementation import Accumulated
+from cute_lce.launch import KERNELS
+from cute_lce.options import LossOptions
 from cute_lce.plan.problem import MIB
+from cute_lce.streaming import STREAMING
 from tests.gpu.test_forward import device_case, needs_kernels, poisoned
 from tests.numerics import Case, assert_close, random_case, with_bad_ignored_rows
 
@@ -98,6 +102,28 @@ def test_bad_ignored_rows_change_nothing():
     expected, plain = zeros.expected(dloss.double(), "mean"), zeros.baseline(dloss.double(), "mean")
     for name, mine, want, base in zip(("loss", "dinput", "dweight"), found, expected, plain, strict=True):
         assert_close(name, mine, want, base)
+
+
+@dtypes
+@pytest.mark.parametrize("added", [None, FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("d", [8, 1000, 9000])
+def test_the_backwards_products_are_torchs(dtype, added, d):
+    """Equal where they are written; where they are added torch may round the product first."""
+    dinput, dweight = torch.randn(300, d, device="cuda"), torch.randn(501, d, device="cuda")
+    accumulated = Accumulated(torch.empty(0), torch.tensor(7, device="cuda"), dinput, dweight)
+    before = None if added is None else torch.randn(501, d, device="cuda").to(added)
+    found = []
+    for implementation in (KERNELS, STREAMING):
+        out = None if before is None else before.clone()
+        upstream = torch.tensor(3.0, device="cuda")
+        first, second = implementation.scale_gradients(upstream, accumulated, LossOptions(), dtype, out)
+        found.append((first, second if out is None else out))
+    (mine, other), (plain, other_plain) = found
+    assert torch.equal(mine, plain)
+    if added is None:
+        assert torch.equal(other, other_plain)
+    else:
+        torch.testing.assert_close(other, other_plain, rtol=torch.finfo(added).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])

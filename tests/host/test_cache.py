@@ -18,7 +18,7 @@ import pytest
 import cute_lce
 from cute_lce.arch import KernelConfig, architecture
 from cute_lce.compile import cache
-from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key, MultiplyKey
 from tests.host.modules import closure
 
 PACKAGE = Path(cute_lce.__file__).parent
@@ -104,11 +104,11 @@ def only_file(folder: Path) -> Path:
 
 
 def variants():
-    """(what differs, key) for every field of both kinds of key."""
+    """(what differs, key) for every field of the kinds of key."""
     other = dataclasses.replace(CONFIG, pace=0)
     backward = BackwardKey(CONFIG, CONFIG)
     yield "kind", backward
-    for key in (KEY, backward):
+    for key in (KEY, backward, MultiplyKey("sm_90a")):
         for name, value in key._asdict().items():
             if name != "config":
                 another = {"dtype": "float16", "target_dtype": "int32", "keeps": True}.get(name, other)
@@ -122,7 +122,7 @@ def variants():
 
 def test_every_field_is_in_the_key():
     digests = {what: cache._digest(key) for what, key in variants()}
-    keys = (len(ForwardKey._fields) - 1) + len(BackwardKey._fields)
+    keys = (len(ForwardKey._fields) - 1) + len(BackwardKey._fields) + len(MultiplyKey._fields)
     assert len(digests) == 1 + keys + len(dataclasses.fields(KernelConfig))
     assert len({*digests.values(), cache._digest(KEY)}) == len(digests) + 1
 
@@ -570,6 +570,7 @@ def test_the_configs_of_plans_are_compiled_from_one_place():
         files = PACKAGE.rglob("*.py")
         return {path.relative_to(PACKAGE).as_posix() for path in files if text in path.read_text()}
 
-    assert users("cute.compile(") == {f"kernels/entry/{name}.py" for name in ("forward", "backward", "merge")}
+    entries = "forward", "backward", "multiply", "merge"
+    assert users("cute.compile(") == {f"kernels/entry/{name}.py" for name in entries}
     assert users("compile_forward") == {"kernels/entry/forward.py", "compile/trace.py"}
     assert users("compile_backward") == {"kernels/entry/backward.py", "compile/trace.py"}

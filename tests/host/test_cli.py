@@ -264,6 +264,7 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     row = architecture("sm_90a")
     pairs = {(tokens, dweight) for configs in row.configs for tokens, dweight in product(*configs)}
     wanted = {"Sideways": 1, "ForwardKey": 2 * len(set(row.token_configs)), "BackwardKey": len(pairs)}
+    wanted["MultiplyKey"] = 1
     assert Counter(type(key).__name__ for key in set(keys)) == wanted
     assert lines[-1].startswith(f"{len(keys)} kernels in ")
 

@@ -26,7 +26,7 @@ from cute_lce.arguments import (
 )
 from cute_lce.kernels.bias_gradient import BiasGradient, KeptSums
 from cute_lce.kernels.entry.types import (
-    ELEMENTS,
+    ADDED,
     chosen,
     compacted,
     dloss_of_origins,
@@ -57,9 +57,6 @@ from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
 from cute_lce.kernels.rows import Gather
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
-
-ADDED = {"": None, "float32": Float32, **ELEMENTS}
-"""The types of a matrix to which dweight is added, by their names."""
 
 
 class Backward:

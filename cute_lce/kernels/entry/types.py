@@ -10,6 +10,8 @@ from cute_lce import arguments
 from cute_lce.kernels.rows import Compacted, GatherTensors
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+ADDED = {"": None, "float32": Float32, **ELEMENTS}
+"""The types of a matrix to which dweight is added, by their names; "": dweight is written."""
 NUMBERS = {arguments.Int32: Int32, arguments.Int64: Int64, arguments.Float32: Float32}
 INDICES = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 

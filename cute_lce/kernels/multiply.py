@@ -1,0 +1,114 @@
+"""The backward of grad_in_forward: its accumulators times the upstream gradient, rounded once or added."""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from cute_lce import maths
+from cute_lce.arguments import REDUCTIONS, LossArguments
+from cute_lce.kernels.adjacent import adjacent
+
+THREADS = 128
+ELEMENTS = 8
+AT_ONCE = 4
+"""Elements of a thread in flight, in as many parts: 32 bytes each."""
+
+
+class MultiplyTensors(NamedTuple):
+    """Global memory that the kernel accesses.
+
+    Read: dinput (n, d) and dweight (V, d) fp32, the accumulators, contiguous, d a multiple of 8; dloss (n,)
+    fp32 with any stride (0: one number); num_valid (1,) int64. Written: the products, dinput_out in 16 bits
+    and dweight_out in its type, to which dweight's may be added instead. One that is not needed has no rows.
+    """
+
+    dinput: cute.Tensor
+    dweight: cute.Tensor
+    dinput_out: cute.Tensor
+    dweight_out: cute.Tensor
+    dloss: cute.Tensor
+    num_valid: cute.Tensor
+    loss: LossArguments
+
+
+class Multiply:
+    """A block for each row of either, a thread of which has AT_ONCE times 8 elements in flight.
+
+    Args:
+        adds: whether dweight's product is added to what is there.
+    """
+
+    def __init__(self, adds: bool):
+        self.adds = adds
+
+    @cute.jit
+    def __call__(self, tensors: MultiplyTensors, stream: cuda.CUstream):
+        rows = cute.size(tensors.dinput, mode=[0]) + cute.size(tensors.dweight, mode=[0])
+        self.kernel(tensors).launch(grid=(rows, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: MultiplyTensors):
+        row, n = cute.arch.block_idx()[0], cute.size(tensors.dinput, mode=[0])
+        if row < n:
+            factor = self._upstream(tensors, row)
+            # 0 times nan is nan: what flows into ignored rows, whose accumulators are 0, does not matter.
+            if not cute.math.absf(factor) < Float32.inf:
+                if not _any(tensors.dinput, row):
+                    factor = Float32(0.0)
+            self._multiply(tensors.dinput, tensors.dinput_out, row, factor, False)
+        else:
+            factor = self._upstream(tensors, Int32(0))
+            self._multiply(tensors.dweight, tensors.dweight_out, row - n, factor, self.adds)
+
+    @cute.jit
+    def _upstream(self, tensors: MultiplyTensors, row: Int32) -> Float32:
+        """The gradient by a row's loss; of a sum or mean of no rows 0, whatever dloss is."""
+        found, valid = tensors.dloss[row], tensors.num_valid[0]
+        if tensors.loss.reduction == REDUCTIONS["mean"]:
+            found = maths.mean_upstream(found, cutlass.max(Float32(valid), Float32(1.0)))
+        if tensors.loss.reduction != REDUCTIONS["none"] and valid == 0:
+            found = Float32(0.0)
+        return found
+
+    @cute.jit
+    def _multiply(
+        self,
+        source: cute.Tensor,
+        out: cute.Tensor,
+        row: Int32,
+        factor: Float32,
+        adds: cutlass.Constexpr[bool],
+    ):
+        chunks = cute.size(source, mode=[1]) // ELEMENTS
+        for first in cutlass.range(cute.arch.thread_idx()[0], chunks, THREADS * AT_ONCE, unroll=1):
+            parts = cute.make_rmem_tensor((ELEMENTS, AT_ONCE), Float32)
+            before = cute.make_rmem_tensor((ELEMENTS, AT_ONCE), out.element_type)
+            # All loads before the first store: the compiler cannot know that they do not overlap.
+            for i in cutlass.range_constexpr(AT_ONCE):
+                chunk = first + i * THREADS
+                if chunk < chunks:
+                    cute.autovec_copy(adjacent(source, row, chunk * ELEMENTS, ELEMENTS), parts[None, i])
+                    if cutlass.const_expr(adds):
+                        cute.autovec_copy(adjacent(out, row, chunk * ELEMENTS, ELEMENTS), before[None, i])
+            for i in cutlass.range_constexpr(AT_ONCE):
+                chunk = first + i * THREADS
+                if chunk < chunks:
+                    product = parts[None, i].load() * factor
+                    if cutlass.const_expr(adds):
+                        product = product + before[None, i].load().to(Float32)
+                    rounded = cute.make_rmem_tensor(ELEMENTS, out.element_type)
+                    rounded.store(product.to(out.element_type))
+                    cute.autovec_copy(rounded, adjacent(out, row, chunk * ELEMENTS, ELEMENTS))
+
+
+@cute.jit
+def _any(matrix: cute.Tensor, row: Int32) -> Boolean:
+    """Whether a row has anything but zeros; each warp looks at all of it."""
+    found = Boolean(False)
+    for column in cutlass.range(cute.arch.lane_idx(), cute.size(matrix, mode=[1]), 32, unroll=4):
+        if matrix[row, column] != 0.0:
+            found = Boolean(True)
+    return cute.arch.vote_ballot_sync(found) != 0

@@ -1,0 +1,149 @@
+"""The kernel of grad_in_forward's backward, executed: products of random accumulators against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_lce.implementation import Accumulated
+from cute_lce.launch import KERNELS
+from cute_lce.options import LossOptions
+from tests.emulated.backward import device, known
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+def accumulator(rows: int, d: int) -> Tensor:
+    """Every third row zeros."""
+    found = torch.randn((rows, d), generator=torch.Generator().manual_seed(rows))
+    found[1::3] = 0
+    return found
+
+
+def scaled(
+    dloss: Tensor,
+    dinput: Tensor | None,
+    dweight: Tensor | None,
+    *,
+    arch: str = "sm_90a",
+    reduction: str = "mean",
+    valid: int = 7,
+    dtype: torch.dtype = BF16,
+    out: Tensor | None = None,
+    launches: int = 1,
+) -> tuple[Tensor | None, Tensor | None]:
+    """out: what dweight's product is added to; the sum is returned in its place."""
+    with device(arch, 2) as counts:
+        given = [None if each is None else known(each) for each in (dinput, dweight)]
+        accumulated = Accumulated(dloss, torch.tensor(valid).clone(), *given)
+        # logit_scale is in the accumulators.
+        loss = LossOptions(reduction, logit_scale=0.5)
+        total = None if out is None else known(out)
+        found = KERNELS.scale_gradients(known(dloss), accumulated, loss, dtype, total)
+        assert sum("Multiply" in name for name in counts.launched) == launches == len(counts.launched)
+    for before, after in zip((dinput, dweight), given, strict=True):
+        if before is not None and after is not None:
+            assert torch.equal(before.nan_to_num(7), after.nan_to_num(7)), "it wrote to what it read"
+    if total is None:
+        return found
+    assert found[1] is None
+    return found[0], total
+
+
+def assert_rounded(mine: Tensor | None, want: Tensor, dtype: torch.dtype = BF16) -> None:
+    """Within a rounding of a float64 number, and of one to float32 before."""
+    assert mine is not None
+    assert mine.dtype is dtype
+    assert mine.shape == want.shape
+    bound = want.abs() * (torch.finfo(dtype).eps / 2 + 2 * torch.finfo(FP32).eps) + 1e-30
+    assert bool(((mine.double() - want).abs() <= bound).all())
+
+
+# d: one part of a thread, and several with a ragged end.
+@both
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("d", [8, 72, 4360])
+def test_both_gradients_of_a_mean(arch: str, dtype: torch.dtype, d: int):
+    dinput, dweight = accumulator(5, d), accumulator(4, d)
+    first, second = scaled(torch.tensor(3.0), dinput, dweight, arch=arch, dtype=dtype)
+    assert_rounded(first, dinput.double() * (3 / 7), dtype)
+    assert_rounded(second, dweight.double() * (3 / 7), dtype)
+
+
+@pytest.mark.parametrize("needed", ["dinput", "dweight"])
+def test_one_gradient_of_a_sum(needed: str):
+    given = accumulator(5, 72)
+    pair = (given, None) if needed == "dinput" else (None, given)
+    found = scaled(torch.tensor(-2.0), *pair, reduction="sum")
+    mine, none = found if needed == "dinput" else found[::-1]
+    assert none is None
+    assert_rounded(mine, given.double() * -2)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 3])
+def test_a_number_for_each_row(stride: int):
+    base = torch.randn(16, generator=torch.Generator().manual_seed(5))
+    dloss = base.as_strided((5,), (stride,))
+    dinput = accumulator(5, 72)
+    mine, _ = scaled(dloss, dinput, None, reduction="none")
+    assert_rounded(mine, dinput.double() * dloss.double().unsqueeze(1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_flows_into_rows_of_zeros_does_not_matter(bad: float):
+    dinput = accumulator(6, 72)
+    dinput[3, 0] = 0.0  # beside numbers, in a row that has them
+    dloss = torch.tensor([1.0, bad, 1.0, bad, bad, 1.0])
+    mine, _ = scaled(dloss, dinput, None, reduction="none")
+    want = dinput.double() * dloss.double().unsqueeze(1)
+    want[[1, 4]] = 0
+    assert mine is not None
+    assert torch.equal(mine[3].isnan(), want[3].isnan())
+    good = [0, 1, 2, 4, 5]
+    assert_rounded(mine[good], want[good])
+
+
+def test_nan_accumulators_stay():
+    dinput, dweight = accumulator(3, 72), accumulator(4, 72)
+    dinput[1, 70] = dweight[2, 3] = math.nan
+    for found, place in zip(scaled(torch.tensor(1.0), dinput, dweight), ((1, 70), (2, 3)), strict=True):
+        assert found is not None
+        assert int(found.isnan().sum()) == 1
+        assert found[place].isnan()
+
+
+@pytest.mark.parametrize("dloss", [1.0, math.nan])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_valid_rows(reduction: str, dloss: float):
+    """As if the upstream gradient were 0, whatever it is."""
+    zeros = torch.zeros((3, 72))
+    for found in scaled(torch.tensor(dloss), zeros, zeros[:2].clone(), reduction=reduction, valid=0):
+        assert found is not None
+        assert not found.any()
+
+
+@both
+@pytest.mark.parametrize("out_dtype", [FP32, BF16, FP16], ids=["to fp32", "to bf16", "to fp16"])
+@pytest.mark.parametrize("d", [72, 4360])
+def test_dweight_is_added(arch: str, out_dtype: torch.dtype, d: int):
+    dinput, dweight = accumulator(3, d), accumulator(4, d)
+    before = accumulator(4, d).flip(0).to(out_dtype)
+    first, out = scaled(torch.tensor(3.0), dinput, dweight, arch=arch, out=before)
+    assert out is not None
+    assert_rounded(first, dinput.double() * (3 / 7))
+    want = before.double() + dweight.double() * (3 / 7)
+    error = (out.double() - want).abs()
+    largest = torch.maximum(before.double().abs(), dweight.double().abs())
+    assert bool((error <= want.abs() * torch.finfo(out_dtype).eps / 2 + largest * 2e-7 + 1e-7).all())
+
+
+def test_features_that_are_no_multiple_of_8_are_torchs():
+    dinput, dweight = accumulator(5, 77), accumulator(4, 77)
+    first, second = scaled(torch.tensor(3.0), dinput, dweight, launches=0)
+    assert_rounded(first, dinput.double() * (3 / 7))
+    assert_rounded(second, dweight.double() * (3 / 7))
