@@ -343,6 +343,7 @@ _SM_90A = Architecture(
         ("total", 160),
         ("gap", 176),
         ("uniform", 176),
+        ("shared", 176),
         ("row_scale", 144),
         ("linear_bias", 176),
         ("bias_gradient", 160),

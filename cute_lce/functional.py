@@ -83,9 +83,9 @@ def linear_cross_entropy(
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
             them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then requires a
             linear_weight that needs no gradient, and no linear_bias that does.
-            With a softcap, and with label_smoothing, the kernels recompute, which "auto" then is; "keep" is
-            refused with the first and the streaming path's with the second, as "grad_in_forward" is with
-            these, a linear_bias or a z_loss.
+            With a softcap, and with label_smoothing and class weights, the kernels recompute, which "auto"
+            then is; "keep" is refused with the first and the streaming path's with the others, as
+            "grad_in_forward" is with a softcap, label_smoothing, a linear_bias or a z_loss.
             "auto" picks one that can serve the call: on the kernels what is predicted to be the fastest
             ("grad_in_forward" only in eager calls without grad_weight_out), on the streaming path
             "recompute", or "keep" where workspace_mb is given. If nothing needs a gradient, every schedule is

@@ -92,15 +92,19 @@ def terms_of(args: argparse.Namespace) -> Terms:
         logits = (*logits, "row_scale")
     weights = ("class_weight",) if args.class_weights and args.label_smoothing else ()
     forward = *logits, *weights, *("entropy",) * args.entropy, *("total",) * args.label_smoothing
-    keeps = None if args.softcap or args.entropy or args.label_smoothing else forward
-    if keeps is not None and args.z_loss:
+    keeps = None if args.softcap or args.entropy or weights else forward
+    if keeps is not None and (args.z_loss or args.label_smoothing):
         keeps = (*keeps, "proportion")
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights
     if more or args.linear_bias or args.softcap or args.z_loss or args.temperatures:
         more = "coefficients", *more
-    more += ("bias_gradient",) * args.linear_bias
-    of_kept = ("coefficients", "bias_gradient") if args.linear_bias else () if more else logits
-    return Terms(forward, (*logits, *more), keeps, of_kept)
+    bias = ("bias_gradient",) * args.linear_bias
+    backwards = [(*logits, *more, *bias)]
+    if keeps is not None:
+        shared = ("shared",) * args.label_smoothing
+        backwards.append((*logits, *more, *shared, *bias))
+        backwards.append((*("coefficients",) * args.linear_bias, *shared, *bias) if more else logits)
+    return Terms(forward, keeps, tuple(dict.fromkeys(backwards)))
 
 
 def compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:

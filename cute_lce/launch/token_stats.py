@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import maths
 from ..arguments import Operands
@@ -23,6 +24,8 @@ from ..implementation import (
     StatsSaved,
     StatsUpstream,
 )
+from ..plan.forward import spare_bytes
+from ..plan.memory import forward_compaction_bytes
 from ..plan.problem import Limits, Problem
 from ..streaming import STATISTICS
 from ..streaming.rows import is_ignored
@@ -38,6 +41,9 @@ SERVED = ("logprob", "lse", "entropy", "total_nll")
 """The numbers that kernels compute."""
 STATISTICS_OF = {"entropy": "entropy", "total_nll": "total"}
 """Of these the ones that need more than a row's maximum and sum, and the terms of a forward that give it."""
+
+AT_ONCE = 1 << 22
+"""Hidden numbers that are summed over tokens at once."""
 
 T = TypeVar("T")
 
@@ -69,6 +75,9 @@ class _Loss(NamedTuple):
     kept_factor: int = 0
     gap: int = 0
     uniform: int = 0
+    shared: int = 0
+    weight_sum: int = 0
+    hidden_sum: int = 0
     dbias: int = 0
     column_sums: int = 0
     with_dhidden: int = 0
@@ -132,9 +141,10 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
 def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the gradients of the numbers that `serves` accepts can be had from what a forward keeps: those
     whose onehot's share is known there."""
-    if options.softcap is not None:
+    if options.softcap is not None or (options.label_smoothing and operands.class_weight is not None):
         return False
-    return set(options.outputs) <= {"logprob", *(("lse",) if options.z_loss else ())}
+    of_loss = ("lse",) * bool(options.z_loss) + ("total_nll",) * bool(options.label_smoothing)
+    return set(options.outputs) <= {"logprob", *of_loss}
 
 
 def choose(
@@ -159,6 +169,18 @@ def choose(
     return found
 
 
+def _beside_more_partials(operands: Operands, request: Request, parts: int) -> Limits:
+    """A part of what is for partials is for those of terms, which have so many numbers for each's two."""
+    limits, kept, (n, d) = request.limits, request.kept_columns, operands.hidden.shape
+    if not kept:
+        return limits._replace(workspace=limits.workspace * 2 // (2 + parts))
+    if not limits.workspace:
+        return limits
+    problem = Problem(n, d, operands.weight.shape[0], operands.hidden.dtype is torch.float16)
+    spare = spare_bytes(n, kept, limits, forward_compaction_bytes(problem, kept))
+    return limits._replace(workspace=limits.workspace - max(spare, 0) * parts // (2 + parts))
+
+
 def _beside_column_sums(limits: Limits, least: int = 0) -> Limits:
     """A part of the workspace is for column_sums; least: bytes that are left at least."""
     return limits._replace(workspace=max(limits.workspace * 15 // 16, least))
@@ -175,7 +197,7 @@ def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int
 
 def _has_proportion(options: StatsOptions) -> bool:
     """Whether the onehot's share in a gradient is not 1."""
-    return bool(options.z_loss)
+    return bool(options.z_loss or options.label_smoothing)
 
 
 def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
@@ -197,12 +219,13 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
         loss = loss.with_terms(
             "proportion",
             target_weight=0 if own is None else own.data_ptr(),
+            onehot=1.0 - options.label_smoothing,
+            beside=options.label_smoothing,
             lse_slope=2.0 * options.z_loss,
             onehot_ratio=ratio.data_ptr(),
         )
     parts = sum(_PARTS[term] for term in more)
-    workspace = request.limits.workspace * 2 // (2 + parts)
-    request = request._replace(statistics=True, limits=request.limits._replace(workspace=workspace))
+    request = request._replace(statistics=True, limits=_beside_more_partials(given, request, parts))
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns
     prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
@@ -256,10 +279,14 @@ def backward(
     valid = ~is_ignored(given.target, options.ignore_index)
     coefficients = coefficients_of(upstream, operands, saved, valid)
     tensors = _Tensors.of(operands)
+    shared = None
     if saved.kept is None:
         gradient = _Gradient.of(operands, saved, options, tensors, coefficients, valid)
     else:
         gradient = _kept_gradient(operands, saved, options, request, tensors, coefficients, valid)
+        if coefficients.uniform is not None:
+            shared = _Shared.of(given, options, request, tensors, coefficients.uniform, valid)
+            gradient = shared.added_to(gradient)
     loss = gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
     if request.need_dbias:
@@ -277,6 +304,8 @@ def backward(
     both = Saved(*given, saved.row_max, gradient.row_sum, saved.row_max, saved.kept, saved.kept_scale)
     first = prepared.dinput(gradient.dloss, both, loss, out)
     dinput, dweight = prepared.dweight(gradient.dloss, both, loss, first, out)
+    if dbias is not None and shared is not None:
+        dbias[: request.kept_columns] += shared.tokens.sum()
     return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)
 
 
@@ -344,6 +373,53 @@ def _kept_gradient(
         found = _Gradient(_Loss(options.ignore_index, terms, 1.0), factor, saved.row_sum, ())
     loss = found.loss._replace(kept_factor=factor.data_ptr())
     return found._replace(loss=loss, others=(*found.others, factor))
+
+
+class _Shared(NamedTuple):
+    """What the gradients by the products of all kept classes have in common, (n,), and what it adds: to that
+    by hidden, each token's times `features`, and `rows` to each kept row of that by weight. Both are fp32
+    (d,), with zeros for the columns by which operands are padded."""
+
+    tokens: Tensor
+    features: Tensor | None
+    rows: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        operands: Operands,
+        options: StatsOptions,
+        request: Request,
+        tensors: _Tensors,
+        uniform: Tensor,
+        valid: Tensor,
+    ) -> _Shared:
+        """uniform: by z."""
+        hidden, weight, _ = operands
+        tokens = uniform * _product_factor(_loss_of(options, tensors), tensors, valid)
+        features, rows, padding = None, None, (0, -hidden.shape[1] % 8)
+        if request.need_dinput:
+            features = weight[: request.kept_columns].sum(0, dtype=torch.float32)
+            features = functional.pad(features, padding)
+        if request.need_dweight:
+            # Few tokens at a time: what is made of them is in fp32.
+            n, d = hidden.shape
+            rows, count = tokens.new_zeros((d,)), max(AT_ONCE // d, 1)
+            for first in range(0, n, count):
+                part = slice(first, first + count)
+                each = hidden[part].masked_fill(~valid[part].unsqueeze(1), 0) * tokens[part].unsqueeze(1)
+                rows += each.sum(0)
+            rows = functional.pad(rows, padding)
+        return cls(tokens, features, rows)
+
+    def added_to(self, gradient: _Gradient) -> _Gradient:
+        loss = gradient.loss.with_terms(
+            "shared",
+            shared=self.tokens.data_ptr(),
+            weight_sum=0 if self.features is None else self.features.data_ptr(),
+            hidden_sum=0 if self.rows is None else self.rows.data_ptr(),
+        )
+        return gradient._replace(loss=loss, others=(*gradient.others, *self))
 
 
 def _product_factor(loss: Any, tensors: _Tensors, valid: Tensor) -> Tensor | float:

@@ -58,14 +58,13 @@ Key = ForwardKey | BackwardKey | MultiplyKey | MergeKey
 class Terms(NamedTuple):
     """The terms (arguments.TERMS) of the kernels of a job.
 
-    forward, backward: of a forward that keeps nothing, and of a backward that recomputes. keeps: of a forward
-    that keeps; None: none does. of_kept: of the backward of all columns that it kept.
+    forward: of one that keeps nothing. keeps: of one that keeps; None: none does. backwards: of those that
+    recompute all columns, some, and none.
     """
 
     forward: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
     keeps: tuple[str, ...] | None = ()
-    of_kept: tuple[str, ...] = ()
+    backwards: tuple[tuple[str, ...], ...] = ((),)
 
 
 def kernels(
@@ -78,12 +77,12 @@ def kernels(
     """The keys of all kernels that calls with these types may need; added: see BackwardKey. terms: None:
     none."""
     row, keys = architecture(arch), dict[Key, None]()
-    forward, backward, keeps, of_kept = terms or Terms()
+    forward, keeps, backwards = terms or Terms()
     for configs in row.configs:
         for names, keep in ((forward, False), *(((keeps, True),) if keeps is not None else ())):
             for config in configs.within(Gpu(arch, 1).serving(names).columns).tokens:
                 keys[ForwardKey(config, dtype, target_dtype, keep, names)] = None
-        for names in dict.fromkeys((backward, *((of_kept,) if keeps is not None else ()))):
+        for names in backwards:
             for config in configs.within(Gpu(arch, 1).serving(names).columns).tokens:
                 for dweight in configs.dweight:
                     keys[BackwardKey(config, dweight, dtype, target_dtype, added, names)] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -155,7 +156,7 @@ def test_numbers_of_any_schedule_of_warps(arch, seed):
     token_stats.check(numbers, run)
 
 
-@each_architecture(("sm_100a", FP16))
+@each_architecture()
 def test_totals(arch, dtype):
     """What label smoothing needs; with class weights in one of two."""
     case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
@@ -208,23 +209,32 @@ def kept_numbers(dtype: torch.dtype) -> dict[str, Numbers]:
         "temperatures": Numbers(case, temperature=ROW_SCALE),
         "z_loss": Numbers(case, **of_loss),
         "bias": Numbers(case, linear_bias=bias),
+        "smoothing": Numbers(case, ("logprob", "total_nll"), label_smoothing=0.2),
+        "smoothing and": Numbers(
+            case,
+            (*LOSS, "total_nll"),
+            label_smoothing=0.2,
+            z_loss=0.02,
+            linear_bias=bias,
+            temperature=ROW_SCALE,
+            logit_scale=0.7,
+        ),
     }
 
 
-@each_architecture(("sm_90a", BF16))
 @pytest.mark.parametrize(
-    ("which", "kept"),
+    ("which", "kept", "arch", "dtype"),
     [
-        ("every", 128),
-        *(
-            pytest.param(which, kept, marks=full)
-            for which in ("every", "temperatures", "z_loss", "bias")
-            for kept in (128, 201)
-            if (which, kept) != ("every", 128)
-        ),
+        pytest.param(*each, marks=[] if each == ("smoothing and", 128, "sm_90a", BF16) else [full])
+        for each in itertools.product(
+            ("every", "temperatures", "z_loss", "bias", "smoothing", "smoothing and"),
+            (128, 201),
+            ("sm_90a", "sm_100a"),
+            (BF16, FP16),
+        )
     ],
 )
-def test_kept(arch, dtype, which, kept):
+def test_kept(which, kept, arch, dtype):
     numbers = kept_numbers(dtype)[which]
     run = token_stats.run(numbers, arch, kept_columns=kept)
     token_stats.check(numbers, run)
@@ -232,8 +242,12 @@ def test_kept(arch, dtype, which, kept):
         {"z_loss": 0.06},
         {"temperature": ROW_SCALE * 1.02},
         {"class_weight": torch.linspace(0, 3, 201)},
+        {"label_smoothing": 0.21},
     ):
-        if which == "every":
+        if which == "every" and "label_smoothing" not in changed:
+            with pytest.raises(AssertionError):
+                token_stats.check(replace(numbers, **changed), run)
+        if which == "smoothing and" and "class_weight" not in changed:
             with pytest.raises(AssertionError):
                 token_stats.check(replace(numbers, **changed), run)
 
@@ -255,13 +269,14 @@ def test_kept_of_any_schedule_of_warps(arch, seed):
     dtype = FP16 if seed % 2 else BF16
     n, V = 30 + 7 * seed, 190 + 37 * seed
     case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, dtype, scale=6.0, seed=seed))
-    z_loss = 0.02 if seed % 3 else 0.0
+    z_loss, smoothing = 0.02 if seed % 3 else 0.0, 0.2 if seed % 7 > 3 else 0.0
     numbers = Numbers(
         case,
-        LOSS if z_loss else ("logprob",),
+        ("logprob", *("lse",) * bool(z_loss), *("total_nll",) * bool(smoothing)),
         z_loss=z_loss,
+        label_smoothing=smoothing,
         temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
-        class_weight=torch.linspace(0, 2, V) if z_loss and seed % 5 == 2 else None,
+        class_weight=torch.linspace(0, 2, V) if z_loss and not smoothing and seed % 5 == 2 else None,
         linear_bias=torch.linspace(-1, 1, V).to(dtype) if seed % 3 == 1 else None,
     )
     needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}

@@ -156,6 +156,8 @@ KEPT = [
     ("linear_bias",),
     ("z_loss",),
     ("linear_bias", "z_loss", "weight", "logit_scale", "token_weight"),
+    ("label_smoothing",),
+    ("label_smoothing", "linear_bias", "z_loss", "logit_scale", "token_weight"),
 ]
 
 
@@ -188,7 +190,7 @@ def test_kept_without_a_coefficient_of_the_softmax(dtype):
         check(near, {"z_loss": -1 / (2 * math.log(V))}, "mean", schedule="keep")
 
 
-@pytest.mark.parametrize("terms", [("z_loss",), ("linear_bias", "z_loss")], ids=" ".join)
+@pytest.mark.parametrize("terms", [("z_loss",), ("linear_bias", "label_smoothing")], ids=" ".join)
 def test_what_keeps_terms_compiles(terms):
     case, every = case_of(BF16), terms_of(BF16)
     given = {name: every[name] for name in terms}
@@ -214,7 +216,7 @@ def test_what_keeps_terms_keeps_to_its_workspace(schedule):
     for mib in (150, 700):
 
         def step(mib=mib):
-            terms = {"z_loss": 0.01, "linear_bias": bias}
+            terms = {"z_loss": 0.01, "label_smoothing": 0.1, "linear_bias": bias}
             loss = linear_cross_entropy(
                 hidden, weight, case.target, schedule=schedule, workspace_mb=mib, **terms
             )

@@ -285,6 +285,8 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
     monkeypatch.setattr(cache, "get", asked.append)
     plain, given = (), ("coefficients",)
     bias, scale = ("linear_bias",), ("logit_scale",)
+    smooth = ("total",), (*given, "uniform"), ("total", "proportion")
+    smooth += (*given, "uniform", "shared"), ("shared",)
     for options, of_forward, of_backward, *of_kept in (
         ("", plain, plain, plain, plain),
         ("--logit-scale", scale, scale, scale, scale),
@@ -294,7 +296,15 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         ("--softcap --logit-scale --z-loss", ("softcap",), ("softcap", *given)),
         ("--entropy", ("entropy",), (*given, "gap")),
         ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
-        ("--label-smoothing", ("total",), (*given, "uniform")),
+        ("--label-smoothing", *smooth),
+        (
+            "--label-smoothing --linear-bias",
+            (*bias, "total"),
+            (*bias, *given, "uniform", "bias_gradient"),
+            (*bias, "total", "proportion"),
+            (*bias, *given, "uniform", "shared", "bias_gradient"),
+            (*given, "shared", "bias_gradient"),
+        ),
         ("--temperatures", ("row_scale",), ("row_scale", *given), ("row_scale",), plain),
         ("--temperatures --softcap", ("softcap", "row_scale"), ("softcap", "row_scale", *given)),
         (

@@ -161,21 +161,30 @@ KEPT = [
     ),
     (linear_cross_entropy, {"linear_bias": torch.ones(300, dtype=BF16)}, ("linear_bias",)),
     (linear_logprob, {"temperature": torch.ones(40)}, ("row_scale",)),
+    (linear_cross_entropy, {"label_smoothing": 0.1}, ("total", "proportion")),
 ]
 
 
 @pytest.mark.parametrize(
-    ("call", "terms", "forward"), KEPT, ids=["z_loss", "weighted", "bias", "temperatures"]
+    ("call", "terms", "forward"), KEPT, ids=["z_loss", "weighted", "bias", "temperatures", "smoothing"]
 )
 def test_what_the_kernels_keep(asked, call, terms, forward):
-    """Of all columns the backward is that of a call without terms."""
+    """Of all columns the backward is that of a call without terms, but for what smoothing adds."""
     train(call, schedule="keep", **terms)
-    assert [key.terms for key in asked.keys] == [forward, ()]
+    shared = ("shared",) if "label_smoothing" in terms else ()
+    assert [key.terms for key in asked.keys] == [forward, shared]
     assert asked.keys[0].keeps
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"), [({"z_loss": 1e-4}, 131072), ({"softcap": 30.0}, 0), ({"outputs": ("lse",)}, 0)]
+    ("options", "kept"),
+    [
+        ({"z_loss": 1e-4, "outputs": ("logprob", "lse")}, 131072),
+        ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 131072),
+        ({"softcap": 30.0}, 0),
+        ({"outputs": ("lse",)}, 0),
+        ({"outputs": ("logprob", "entropy")}, 0),
+    ],
 )
 @pytest.mark.parametrize("workspace", [0, 2**32])
 def test_auto_keeps_what_it_can(asked, options, kept, workspace):
@@ -183,7 +192,7 @@ def test_auto_keeps_what_it_can(asked, options, kept, workspace):
     operands = StatsOperands(
         torch.empty(8, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16), torch.zeros(8, dtype=torch.int64)
     )
-    given = StatsOptions(-100, 1.0, None, 1.0, ("logprob", "lse"))._replace(**options)
+    given = StatsOptions(-100, 1.0, None, 1.0, ("logprob",))._replace(**options)
     limits = Limits(workspace=workspace)
     problem = Problem(8192, 4096, 131072)
     found = token_stats.choose(problem, operands, given, "auto", "mean", limits, need_dbias=True)

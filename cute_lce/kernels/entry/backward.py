@@ -51,6 +51,7 @@ from cute_lce.kernels.epilogues.gradient import (
     DhiddenTensors,
     DweightEpilogue,
     DweightTensors,
+    Shared,
 )
 from cute_lce.kernels.epilogues.store import accumulator, output
 from cute_lce.kernels.mainloop import mainloop
@@ -188,6 +189,7 @@ class Backward:
                     places=tokens._replace(source=vector(Int32, places, everything)),
                     is_first=stripe.is_first,
                     to_out=Int32(stripe.is_last != 0 and splits == 1 and not from_sums),
+                    shared=self._shared(loss, source, tokens, d),
                 ),
                 counters[1],
                 stripe.dhidden,
@@ -209,7 +211,7 @@ class Backward:
             self.dweight(
                 transposed(dlogits),
                 transposed(hidden_rows),
-                self._dweight_tensors(dtype, gradients, first, columns, d, weight_factor),
+                self._dweight_tensors(dtype, gradients, first, columns, d, weight_factor, loss, source),
                 counters[2],
                 stripe.dweight,
                 tokens,
@@ -222,16 +224,38 @@ class Backward:
             return Upstream(dloss=loss.row_factor, stride=Int64(1))
         return upstream
 
+    def _shared(self, loss, source: GradientOperands, tokens, d: Int32) -> Shared | None:
+        """What the gradient by tokens has besides the product of what was kept."""
+        if "shared" not in loss.terms:
+            return None
+        return Shared(tokens=_of_kept(loss.shared, source), rows=tokens, features=Int64(loss.weight_sum), d=d)
+
     def _dweight_tensors(
-        self, dtype, gradients: Gradients, first: Int32, columns: Int32, d: Int32, factor: cute.Tensor
+        self,
+        dtype,
+        gradients: Gradients,
+        first: Int32,
+        columns: Int32,
+        d: Int32,
+        factor: cute.Tensor,
+        loss,
+        source: GradientOperands,
     ) -> DweightTensors | AccumulatorTensors:
         """Of the rows of a stripe."""
+        more = {}
+        if "shared" in loss.terms:
+            more = {"shared": _of_kept(loss.hidden_sum, source), "d": d}
         kind = dtype if self.added is None else self.added
         dweight = matrix(kind, gradients.dweight + Int64(first) * d * (kind.width // 8), columns, d, d)
         if self.added is Float32:
-            return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor)
+            return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor, **more)
         before = None if self.added is None else dweight
-        return DweightTensors(out=output(dweight), before=before, factor=factor)
+        return DweightTensors(out=output(dweight), before=before, factor=factor, **more)
+
+
+def _of_kept(address: Int64, source: GradientOperands) -> Int64:
+    """The address, or 0 where the stripe was not kept."""
+    return Int64(cutlass.select_(source.kept_scale != 0, Int64(address), Int64(0)))
 
 
 def compile_backward(

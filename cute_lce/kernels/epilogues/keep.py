@@ -13,6 +13,7 @@ from cute_lce.kernels.epilogues.statistics import (
     ForwardEpilogue,
     ForwardState,
     ForwardTensors,
+    TotalOf,
     add_each,
     exponentials,
     fmax_each,
@@ -79,12 +80,15 @@ class KeepEpilogue:
         split: Int32,
     ):
         self.forward.mask_and_catch(tensors.forward, frag, row, column, slab)
+        of = self.forward.total_of(tensors.forward, row)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
             for owned in self.at_once:
-                self._keep(tensors, staging, state, frag, row, column, slab, owned)
+                self._keep(tensors, staging, state, frag, row, column, slab, owned, of)
         else:
-            self.forward.accumulate(state.forward, frag, slab)
+            self.forward.accumulate(state.forward, frag, slab, of)
+        if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
+            state.forward.seen[0] += self.forward.count(of)
 
     @cute.jit
     def _keep(
@@ -97,6 +101,7 @@ class KeepEpilogue:
         column: Int32,
         slab: cutlass.Constexpr[int],
         owned: cutlass.Constexpr[range],
+        of: TotalOf | None,
     ):
         """Exponentials instead of the logits of the columns that lanes own with these numbers, stored, and
         their statistics."""
@@ -104,6 +109,9 @@ class KeepEpilogue:
         unit = fragment.unit(first_row_of_warp(row))
         n = cute.size(tensors.forward.target)
         row_max, base, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(3))
+        totals, count = [None] * fragment.owned, None
+        if cutlass.const_expr(of is not None):
+            totals, count = cute.make_rmem_tensor(fragment.owned, Float32), self.forward.count(of)
         raises = Boolean(False)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             # Read for every tile: registers are scarcer than loads.
@@ -121,10 +129,14 @@ class KeepEpilogue:
         if cute.arch.vote_any_sync(raises):
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
-            leaf = functools.partial(exponentials, fragment, frag, base[i], SHARED * i, in_place=True)
-            (terms[i],) = fold(leaf, add_each)
+            leaf = functools.partial(exponentials, fragment, frag, base[i], SHARED * i, in_place=True, of=of)
+            found = fold(leaf, add_each)
+            terms[i] = found[0]
+            if cutlass.const_expr(of is not None):
+                totals[i] = found[1]
         for i in cutlass.range_constexpr(owned.start, owned.stop):
-            self.forward.update(state.forward, slab * fragment.owned + i, row_max[i], terms[i], base[i])
+            own = slab * fragment.owned + i
+            self.forward.update(state.forward, own, row_max[i], terms[i], base[i], totals[i], count)
         if state.ignored.any:
             for i in cutlass.range_constexpr(owned.start, owned.stop):
                 zero_ignored(fragment, state.ignored, frag, slab, i)

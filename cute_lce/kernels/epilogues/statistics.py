@@ -117,12 +117,12 @@ class ForwardEpilogue:
         split: Int32,
     ):
         self.mask_and_catch(tensors, frag, row, column, slab)
-        of = self._total_of(tensors, row)
+        of = self.total_of(tensors, row)
         self.accumulate(state, frag, slab, of)
         if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
-            self._see(state, of)
+            state.seen[0] += self.count(of)
 
-    def _total_of(self, tensors: ForwardTensors, row: Int32) -> Any:
+    def total_of(self, tensors: ForwardTensors, row: Int32) -> Any:
         """None where no total is asked for."""
         if "total" not in tensors.loss.terms:
             return None
@@ -132,8 +132,8 @@ class ForwardEpilogue:
         return TotalOf(weight, tensors.vocab - row)
 
     @cute.jit
-    def _see(self, state: ForwardState, of: Any):
-        """Count a tile's rows, of which the 8 lanes that share columns have each their own."""
+    def count(self, of: Any) -> Float32:
+        """A tile's rows or their weights, of which the 8 lanes that share columns have each their own."""
         count = Float32(0.0)
         for r in cutlass.range_constexpr(len(self.fragment.rows)):
             one = Float32(1.0)
@@ -142,7 +142,7 @@ class ForwardEpilogue:
             count += Float32(cutlass.select_(self.fragment.rows[r] < of.left, one, Float32(0.0)))
         for step in cutlass.range_constexpr(3):
             count += cute.arch.shuffle_sync_bfly(count, offset=4 << step)
-        state.seen[0] += count
+        return count
 
     @cute.jit
     def accumulate(
@@ -197,9 +197,22 @@ class ForwardEpilogue:
             for sums, other in zip(more, others, strict=True):
                 sums[own] = sums[own] + other
 
-    def update(self, state: ForwardState, own: int, row_max: Float32, terms: Float32, base: Float32):
-        """Add a maximum, and a sum relative to 2^base, to the statistics of a token that the lane owns."""
+    def update(
+        self,
+        state: ForwardState,
+        own: int,
+        row_max: Float32,
+        terms: Float32,
+        base: Float32,
+        total: Float32 | None = None,
+        count: Float32 | None = None,
+    ):
+        """Add a maximum, and a sum relative to 2^base, to the statistics of a token that the lane owns; and a
+        total of as many rows."""
         higher = cute.arch.fmax(state.base[own], base)
+        if total is not None:
+            rise = (state.base[own] - higher) * state.seen[0] + (base - higher) * count
+            state.total[own] = state.total[own] + total + rise
         before = state.row_sum[own] * cute.math.exp2(state.base[own] - higher, fastmath=True)
         state.row_sum[own] = before + terms * cute.math.exp2(base - higher, fastmath=True)
         state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max)
