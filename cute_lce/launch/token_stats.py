@@ -5,11 +5,10 @@ for the terms (arguments.TERMS). What is of each token is made of the row statis
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .. import maths
 from ..arguments import Operands
@@ -29,108 +28,24 @@ from ..plan.memory import forward_compaction_bytes
 from ..plan.problem import Limits, Problem
 from ..streaming import STATISTICS
 from ..streaming.rows import is_ignored
-from ..streaming.token_stats import Coefficients, coefficients_of
+from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
 from .backward import backward as backward_of
 from .forward import KernelForward
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
+from .token_terms import Gradient, Shared, Tensors, kept_gradient, loss_of
 
 SERVED = ("logprob", "lse", "entropy", "total_nll")
 """The numbers that kernels compute."""
 STATISTICS_OF = {"entropy": "entropy", "total_nll": "total"}
 """Of these the ones that need more than a row's maximum and sum, and the terms of a forward that give it."""
 
-AT_ONCE = 1 << 22
-"""Hidden numbers that are summed over tokens at once."""
-
 T = TypeVar("T")
 
 _prepared: dict[tuple, Any] = {}
 MOST_PREPARED = 1024
-
-
-class _Loss(NamedTuple):
-    """What the passes read of LossOptions, for a loss of each row, with the numbers of arguments.TERMS.
-    logit_scale: of the gradient by products too. kept_factor: row_factor for what was kept."""
-
-    ignore_index: int
-    terms: tuple[str, ...]
-    logit_scale: float
-    linear_bias: int = 0
-    inverse_cap: float = 0.0
-    cap: float = 0.0
-    row_scale: int = 0
-    class_weight: int = 0
-    more_partials: int = 0
-    mean_gap: int = 0
-    total_gap: int = 0
-    target_weight: int = 0
-    onehot: float = 1.0
-    beside: float = 0.0
-    lse_slope: float = 0.0
-    onehot_ratio: int = 0
-    row_factor: int = 0
-    kept_factor: int = 0
-    gap: int = 0
-    uniform: int = 0
-    shared: int = 0
-    weight_sum: int = 0
-    hidden_sum: int = 0
-    dbias: int = 0
-    column_sums: int = 0
-    with_dhidden: int = 0
-
-    reduction = "none"
-
-    def with_terms(self, *terms: str, **changes: Any) -> Any:
-        return self._replace(terms=(*self.terms, *terms), **changes)
-
-
-class _Tensors(NamedTuple):
-    """What a pass reads besides the operands, in fp32 and contiguous; kept alive for it."""
-
-    linear_bias: Tensor | None
-    class_weight: Tensor | None
-    row_scale: Tensor | None
-    target_weight: Tensor | None = None
-
-    @classmethod
-    def of(cls, operands: StatsOperands) -> _Tensors:
-        temperature = operands.temperature
-        return cls(
-            _vector(operands.linear_bias),
-            _vector(operands.class_weight),
-            None if temperature is None else temperature.float().reciprocal().contiguous(),
-        )
-
-    def with_target_weight(self, target: Tensor) -> _Tensors:
-        """With the class weights of the targets, whatever those of ignored rows."""
-        if self.class_weight is None:
-            return self
-        inside = target.long().clamp(0, self.class_weight.shape[0] - 1)
-        return self._replace(target_weight=self.class_weight[inside])
-
-
-def _vector(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().float().contiguous()
-
-
-def _loss_of(options: StatsOptions, tensors: _Tensors) -> Any:
-    """With the terms of the logits."""
-    scale = options.logit_scale / options.temperature
-    loss = _Loss(options.ignore_index, (), scale)
-    if tensors.linear_bias is not None:
-        loss = loss.with_terms("linear_bias", linear_bias=tensors.linear_bias.data_ptr())
-    if options.softcap is not None:
-        cap = options.softcap / options.temperature
-        loss = loss.with_terms("softcap", inverse_cap=options.logit_scale / options.softcap, cap=cap)
-    elif scale != 1:
-        loss = loss.with_terms("logit_scale")
-    if tensors.row_scale is not None:
-        loss = loss.with_terms("row_scale", row_scale=tensors.row_scale.data_ptr())
-    return loss
 
 
 def serves(operands: StatsOperands, options: StatsOptions) -> bool:
@@ -205,8 +120,8 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
     n, device = given.hidden.shape[0], given.hidden.device
     if n == 0:
         return STATISTICS.forward(operands, options, request)
-    tensors = _Tensors.of(operands)
-    loss = _loss_of(options, tensors)
+    tensors = Tensors.of(operands)
+    loss = loss_of(options, tensors)
     more = [term for name, term in STATISTICS_OF.items() if name in options.outputs]
     if "total" in more and tensors.class_weight is not None:
         loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
@@ -262,7 +177,7 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
 _PARTS = {"entropy": 1, "total": 2}
 """A forward's terms, and how many numbers a partial of a row has of each."""
 _OUTPUTS = {"entropy": "mean_gap", "total": "total_gap"}
-"""A forward's terms, and the number of _Loss that says where what they give is written."""
+"""A forward's terms, and the number of Loss that says where what they give is written."""
 
 
 def backward(
@@ -275,17 +190,19 @@ def backward(
 ) -> AllGradients:
     given = Operands(*operands[:3])
     if given.hidden.shape[0] == 0 or not (request.need_dinput or request.need_dweight):
+        # What kernels kept is not what the streaming path does.
+        saved, request = saved._replace(kept=None), request._replace(kept_columns=0)
         return STATISTICS.backward(upstream, operands, saved, options, request, out)
     valid = ~is_ignored(given.target, options.ignore_index)
     coefficients = coefficients_of(upstream, operands, saved, valid)
-    tensors = _Tensors.of(operands)
+    tensors = Tensors.of(operands)
     shared = None
     if saved.kept is None:
-        gradient = _Gradient.of(operands, saved, options, tensors, coefficients, valid)
+        gradient = Gradient.of(operands, saved, options, tensors, coefficients, valid)
     else:
-        gradient = _kept_gradient(operands, saved, options, request, tensors, coefficients, valid)
+        gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, valid)
         if coefficients.uniform is not None:
-            shared = _Shared.of(given, options, request, tensors, coefficients.uniform, valid)
+            shared = Shared.of(given, options, request, tensors, coefficients.uniform, valid)
             gradient = shared.added_to(gradient)
     loss = gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
@@ -307,139 +224,6 @@ def backward(
     if dbias is not None and shared is not None:
         dbias[: request.kept_columns] += shared.tokens.sum()
     return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)
-
-
-class _Gradient(NamedTuple):
-    """What a backward reads: its loss, and what lies where else dloss and row_sum do (arguments.TERMS).
-    others: tensors whose addresses the loss has."""
-
-    loss: Any
-    dloss: Tensor
-    row_sum: Tensor
-    others: tuple[Tensor | None, ...]
-
-    @classmethod
-    def of(
-        cls,
-        operands: StatsOperands,
-        saved: StatsSaved,
-        options: StatsOptions,
-        tensors: _Tensors,
-        coefficients: Coefficients,
-        valid: Tensor,
-    ) -> _Gradient:
-        """By coefficients."""
-        loss = _loss_of(options, tensors).with_terms("coefficients")
-        factor, row_factor = _product_factor(loss, tensors, valid), None
-        if operands.hidden.dtype is torch.float16:
-            # Its range is too small for upstream / n: the rows' factors are applied in float32.
-            size = coefficients.size()
-            coefficients = coefficients.times(torch.where(size == 0, 0, maths.HALF_SCALE / size))
-            row_factor, factor = size * factor, 1.0
-            loss = loss._replace(row_factor=row_factor.data_ptr())
-        softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
-        target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
-        if loss.cap and saved.target_logit is not None:
-            cap = loss.cap if tensors.row_scale is None else loss.cap * tensors.row_scale
-            target *= maths.cap_slope(saved.target_logit / cap)
-        gap, uniform = coefficients.gap_factor, coefficients.uniform
-        if gap is not None:
-            gap = maths.softmax_factor(gap * factor, saved.row_sum)
-            loss = loss.with_terms("gap", gap=gap.data_ptr())
-        if uniform is not None:
-            uniform = uniform * factor
-            loss = loss.with_terms("uniform", uniform=uniform.data_ptr())
-            if tensors.class_weight is not None:
-                loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
-        return cls(loss, target, softmax, (row_factor, gap, uniform, *tensors))
-
-
-def _kept_gradient(
-    operands: StatsOperands,
-    saved: StatsSaved,
-    options: StatsOptions,
-    request: Request,
-    tensors: _Tensors,
-    coefficients: Coefficients,
-    valid: Tensor,
-) -> _Gradient:
-    """Where columns were kept. Of all of them nothing is computed by coefficients."""
-    loss = _loss_of(options, tensors)
-    factor = _kept_factor(saved, coefficients, _product_factor(loss, tensors, valid), valid)
-    if request.kept_columns < operands.weight.shape[0]:
-        found = _Gradient.of(operands, saved, options, tensors, coefficients, valid)
-    else:
-        terms = ("coefficients",) if request.need_dbias else ()
-        found = _Gradient(_Loss(options.ignore_index, terms, 1.0), factor, saved.row_sum, ())
-    loss = found.loss._replace(kept_factor=factor.data_ptr())
-    return found._replace(loss=loss, others=(*found.others, factor))
-
-
-class _Shared(NamedTuple):
-    """What the gradients by the products of all kept classes have in common, (n,), and what it adds: to that
-    by hidden, each token's times `features`, and `rows` to each kept row of that by weight. Both are fp32
-    (d,), with zeros for the columns by which operands are padded."""
-
-    tokens: Tensor
-    features: Tensor | None
-    rows: Tensor | None
-
-    @classmethod
-    def of(
-        cls,
-        operands: Operands,
-        options: StatsOptions,
-        request: Request,
-        tensors: _Tensors,
-        uniform: Tensor,
-        valid: Tensor,
-    ) -> _Shared:
-        """uniform: by z."""
-        hidden, weight, _ = operands
-        tokens = uniform * _product_factor(_loss_of(options, tensors), tensors, valid)
-        features, rows, padding = None, None, (0, -hidden.shape[1] % 8)
-        if request.need_dinput:
-            features = weight[: request.kept_columns].sum(0, dtype=torch.float32)
-            features = functional.pad(features, padding)
-        if request.need_dweight:
-            # Few tokens at a time: what is made of them is in fp32.
-            n, d = hidden.shape
-            rows, count = tokens.new_zeros((d,)), max(AT_ONCE // d, 1)
-            for first in range(0, n, count):
-                part = slice(first, first + count)
-                each = hidden[part].masked_fill(~valid[part].unsqueeze(1), 0) * tokens[part].unsqueeze(1)
-                rows += each.sum(0)
-            rows = functional.pad(rows, padding)
-        return cls(tokens, features, rows)
-
-    def added_to(self, gradient: _Gradient) -> _Gradient:
-        loss = gradient.loss.with_terms(
-            "shared",
-            shared=self.tokens.data_ptr(),
-            weight_sum=0 if self.features is None else self.features.data_ptr(),
-            hidden_sum=0 if self.rows is None else self.rows.data_ptr(),
-        )
-        return gradient._replace(loss=loss, others=(*gradient.others, *self))
-
-
-def _product_factor(loss: Any, tensors: _Tensors, valid: Tensor) -> Tensor | float:
-    """The derivative of z by a product, but for a softcap's."""
-    if tensors.row_scale is None:
-        return loss.logit_scale
-    return torch.where(valid, tensors.row_scale * loss.logit_scale, 0)
-
-
-def _kept_factor(
-    saved: StatsSaved, coefficients: Coefficients, factor: Tensor | float, valid: Tensor
-) -> Tensor:
-    """The coefficients of the softmax in the gradient by products, as the forward took them to be when it
-    subtracted the onehot."""
-    softmax, target = coefficients.softmax, coefficients.target
-    assert target is not None
-    if saved.onehot_ratio is not None and saved.onehot_ratio.numel():
-        ratio = torch.where(valid, saved.onehot_ratio, 1)
-        softmax = torch.where(ratio.abs() > 1, target / -ratio, softmax)
-    return (softmax * factor).contiguous()
 
 
 def grad_in_forward(

@@ -253,6 +253,15 @@ def test_kept(which, kept, arch, dtype):
 
 
 @full
+def test_the_gradient_of_a_bias_alone_is_not_of_what_was_kept():
+    """Neither of the operands' gradients is asked for: the streaming path computes that."""
+    numbers = kept_numbers(BF16)["every"]
+    run = token_stats.run(numbers, "sm_90a", kept_columns=128, need_dinput=False, need_dweight=False)
+    token_stats.check(numbers, run)
+    assert run.gradients[2] is not None
+
+
+@full
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_90a", FP16), ("sm_100a", BF16)])
 def test_kept_where_the_softmax_has_no_coefficient(arch, dtype):
     """1 + 2 z_loss lse is 0, or next to it, with either sign."""

@@ -1,0 +1,234 @@
+"""What the kernels read of a call with terms besides the operands: numbers of its logits, and of gradients by
+by them, which are made of the upstream gradients in torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import maths
+from ..arguments import Operands
+from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
+from ..streaming.token_stats import Coefficients
+
+AT_ONCE = 1 << 22
+"""Hidden numbers that are summed over tokens at once."""
+
+
+class Loss(NamedTuple):
+    """What the passes read of LossOptions, for a loss of each row, with the numbers of arguments.TERMS.
+    logit_scale: of the gradient by products too. kept_factor: row_factor for what was kept."""
+
+    ignore_index: int
+    terms: tuple[str, ...]
+    logit_scale: float
+    linear_bias: int = 0
+    inverse_cap: float = 0.0
+    cap: float = 0.0
+    row_scale: int = 0
+    class_weight: int = 0
+    more_partials: int = 0
+    mean_gap: int = 0
+    total_gap: int = 0
+    target_weight: int = 0
+    onehot: float = 1.0
+    beside: float = 0.0
+    lse_slope: float = 0.0
+    onehot_ratio: int = 0
+    row_factor: int = 0
+    kept_factor: int = 0
+    gap: int = 0
+    uniform: int = 0
+    shared: int = 0
+    weight_sum: int = 0
+    hidden_sum: int = 0
+    dbias: int = 0
+    column_sums: int = 0
+    with_dhidden: int = 0
+
+    reduction = "none"
+
+    def with_terms(self, *terms: str, **changes: Any) -> Any:
+        return self._replace(terms=(*self.terms, *terms), **changes)
+
+
+class Tensors(NamedTuple):
+    """What a pass reads besides the operands, in fp32 and contiguous; kept alive for it."""
+
+    linear_bias: Tensor | None
+    class_weight: Tensor | None
+    row_scale: Tensor | None
+    target_weight: Tensor | None = None
+
+    @classmethod
+    def of(cls, operands: StatsOperands) -> Tensors:
+        temperature = operands.temperature
+        return cls(
+            _vector(operands.linear_bias),
+            _vector(operands.class_weight),
+            None if temperature is None else temperature.float().reciprocal().contiguous(),
+        )
+
+    def with_target_weight(self, target: Tensor) -> Tensors:
+        """With the class weights of the targets, whatever those of ignored rows."""
+        if self.class_weight is None:
+            return self
+        inside = target.long().clamp(0, self.class_weight.shape[0] - 1)
+        return self._replace(target_weight=self.class_weight[inside])
+
+
+def _vector(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
+def loss_of(options: StatsOptions, tensors: Tensors) -> Any:
+    """With the terms of the logits."""
+    scale = options.logit_scale / options.temperature
+    loss = Loss(options.ignore_index, (), scale)
+    if tensors.linear_bias is not None:
+        loss = loss.with_terms("linear_bias", linear_bias=tensors.linear_bias.data_ptr())
+    if options.softcap is not None:
+        cap = options.softcap / options.temperature
+        loss = loss.with_terms("softcap", inverse_cap=options.logit_scale / options.softcap, cap=cap)
+    elif scale != 1:
+        loss = loss.with_terms("logit_scale")
+    if tensors.row_scale is not None:
+        loss = loss.with_terms("row_scale", row_scale=tensors.row_scale.data_ptr())
+    return loss
+
+
+class Gradient(NamedTuple):
+    """What a backward reads: its loss, and what lies where else dloss and row_sum do (arguments.TERMS).
+    others: tensors whose addresses the loss has."""
+
+    loss: Any
+    dloss: Tensor
+    row_sum: Tensor
+    others: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        operands: StatsOperands,
+        saved: StatsSaved,
+        options: StatsOptions,
+        tensors: Tensors,
+        coefficients: Coefficients,
+        valid: Tensor,
+    ) -> Gradient:
+        """By coefficients."""
+        loss = loss_of(options, tensors).with_terms("coefficients")
+        factor, row_factor = _product_factor(loss, tensors, valid), None
+        if operands.hidden.dtype is torch.float16:
+            # Its range is too small for upstream / n: the rows' factors are applied in float32.
+            size = coefficients.size()
+            coefficients = coefficients.times(torch.where(size == 0, 0, maths.HALF_SCALE / size))
+            row_factor, factor = size * factor, 1.0
+            loss = loss._replace(row_factor=row_factor.data_ptr())
+        softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
+        target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
+        if loss.cap and saved.target_logit is not None:
+            cap = loss.cap if tensors.row_scale is None else loss.cap * tensors.row_scale
+            target *= maths.cap_slope(saved.target_logit / cap)
+        gap, uniform = coefficients.gap_factor, coefficients.uniform
+        if gap is not None:
+            gap = maths.softmax_factor(gap * factor, saved.row_sum)
+            loss = loss.with_terms("gap", gap=gap.data_ptr())
+        if uniform is not None:
+            uniform = uniform * factor
+            loss = loss.with_terms("uniform", uniform=uniform.data_ptr())
+            if tensors.class_weight is not None:
+                loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
+        return cls(loss, target, softmax, (row_factor, gap, uniform, *tensors))
+
+
+def kept_gradient(
+    operands: StatsOperands,
+    saved: StatsSaved,
+    options: StatsOptions,
+    request: Request,
+    tensors: Tensors,
+    coefficients: Coefficients,
+    valid: Tensor,
+) -> Gradient:
+    """Where columns were kept. Of all of them nothing is computed by coefficients."""
+    loss = loss_of(options, tensors)
+    factor = _kept_factor(saved, coefficients, _product_factor(loss, tensors, valid), valid)
+    if request.kept_columns < operands.weight.shape[0]:
+        found = Gradient.of(operands, saved, options, tensors, coefficients, valid)
+    else:
+        terms = ("coefficients",) if request.need_dbias else ()
+        found = Gradient(Loss(options.ignore_index, terms, 1.0), factor, saved.row_sum, ())
+    loss = found.loss._replace(kept_factor=factor.data_ptr())
+    return found._replace(loss=loss, others=(*found.others, factor))
+
+
+class Shared(NamedTuple):
+    """What the gradients by the products of all kept classes have in common, (n,), and what it adds: to that
+    by hidden, each token's times `features`, and `rows` to each kept row of that by weight. Both are fp32
+    (d,), with zeros for the columns by which operands are padded."""
+
+    tokens: Tensor
+    features: Tensor | None
+    rows: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        operands: Operands,
+        options: StatsOptions,
+        request: Request,
+        tensors: Tensors,
+        uniform: Tensor,
+        valid: Tensor,
+    ) -> Shared:
+        """uniform: by z."""
+        hidden, weight, _ = operands
+        tokens = uniform * _product_factor(loss_of(options, tensors), tensors, valid)
+        features, rows, padding = None, None, (0, -hidden.shape[1] % 8)
+        if request.need_dinput:
+            features = weight[: request.kept_columns].sum(0, dtype=torch.float32)
+            features = functional.pad(features, padding)
+        if request.need_dweight:
+            # Few tokens at a time: what is made of them is in fp32.
+            n, d = hidden.shape
+            rows, count = tokens.new_zeros((d,)), max(AT_ONCE // d, 1)
+            for first in range(0, n, count):
+                part = slice(first, first + count)
+                each = hidden[part].masked_fill(~valid[part].unsqueeze(1), 0) * tokens[part].unsqueeze(1)
+                rows += each.sum(0)
+            rows = functional.pad(rows, padding)
+        return cls(tokens, features, rows)
+
+    def added_to(self, gradient: Gradient) -> Gradient:
+        loss = gradient.loss.with_terms(
+            "shared",
+            shared=self.tokens.data_ptr(),
+            weight_sum=0 if self.features is None else self.features.data_ptr(),
+            hidden_sum=0 if self.rows is None else self.rows.data_ptr(),
+        )
+        return gradient._replace(loss=loss, others=(*gradient.others, *self))
+
+
+def _product_factor(loss: Any, tensors: Tensors, valid: Tensor) -> Tensor | float:
+    """The derivative of z by a product, but for a softcap's."""
+    if tensors.row_scale is None:
+        return loss.logit_scale
+    return torch.where(valid, tensors.row_scale * loss.logit_scale, 0)
+
+
+def _kept_factor(
+    saved: StatsSaved, coefficients: Coefficients, factor: Tensor | float, valid: Tensor
+) -> Tensor:
+    """The coefficients of the softmax in the gradient by products, as the forward took them to be when it
+    subtracted the onehot."""
+    softmax, target = coefficients.softmax, coefficients.target
+    assert target is not None
+    if saved.onehot_ratio is not None and saved.onehot_ratio.numel():
+        ratio = torch.where(valid, saved.onehot_ratio, 1)
+        softmax = torch.where(ratio.abs() > 1, target / -ratio, softmax)
+    return (softmax * factor).contiguous()
