@@ -204,8 +204,8 @@ class _Mark:
 
 
 def hidden_share(step: Step, device: torch.device) -> float | None:
-    """The part of the time of the step's largest collective in which another kernel runs on this rank's GPU;
-    None: there is none, or no GPU."""
+    """The part of the time of the collectives of dinput's sum in which another kernel runs on this rank's
+    GPU; None: there are none, or no GPU."""
     if device.type != "cuda" or step.case in ("alone", "each"):
         return None
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -217,16 +217,21 @@ def hidden_share(step: Step, device: torch.device) -> float | None:
         for event in profile.events() or []
         if str(event.device_type).endswith("CUDA") and event.time_range.end > event.time_range.start
     ]
-    collectives = [each for each in kernels if "nccl" in each[0].lower()]
-    if not collectives:
+    collectives = sorted((start, end, name) for name, start, end in kernels if "nccl" in name.lower())
+    # A sum and the gather behind it.
+    first = next((start for start, _, name in collectives if "reduce" in name.lower()), None)
+    if first is None:
         return None
-    _, start, end = max(collectives, key=lambda each: each[2] - each[1])
-    others = sorted((max(a, start), min(b, end)) for name, a, b in kernels if "nccl" not in name.lower())
-    covered, upto = 0.0, start
-    for a, b in others:
-        covered += max(b - max(a, upto), 0)
-        upto = max(upto, b)
-    return covered / (end - start)
+    others = sorted((start, end) for name, start, end in kernels if "nccl" not in name.lower())
+    covered = total = 0.0
+    for start, end, _ in collectives:
+        if start < first:
+            continue
+        total, upto = total + end - start, start
+        for a, b in others:
+            covered += max(min(b, end) - max(a, upto), 0)
+            upto = max(upto, min(b, end))
+    return covered / total
 
 
 def compare(step: Step, whole: Step) -> dict[str, float]:

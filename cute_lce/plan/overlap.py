@@ -19,8 +19,8 @@ WIRE = 240e9
 """Bytes a second that a GPU sends in a collective: over NVLink without multicast, beside a GEMM."""
 SENT = 15e9
 """Of them what an SM sends, at least, where a group allows collectives few CTAs. An estimate."""
-MOVED = 40e9
-"""Bytes a second that an SM reads and writes of DRAM. An estimate."""
+MOVED = 30e9
+"""Bytes a second that an SM reads and writes in torch's cast, which takes DRAM's rate on all of them."""
 START = 15e-6
 """Seconds in which each kernel beside the GEMM moves nothing. An estimate: one that misses the launch that
 leaves SMs to it waits until the next has ended, so that too much costs less than too little."""
