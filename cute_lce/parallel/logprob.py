@@ -20,7 +20,7 @@ from ..ops.logprob import Call, Wanted, call_of
 from ..ops.plain import is_plain_eager
 from ..ops.terms import decide
 from ..options import ComputeOptions, LossOptions, TermOptions
-from ..streaming import STATISTICS, shards, token_stats
+from ..streaming import STATISTICS, shards, token_rows, token_stats
 from . import call as plain_call
 from . import ranks
 from .call import Spread
@@ -104,7 +104,7 @@ class _ShardedStats(torch.autograd.Function):
             differ = (counts != counts[0]).any()
             return sums._replace(target_logit=sums.target_logit.masked_fill(differ, torch.nan))
 
-        found = token_stats.merged_forward(operands, options, how.request, merge)
+        found = token_rows.merged_forward(operands, options, how.request, merge)
         assert found.row_max is not None
         assert found.row_sum is not None
         ctx.how = how._replace(options=options)
@@ -122,7 +122,7 @@ class _ShardedStats(torch.autograd.Function):
         upstream = StatsUpstream(**dict(zip(options.outputs, dresults, strict=True)))
         _, need_dinput, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
         request = request._replace(need_dinput=need_dinput, need_dweight=need_dweight, need_dbias=need_dbias)
-        dinput, dweight, dbias = token_stats.gradients(upstream, operands, saved, options, request)
+        dinput, dweight, dbias = token_rows.gradients(upstream, operands, saved, options, request)
         dtype = operands.hidden.dtype
         if dinput is not None and shard.reduces:
             dinput = start_sum(dinput, dtype, shard.group, scatters=False).wait()

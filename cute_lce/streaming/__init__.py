@@ -4,7 +4,7 @@ It is what a CPU, a GPU without kernels, fp32 and float64 run. The contract is i
 """
 
 from ..implementation import Implementation, Statistics
-from . import backward, forward, grad_in_forward, memory, shards, token_stats
+from . import backward, forward, grad_in_forward, memory, shards, token_rows, token_stats
 
 
 class Streaming:
@@ -24,9 +24,9 @@ STREAMING: Implementation = Streaming()
 class StreamingStatistics:
     choose = staticmethod(memory.choose_with_terms)
     empty_kept = staticmethod(token_stats.empty_kept)
-    forward = staticmethod(token_stats.forward)
-    backward = staticmethod(token_stats.backward)
-    grad_in_forward = staticmethod(token_stats.grad_in_forward)
+    forward = staticmethod(token_rows.forward)
+    backward = staticmethod(token_rows.backward)
+    grad_in_forward = staticmethod(token_rows.grad_in_forward)
 
 
 STATISTICS: Statistics = StreamingStatistics()

@@ -11,9 +11,9 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
-from .memory import CPU_LOGITS_BYTES, windows
+from .memory import CPU_LOGITS_BYTES, of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import grad_scale, is_ignored, subtract_target
+from .rows import grad_scale, is_ignored, of_all_rows, subtract_target, valid_rows
 
 
 class StreamingBackward:
@@ -43,7 +43,26 @@ class StreamingBackward:
 def _sweep(
     dloss: Tensor, saved: Saved, loss: LossOptions, request: Request, out: Tensor | None
 ) -> BothGradients:
-    """A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum.
+    """dinput of a shard in acc."""
+    n, dtype = saved.hidden.shape[0], None if request.shard else saved.hidden.dtype
+    rows = valid_rows(saved.target, loss.ignore_index)
+    if rows is not None:
+        request = of_rows(request, saved.hidden, rows)
+        by_row = (each[rows] for each in (saved.hidden, saved.target, saved.row_max, saved.row_sum))
+        hidden, target, row_max, row_sum = by_row
+        kept = None if saved.kept is None else saved.kept[: len(rows)]
+        saved = Saved(hidden, saved.weight, target, row_max, row_sum, saved.num_valid, kept, saved.kept_scale)
+        dloss = dloss[rows] if dloss.dim() else dloss
+    dinput, dweight = _gradients(dloss, saved, loss, request, out)
+    return None if dinput is None else of_all_rows(dinput, rows, n, dtype=dtype), dweight
+
+
+def _gradients(
+    dloss: Tensor, saved: Saved, loss: LossOptions, request: Request, out: Tensor | None
+) -> BothGradients:
+    """dinput, in acc, and dweight.
+
+    A row's dlogits are factor * (exp(z - row_max) - row_sum * onehot) with factor = upstream / row_sum.
 
     The factor is applied outside the matrix products (to dinput's rows at the end, and to a copy of the
     hidden rows for dweight), except where 16-bit operands are multiplied: there dlogits are rounded once,
@@ -115,7 +134,6 @@ def _sweep(
         del dlogits, logits, weight
     if dinput is not None:
         dinput = dinput if outer is None else dinput.mul_(outer.unsqueeze(1))
-        dinput = dinput if request.shard else dinput.to(dtype)
     return dinput, dweight if out is None else None
 
 

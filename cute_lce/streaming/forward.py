@@ -11,9 +11,9 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import Request, Results
 from ..options import LossOptions
-from .memory import windows
+from .memory import of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, mm, without_autocast
-from .rows import classify, in_window, reduce
+from .rows import classify, in_window, of_all_rows, reduce, valid_rows
 
 
 def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
@@ -40,12 +40,37 @@ class StreamingForward:
 
 @without_autocast
 def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
-    n, V = operands.hidden.shape[0], operands.weight.shape[0]
-    products = Products(operands.hidden, operands.weight)
-    checked = None if request.shard else classify(operands.target, loss.ignore_index, V)
-    classes = operands.target.long() if checked is None else checked[1]
+    hidden, weight, target = operands
+    n, V = hidden.shape[0], weight.shape[0]
+    checked = None if request.shard else classify(target, loss.ignore_index, V)
+    classes = target.long() if checked is None else checked[1]
     kept_columns = request.kept_columns
-    kept, kept_scale = empty_kept(operands.hidden, kept_columns) if kept_columns else (None, None)
+    kept, kept_scale = empty_kept(hidden, kept_columns) if kept_columns else (None, None)
+    rows = valid_rows(target, loss.ignore_index)
+    if rows is None:
+        found = _columns(operands, classes, loss, request, kept)
+    else:
+        # The first rows of what is kept are theirs.
+        part = Operands(hidden[rows], weight, target[rows])
+        own = None if kept is None else kept[: len(rows)]
+        found = _columns(part, classes[rows], loss, of_rows(request, hidden, rows), own)
+    others = 0, 1, torch.nan if request.shard else 0
+    row_max, row_sum, target_logit = (
+        of_all_rows(each, rows, n, other) for each, other in zip(found, others, strict=True)
+    )
+    if checked is None:
+        return Results(target_logit, row_max, row_sum, None, kept, kept_scale)
+    valid, _, out_of_range = checked
+    total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
+    return Results(total, row_max, row_sum, num_valid, kept, kept_scale)
+
+
+def _columns(
+    operands: Operands, classes: Tensor, loss: LossOptions, request: Request, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """row_max, row_sum and target_logit of some rows, whose logits are written to kept (rows, columns)."""
+    n, kept_columns = operands.hidden.shape[0], request.kept_columns
+    products = Products(operands.hidden, operands.weight)
     ranges = windows(operands, request)
     buffer = LogitsBuffer(n, ranges, operands.hidden, products.acc)
     # Not -inf, with which a window of -inf would become nan.
@@ -63,8 +88,4 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
         maths.exponential(logits, new_max.unsqueeze(1), torch.exp_, subtract)
         row_sum = maths.rescaled(row_sum, row_max, new_max, torch.exp_) + exponentials.sum(1)
         row_max = new_max
-    if checked is None:
-        return Results(target_logit, row_max, row_sum, None, kept, kept_scale)
-    valid, _, out_of_range = checked
-    total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
-    return Results(total, row_max, row_sum, num_valid, kept, kept_scale)
+    return row_max, row_sum, target_logit

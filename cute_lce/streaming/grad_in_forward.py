@@ -13,7 +13,7 @@ from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, chunks
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, of_rows, reduce, subtract_target
+from .rows import classify, of_all_rows, of_rows, reduce, subtract_target, valid_rows
 
 
 @without_autocast
@@ -22,9 +22,26 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
 
     The accumulators do not include the division for "mean", which scale_gradients applies before it rounds.
     """
-    hidden, weight, target = operands
+    n, V = operands.hidden.shape[0], operands.weight.shape[0]
+    valid, classes, out_of_range = checked = classify(operands.target, loss.ignore_index, V)
+    rows = valid_rows(operands.target, loss.ignore_index)
+    if rows is not None:
+        hidden, target = operands.hidden[rows], operands.target[rows]
+        operands = Operands(hidden, operands.weight, target)
+        checked = valid[rows], classes[rows], out_of_range[rows]
+    statistics, dinput, dweight = _chunks(operands, checked, loss, request)
+    row_max, row_sum, target_logit = (of_all_rows(each, rows, n, 1) for each in statistics)
+    total, _, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
+    return Accumulated(total, num_valid, None if dinput is None else of_all_rows(dinput, rows, n), dweight)
+
+
+def _chunks(
+    operands: Operands, checked: tuple[Tensor, Tensor, Tensor], loss: LossOptions, request: Request
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+    """(row_max, row_sum and target_logit, dinput, dweight). checked: what classify gives."""
+    hidden, weight, _ = operands
     (n, d), V = hidden.shape, weight.shape[0]
-    valid, classes, out_of_range = classify(target, loss.ignore_index, V)
+    valid, classes, out_of_range = checked
     acc = accumulate_dtype(hidden.dtype)
     token_ranges, ranges = chunks(operands, request)
     row_max, row_sum, target_logit = (hidden.new_empty((n,), dtype=acc) for _ in range(3))
@@ -62,8 +79,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
                 add_mm(dweight[low:high], dlogits[:, low:high].mT, scaled_hidden)
         if dinput is not None and not products.rounded:
             dinput[start:stop].mul_(factor)
-    total, _, num_valid = reduce(row_max, row_sum, target_logit, valid, out_of_range, loss.reduction)
-    return Accumulated(total, num_valid, dinput, dweight)
+    return (row_max, row_sum, target_logit), dinput, dweight
 
 
 @without_autocast

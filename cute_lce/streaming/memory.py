@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import Request, StatsOperands, StatsOptions
@@ -49,6 +50,11 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool =
     if terms:
         column *= _TERM_COPIES
         fixed += n * d * dtype.itemsize + _TERM_VECTORS * problem.vocab * acc
+    elif device_type == "cpu":
+        # Of the rows that are not ignored.
+        fixed += n * d * dtype.itemsize
+    if device_type == "cpu" and problem.need_dinput and not narrow:
+        fixed += n * d * acc
     if widened:
         fixed += n * d * acc
         column += d * acc
@@ -75,6 +81,9 @@ def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: 
     narrow = dtype.itemsize < acc
     rounded = narrow and multiplies_narrow(device_type)
     fixed = ROW_BYTES * n + (n * d * acc if problem.need_dinput else 0)
+    if device_type == "cpu":
+        # Those of the rows that are not ignored.
+        fixed += n * d * (dtype.itemsize + (acc if problem.need_dinput else 0))
     fixed += V * d * acc if problem.need_dweight else 0
     fixed += _TERM_VECTORS * V * acc if terms else 0
     token = (
@@ -195,6 +204,15 @@ def windows(
         for start, end in ((0, request.kept_columns), (request.kept_columns, problem.vocab))
         for low in range(start, end, window)
     ]
+
+
+def of_rows(request: Request, hidden: Tensor, rows: Tensor) -> Request:
+    """The request for some rows of hidden alone; what is kept has memory for all of them."""
+    unused = hidden.shape[0] - len(rows)
+    window, workspace = request.limits
+    if workspace:
+        workspace -= unused * request.kept_columns * accumulate_dtype(hidden.dtype).itemsize
+    return request._replace(limits=Limits(window, workspace))
 
 
 def chunks(

@@ -8,10 +8,40 @@ from torch import Tensor
 from .. import maths
 from ..options import LossOptions
 
+MOST_COPIED = 8 << 20
+"""Bytes that are converted to another dtype at once."""
+
 
 def is_ignored(target: Tensor, ignore_index: int) -> Tensor:
     """Whether each target is ignore_index, in int64: int32 would wrap an ignore_index beyond its range."""
     return target.long() == ignore_index
+
+
+def valid_rows(target: Tensor, ignore_index: int) -> Tensor | None:
+    """On a CPU the rows (valid,) that are not ignored, which are then computed alone; None: all rows are.
+
+    On a GPU a shape would depend on what is there only, and the host would wait for it.
+    """
+    if target.device.type != "cpu":
+        return None
+    ignored = is_ignored(target, ignore_index)
+    return (~ignored).nonzero().squeeze(1) if ignored.any() else None
+
+
+def of_all_rows(
+    values: Tensor, rows: Tensor | None, n: int, other: float = 0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """values (valid, ...) of some of n rows as (n, ...), `other` elsewhere; None: they are of all rows.
+    dtype: what they are rounded to; None: their own."""
+    dtype = dtype or values.dtype
+    if rows is None:
+        return values.to(dtype)
+    out = values.new_full((n, *values.shape[1:]), other, dtype=dtype)
+    step = len(rows) if values.dtype is dtype else max(MOST_COPIED // max(values[:1].nbytes, 1), 1)
+    for low in range(0, len(rows), max(step, 1)):
+        part = slice(low, low + step)
+        out.index_copy_(0, rows[part], values[part].to(dtype))
+    return out
 
 
 def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:

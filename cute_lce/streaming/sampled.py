@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import maths
 from .memory import CPU_LOGITS_BYTES, GPU_LOGITS_BYTES
 from .products import Products, add_mm, mm, multiplies_narrow, without_autocast
-from .rows import classify
+from .rows import classify, of_all_rows, valid_rows
 
 _WINDOW_MULTIPLE = 64
 
@@ -58,7 +58,9 @@ class _Sample:
     def __init__(self, operands: SampledOperands, options: SampledOptions):
         weight, V = operands.weight, operands.weight.shape[0]
         self.valid, self.classes, self.out_of_range = classify(operands.target, options.ignore_index, V)
-        hidden = operands.hidden.masked_fill(~self.valid.unsqueeze(1), 0)
+        hidden = operands.hidden
+        if hidden.device.type != "cpu":
+            hidden = hidden.masked_fill(~self.valid.unsqueeze(1), 0)
         ids = operands.sampled_ids.long()
         known = (ids >= 0) & (ids < V)
         if ids.device.type == "cpu" and not known.all():
@@ -123,9 +125,25 @@ class _Sample:
         return z.masked_fill_(~self.valid, 0)
 
 
-@without_autocast
 def forward(operands: SampledOperands, options: SampledOptions) -> tuple[Tensor, SampledStats]:
     """Each row's loss, 0 where it is ignored, in acc."""
+    n, rows = operands.target.shape[0], valid_rows(operands.target, options.ignore_index)
+    if rows is not None:
+        # An error counts all rows.
+        classify(operands.target, options.ignore_index, operands.weight.shape[0])
+        operands = _some(operands, rows)
+    loss, stats = _forward(operands, options)
+    return of_all_rows(loss, rows, n), SampledStats(*(of_all_rows(each, rows, n) for each in stats))
+
+
+def _some(operands: SampledOperands, rows: Tensor) -> SampledOperands:
+    log_q = None if operands.target_log_q is None else operands.target_log_q[rows]
+    hidden, target = operands.hidden[rows], operands.target[rows]
+    return operands._replace(hidden=hidden, target=target, target_log_q=log_q)
+
+
+@without_autocast
+def _forward(operands: SampledOperands, options: SampledOptions) -> tuple[Tensor, SampledStats]:
     sample = _Sample(operands, options)
     target_logit = sample.target_logits()
     # Not -inf, whose difference to itself is nan.
@@ -151,6 +169,23 @@ def backward(
     needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dinput, dweight, dbias), each rounded once; None for one that is not needed."""
+    n, rows = operands.target.shape[0], valid_rows(operands.target, options.ignore_index)
+    if rows is not None:
+        operands, dloss = _some(operands, rows), dloss[rows]
+        stats = SampledStats(*(each[rows] for each in stats))
+    dinput, dweight, dbias = _backward(operands, options, stats, dloss, needed)
+    dtype = operands.hidden.dtype
+    return None if dinput is None else of_all_rows(dinput, rows, n, dtype=dtype), dweight, dbias
+
+
+def _backward(
+    operands: SampledOperands,
+    options: SampledOptions,
+    stats: SampledStats,
+    dloss: Tensor,
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dinput in acc, the others rounded."""
     sample = _Sample(operands, options)
     need_dinput, need_dweight, need_dbias = needed
     hidden, acc, dtype = sample.hidden, sample.acc, operands.hidden.dtype
@@ -190,7 +225,6 @@ def backward(
     if dinput is not None:
         for part in sample.slices(n, d):
             dinput[part].addcmul_(own[part].unsqueeze(1), sample.target_rows(part))
-        dinput = dinput.to(dtype)
     return dinput, dweight, dbias
 
 

@@ -151,17 +151,16 @@ def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int
     return {"kept": hidden.new_empty((hidden.shape[0], kept_columns), dtype=accumulate_dtype(hidden.dtype))}
 
 
-def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
-    """Where the vocabulary is whole."""
-    return merged_forward(operands, options, request, None)
-
-
 @without_autocast
 def merged_forward(
-    operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None
+    operands: StatsOperands,
+    options: StatsOptions,
+    request: Request,
+    merge: Merge | None,
+    kept: Tensor | None = None,
 ) -> Stats:
     """merge: of a shard, whose targets count from its first class; then outputs are names of
-    SHARDED_OUTPUTS. None: the vocabulary is whole."""
+    SHARDED_OUTPUTS. None: the vocabulary is whole. kept: memory for what is kept; None: new."""
     hidden, weight, target = operands[:3]
     n, V = hidden.shape[0], weight.shape[0]
     if merge is None:
@@ -171,7 +170,8 @@ def merged_forward(
     products = Products(_without_ignored(hidden, ~valid), weight)
     logits = _Logits(operands, options, ~valid, products.acc)
     kept_columns = request.kept_columns
-    kept = hidden.new_empty((n, kept_columns), dtype=products.acc) if kept_columns else None
+    if kept is None and kept_columns:
+        kept = empty_kept(operands, options, kept_columns)["kept"]
     running = _Running(operands, options, classes, products.acc)
     for low, high in memory.windows(operands, request, terms=True):
         out = hidden.new_empty((n, high - low), dtype=products.acc)
@@ -191,7 +191,9 @@ def merged_forward(
 
 
 def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
-    """Zeros instead of ignored rows, in which a nan would spoil others' gradients."""
+    """Zeros instead of ignored rows, in which a nan would spoil others' gradients. On a CPU none is here."""
+    if hidden.device.type == "cpu":
+        return hidden
     return hidden.masked_fill(ignored.unsqueeze(1), 0)
 
 
@@ -307,20 +309,6 @@ def _at_first(ids: Tensor, values: Tensor) -> Tensor:
 
 
 @without_autocast
-def backward(
-    upstream: StatsUpstream,
-    operands: StatsOperands,
-    saved: StatsSaved,
-    options: StatsOptions,
-    request: Request,
-    out: Tensor | None = None,
-) -> AllGradients:
-    dtype = operands.hidden.dtype
-    dinput, dweight, dbias = gradients(upstream, operands, saved, options, request, out)
-    return None if dinput is None else dinput.to(dtype), dweight, None if dbias is None else dbias.to(dtype)
-
-
-@without_autocast
 def gradients(
     upstream: StatsUpstream,
     operands: StatsOperands,
@@ -427,7 +415,7 @@ def grad_in_forward(
             target_weight=None if row_loss.target_weight is None else row_loss.target_weight[start:stop],
             token_weight=None if row_loss.token_weight is None else row_loss.token_weight[start:stop],
         )
-        stats = forward(part, options, request)
+        stats = merged_forward(part, options, request, None)
         assert stats.row_max is not None
         assert stats.row_sum is not None
         losses[start:stop] = own.losses(stats, V)

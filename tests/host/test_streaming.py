@@ -47,8 +47,11 @@ def test_statistics(name, window):
     case = numerics.make(name, torch.float64)
     _, row_max, row_sum, num_valid = statistics(case, window)
     logits = case.input @ case.linear_weight.mT
-    torch.testing.assert_close(row_max, logits.amax(1))
-    torch.testing.assert_close(row_sum, (logits - logits.amax(1, keepdim=True)).exp().sum(1))
+    valid = case.target != case.ignore_index
+    torch.testing.assert_close(row_max[valid], logits.amax(1)[valid])
+    sums = (logits - logits.amax(1, keepdim=True)).exp().sum(1)
+    torch.testing.assert_close(row_sum[valid], sums[valid])
+    assert bool((row_max + row_sum).isfinite().all())
     assert num_valid.dtype is torch.int64
     assert int(num_valid) == int((case.target != case.ignore_index).sum())
 
@@ -369,4 +372,4 @@ def test_weight_gradient_is_rounded_once(dtype):
     """torch 2.13's chunked loss rounds dW to bf16 per chunk of tokens, Liger's per 1024."""
     case = random_case(6000, 16, 40, dtype)
     case.check(linear_cross_entropy, reduction="sum")
-    case.check(linear_cross_entropy, reduction="sum", schedule="grad_in_forward", workspace_mb=1.5)
+    case.check(linear_cross_entropy, reduction="sum", schedule="grad_in_forward", workspace_mb=2)
