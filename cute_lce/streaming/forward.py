@@ -13,7 +13,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from .memory import of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, mm, without_autocast
-from .rows import classify, in_window, of_all_rows, reduce, valid_rows
+from .rows import classify, first_rows, in_window, of_all_rows, reduce, valid_rows
 
 
 def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
@@ -50,9 +50,8 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     if rows is None:
         found = _columns(operands, classes, loss, request, kept)
     else:
-        # The first rows of what is kept are theirs.
         part = Operands(hidden[rows], weight, target[rows])
-        own = None if kept is None else kept[: len(rows)]
+        own = None if kept is None else first_rows(kept, len(rows))
         found = _columns(part, classes[rows], loss, of_rows(request, hidden, rows), own)
     others = 0, 1, torch.nan if request.shard else 0
     row_max, row_sum, target_logit = (

@@ -44,6 +44,12 @@ def of_all_rows(
     return out
 
 
+def first_rows(kept: Tensor, valid: int) -> Tensor:
+    """The first rows of what is kept, which has memory for all: those of the valid rows. Others become 0."""
+    kept[valid:] = 0
+    return kept[:valid]
+
+
 def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
     """(valid, a class in [0, V) for each row, target out of range); on a CPU the last raises ValueError."""
     valid = ~is_ignored(target, ignore_index)

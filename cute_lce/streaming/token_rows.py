@@ -1,7 +1,4 @@
-"""token_stats.py's functions, which on a CPU get the rows that are not ignored alone.
-
-What is kept has memory for all rows; its first are theirs.
-"""
+"""token_stats.py's functions, which on a CPU get the rows that are not ignored alone."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from ..implementation import (
 )
 from . import memory, token_stats
 from .products import without_autocast
-from .rows import classify, of_all_rows, valid_rows
+from .rows import classify, first_rows, of_all_rows, valid_rows
 from .token_stats import Merge, RowSums
 
 
@@ -49,7 +46,7 @@ def merged_forward(
         sums = [of_all_rows(each, rows, n, other) for each, other in zip(own, others, strict=True)]
         return RowSums(*(each[rows] for each in merge(RowSums(*sums))))
 
-    part, own = _some(operands, rows), None if kept is None else kept[: len(rows)]
+    part, own = _some(operands, rows), None if kept is None else first_rows(kept, len(rows))
     request = memory.of_rows(request, operands.hidden, rows)
     found = token_stats.merged_forward(part, options, request, None if merge is None else of_some, own)
     numbers = {
