@@ -675,6 +675,7 @@ def test_module_exports():
         "__version__",
         "linear_cross_entropy",
         "linear_logprob",
+        "sampled_linear_cross_entropy",
     }
 
 
