@@ -23,6 +23,7 @@ from cute_lce.arguments import (
     KeepOutputs,
     LossArguments,
     Operands,
+    Products,
     RankStatistics,
     Rows,
     ShardTargets,
@@ -49,6 +50,7 @@ GROUPS = [
     ShardTargets,
     RankStatistics,
     Rows,
+    Products,
 ]
 
 
