@@ -105,8 +105,8 @@ def without_padding(gradient: Tensor | None, features: int) -> Tensor | None:
 class Parts:
     """The parts of a workspace, at multiples of ALIGNMENT bytes; nbytes: of those so far."""
 
-    def __init__(self):
-        self.nbytes = 0
+    def __init__(self, nbytes: int = 0):
+        self.nbytes = nbytes
 
     def reserve(self, size: int) -> int:
         """Reserve `size` bytes; returns their offset."""

@@ -51,17 +51,19 @@ class _Chunk:
         # Not the last: the sum of dhidden stays in fp32.
         self.grid, self.stripe = freeze(forward.gemm), freeze(stripe._replace(is_last=0))
         self.pitch, self.columns = round_up(vocab, 8), vocab
-        parts = Parts()
-        part = parts.reserve
-        self.partials = part(4 * forward.workspace_floats)
-        self.kept_scale, self.factor = (part(4 * n) for _ in range(2))
-        self.keep = part(keep_workspace_bytes(n, vocab))
-        self.kept = part(2 * n * self.pitch)
-        self.weight_factor = part(4 if problem.half else 0)
         self.half = problem.half
-        self.scaled = part(2 * n * d if problem.need_dweight else 0)
-        self.sums = part(4 * n * d * backward.splits if problem.need_dinput else 0)
-        self.nbytes = parts.nbytes
+        parts = Parts()
+        self.kept_scale, self.factor = (parts.reserve(4 * n) for _ in range(2))
+        self.kept = parts.reserve(2 * n * self.pitch)
+        self.weight_factor = parts.reserve(4 if problem.half else 0)
+        # The backward's lie where the forward's were.
+        of_forward, of_backward = Parts(parts.nbytes), Parts(parts.nbytes)
+        self.partials = of_forward.reserve(4 * forward.workspace_floats)
+        self.keep = of_forward.reserve(keep_workspace_bytes(n, vocab))
+        self.hidden = of_forward.reserve(2 * n * d)
+        self.scaled = of_backward.reserve(2 * n * d if problem.need_dweight else 0)
+        self.sums = of_backward.reserve(4 * n * d * backward.splits if problem.need_dinput else 0)
+        self.nbytes = max(of_forward.nbytes, of_backward.nbytes)
 
 
 def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
@@ -87,8 +89,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     one = torch.ones((), dtype=torch.float32, device=device)
     parts = Parts()
     # Chunks are of compacted tokens: once all valid ones are done, the others are empty.
-    copied = max(plan.tokens) * d * hidden.dtype.itemsize
-    compaction = Compaction(parts, n, target.dtype.itemsize, copied)
+    compaction = Compaction(parts, n, target.dtype.itemsize)
     row_max, row_sum, of_chunk = parts.reserve(4 * n), parts.reserve(4 * n), parts.reserve(8)
     begin = parts.reserve(max(chunk.nbytes for chunk in chunks.values()))
     scratch = torch.empty((parts.nbytes,), dtype=torch.uint8, device=device)
@@ -110,7 +111,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     first = 0
     for i, tokens in enumerate(plan.tokens):
         chunk = chunks[tokens]
-        places = compacted._replace(first=first, tokens=tokens)
+        places = compacted._replace(first=first, tokens=tokens, hidden=start + chunk.hidden)
         keep = KeepOutputs(
             kept=start + chunk.kept,
             kept_scale=start + chunk.kept_scale,

@@ -145,11 +145,13 @@ def chunk_forward_bytes(problem: Problem, chunk: int) -> int:
 
 
 def chunk_bytes(problem: Problem, chunk: int, splits: int) -> int:
-    """Bytes of the workspace of a chunk: its forward's and a copy of its hidden states, and its backward's
-    factors, scaled rows and sums of dhidden's `splits`."""
-    total = chunk_forward_bytes(problem, chunk) + 64 * chunk + 4 * KIB
-    total += 2 * chunk * problem.d * (1 + problem.need_dweight)
-    return total + (4 * chunk * problem.d * splits if problem.need_dinput else 0)
+    """Bytes of the workspace of a chunk: what it keeps, its factors, and in the same memory first what only its
+    forward uses, with a copy of its hidden states, then its backward's scaled rows and sums of dhidden's
+    `splits`."""
+    of_forward = window_bytes(chunk) + keep_workspace_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
+    of_forward += 2 * chunk * problem.d
+    of_backward = chunk * problem.d * (2 * problem.need_dweight + 4 * splits * problem.need_dinput)
+    return 2 * chunk * round_up(problem.vocab, 8) + max(of_forward, of_backward) + 64 * chunk + 4 * KIB
 
 
 def accumulator_bytes(problem: Problem, chunks: int) -> int:
