@@ -130,6 +130,10 @@ def with_terms(terms: tuple[str, ...]) -> Any:
     return kind
 
 
+COPIES = 2
+"""Rows.gathers of a forward that keeps and only copies hidden states: an earlier one has compacted."""
+
+
 class Rows(NamedTuple):
     """Which tokens a launch computes: [first, first + tokens) of the operands', or of the compacted ones,
     which are the valid ones in their order and then the ignored ones in theirs (kernels/rows.py).
@@ -137,8 +141,9 @@ class Rows(NamedTuple):
     Of compacted tokens, else 0: source (n,) int32, which of the operands' tokens each is; count, one int32,
     how many are valid; target (n,), in the target's dtype. hidden (tokens, d), contiguous, the launch's, and
     values (3, n) fp32, dloss, row_max and row_sum; 0: not copied. gathers: whether all these are written
-    first (0 or 1). dhidden (n, d): the gradient by the operands' tokens, written after the last stripe's GEMM
-    of dhidden, from Gradients.dhidden or, where this is the same, from the sums; 0: not by this launch.
+    first (0 or 1), or hidden alone (COPIES). dhidden (n, d): the gradient by the operands' tokens, written
+    after the last stripe's GEMM of dhidden, from Gradients.dhidden or, where this is the same, from the sums;
+    0: not by this launch.
     accumulator (n, d) fp32: likewise, from this launch's sums, which need not be of compacted tokens: it
     is then that of the launch's; 0: not by this launch.
     sums (n, d) fp32: dhidden's sum, of one split, by the operands' tokens, instead of Gradients.sums. Where

@@ -20,6 +20,7 @@ WARPS, LANES = 16, 32
 THREADS = WARPS * LANES
 BLOCKS = 256
 """The most blocks: each reads all targets."""
+COPY_WARPS = 4
 AT_ONCE = 4
 """Loads of 16 bytes that a lane has in flight while it copies a row."""
 
@@ -164,17 +165,41 @@ class Gather:
                     cute.autovec_copy(zeros, adjacent(tensors.sums, token, chunk * 4, 4))
         at = place - tensors.rows.first
         if tensors.compacted_hidden.iterator.toint() != 0 and at >= 0 and at < most:
-            chunks = cute.size(tensors.hidden, mode=[1]) // 8
-            for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
-                parts = cute.make_rmem_tensor((8, AT_ONCE), tensors.hidden.element_type)
-                parts.fill(0.0)
-                # All loads before the first store: the compiler cannot know that they do not overlap.
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    column = (chunk + i * LANES) * 8
-                    if valid != 0 and chunk + i * LANES < chunks:
-                        cute.autovec_copy(adjacent(tensors.hidden, token, column, 8), parts[None, i])
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    column = (chunk + i * LANES) * 8
-                    if chunk + i * LANES < chunks:
-                        copy = adjacent(tensors.compacted_hidden, at, column, 8)
-                        cute.autovec_copy(parts[None, i], copy)
+            _copy_row(tensors.hidden, token, valid, tensors.compacted_hidden, at)
+
+
+class Copy:
+    """Compacted hidden states of another launch than the one that gathered; a warp for each."""
+
+    @cute.jit
+    def __call__(self, tensors: GatherTensors, stream: cuda.CUstream):
+        """What Gather copies of them; `count` and `source` are read."""
+        blocks = cute.ceil_div(tensors.rows.tokens, COPY_WARPS)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(COPY_WARPS * LANES, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: GatherTensors):
+        rows = tensors.rows
+        row = cute.arch.block_idx()[0] * COPY_WARPS + cute.arch.warp_idx()
+        if row < computed(rows):
+            valid = Int32(rows.first + row < rows.count[0])
+            _copy_row(tensors.hidden, origin(rows, row), valid, tensors.compacted_hidden, row)
+
+
+@cute.jit
+def _copy_row(source: cute.Tensor, token: Int32, valid: Int32, out: cute.Tensor, row: Int32):
+    """A token's hidden states to a row, zeros where it is ignored; by a warp."""
+    lane = cute.arch.lane_idx()
+    chunks = cute.size(source, mode=[1]) // 8
+    for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
+        parts = cute.make_rmem_tensor((8, AT_ONCE), source.element_type)
+        parts.fill(0.0)
+        # All loads before the first store: the compiler cannot know that they do not overlap.
+        for i in cutlass.range_constexpr(AT_ONCE):
+            column = (chunk + i * LANES) * 8
+            if valid != 0 and chunk + i * LANES < chunks:
+                cute.autovec_copy(adjacent(source, token, column, 8), parts[None, i])
+        for i in cutlass.range_constexpr(AT_ONCE):
+            column = (chunk + i * LANES) * 8
+            if chunk + i * LANES < chunks:
+                cute.autovec_copy(parts[None, i], adjacent(out, row, column, 8))

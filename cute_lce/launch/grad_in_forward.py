@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import (
+    COPIES,
     ForwardOutputs,
     GradientOperands,
     Gradients,
@@ -112,6 +113,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     for i, tokens in enumerate(plan.tokens):
         chunk = chunks[tokens]
         places = compacted._replace(first=first, tokens=tokens, hidden=start + chunk.hidden)
+        if i > 0:
+            places = places._replace(gathers=COPIES)
         keep = KeepOutputs(
             kept=start + chunk.kept,
             kept_scale=start + chunk.kept_scale,

@@ -124,9 +124,9 @@ def _choices(gpu: Gpu, problem: Problem) -> list[_Choice]:
 
 
 def _added_clocks(gpu: Gpu, problem: Problem) -> int:
-    """What the chunks behind the first, which writes, take to add to dweight's accumulator: L2 reads it, which
-    MMAs do not hide. On an H200, (1936, 4096, 262144) took 0.69 ms more than to write, (1760, 3584, 152064)
-    0.45: 0.6 and 0.8 times this."""
+    """What a chunk behind the first, which writes, takes to add to dweight's accumulator: L2 reads it, which
+    MMAs do not hide. On an H200 (1936, 4096, 262144) took 0.69 ms more than to write, and (1760, 3584,
+    152064) 0.49: 0.6 and 0.9 times this."""
     read = Rates(gpu, problem.n * problem.d * problem.vocab).read
     return int(4 * problem.vocab * problem.d / read) if problem.need_dweight else 0
 

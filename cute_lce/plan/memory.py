@@ -145,8 +145,8 @@ def chunk_forward_bytes(problem: Problem, chunk: int) -> int:
 
 
 def chunk_bytes(problem: Problem, chunk: int, splits: int) -> int:
-    """Bytes of the workspace of a chunk: what it keeps, its factors, and in the same memory first what only its
-    forward uses, with a copy of its hidden states, then its backward's scaled rows and sums of dhidden's
+    """Bytes of the workspace of a chunk: what it keeps, its factors, and in the same memory first what only
+    its forward uses, with a copy of its hidden states, then its backward's scaled rows and sums of dhidden's
     `splits`."""
     of_forward = window_bytes(chunk) + keep_workspace_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
     of_forward += 2 * chunk * problem.d

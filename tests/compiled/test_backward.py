@@ -168,7 +168,7 @@ def test_kernels(each: Pass):
     if each.which == "backward":
         wanted = {"Gather": 1, "ScaleRows": 3 if each.dtype == "float16" else 1, "Reduce": 3}
     else:
-        wanted = {"Gather": 1, "References": 1, "Combine": 1, "Finish": 1}
+        wanted = {"rowsGather": 1, "rowsCopy": 1, "References": 1, "Combine": 1, "Finish": 1}
     for want, count in wanted.items():
         assert sum(want in name for name in names) == count, (want, names)
     assert len(each.gemms) == (3 if each.which == "backward" else 1)

@@ -120,6 +120,9 @@ def gradients(
     with device(arch, sms, seed) as counts:
         found = passes.grad_in_forward(KERNELS, case, reduction=reduction, **needs)
         assert sum("Gemm" in name for name in counts.launched) >= 2
+        gathered, copied = (sum(f"rows{n}" in name for name in counts.launched) for n in ("Gather", "Copy"))
+        assert gathered == 1
+        assert copied == sum("Finish" in name for name in counts.launched) - 1
         kept = [None if tensor is None else tensor.clone() for tensor in found]
         scaled = KERNELS.scale_gradients(
             known(upstream.float()), found, passes.loss_of(case, reduction), case.input.dtype

@@ -9,6 +9,7 @@ from cute_lce import maths
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
     COMBINE_ROWS,
+    COPIES,
     ForwardOutputs,
     GemmPlan,
     KeepOutputs,
@@ -33,7 +34,7 @@ from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensor
 from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.mainloop import mainloop
-from cute_lce.kernels.rows import Gather
+from cute_lce.kernels.rows import Copy, Gather
 
 
 @cute.kernel
@@ -63,7 +64,7 @@ class Forward:
             self.references = References(kept)
             self.finish = Finish(fragment, kept)
         self.gemm = gemm(config, epilogue)
-        self.gather = Gather()
+        self.gather, self.copy = Gather(), Copy()
         self.combine = Combine()
         self.combine_more = CombineMore()
         self.partials_per_window = config.partials_per_window
@@ -82,8 +83,11 @@ class Forward:
         stream: cuda.CUstream,
     ):
         vocab, n = cute.size(weight, mode=[0]), rows.tokens
-        if rows.gathers != 0:
+        if rows.gathers == 1:
             self.gather(gather_tensors(hidden, target, rows, loss), stream)
+        if cutlass.const_expr(self.keeps):
+            if rows.gathers == COPIES:
+                self.copy(gather_tensors(hidden, target, rows, loss), stream)
         everything = cute.size(hidden, mode=[0])
         hidden, target = tokens_of(hidden, target, rows)
         tokens = compacted(rows, everything)
