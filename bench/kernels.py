@@ -37,6 +37,7 @@ from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.plan.schedule import UNLIMITED
 
+BackwardConfigs = tuple[KernelConfig, KernelConfig, KernelConfig]
 LOSS = LossOptions("mean")
 LIMITS = Limits(0, UNLIMITED)
 ALTERNATIVES = 2  # configurations beside the chosen one
@@ -65,15 +66,17 @@ class Calibration:
 
     def passes(self) -> Iterator[tuple[str, KernelConfig, bool]]:
         """(pass, configuration, whether it is chosen)."""
-        tokens, dweight = self.found.tokens.config, self.found.dweight.config
+        tokens, dhidden, dweight = self.found.gemms.configs
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
             for config in self._some(self.configs.tokens, chosen):
                 yield kind, config, config == chosen
         if keeps:
             for config in self._some(self.configs.tokens, tokens):
-                yield "dinput", config, config == tokens
-                yield "logits", config, config == tokens
+                yield "dinput", config, config == dhidden
+                yield "logits", config, config == tokens == dhidden
+            for config in self.configs.dhidden:
+                yield "dinput", config, config == dhidden
             for config in self.configs.dweight:
                 yield "dweight", config, config == dweight
 
@@ -82,12 +85,17 @@ class Calibration:
         n, d, vocab = self.problem[:3]
         return faster_splits(Gemm(self.gpu, config, n * d * vocab), d, n, vocab)[-1]
 
+    def configs_of(self, kind: str, config: KernelConfig) -> BackwardConfigs:
+        """Of a backward's pass."""
+        tokens, dhidden, dweight = self.found.gemms.configs
+        if kind == "dweight":
+            return tokens, dhidden, config
+        return next(pair for pair in self.configs.pairs if pair[1] == config) + (dweight,)
+
     def key(self, kind: str, config: KernelConfig) -> Key:
         if kind in ("forward", "keep"):
             return ForwardKey(config, keeps=kind == "keep")
-        if kind == "dweight":
-            return BackwardKey(self.found.tokens.config, config)
-        return BackwardKey(config, self.found.dweight.config)
+        return BackwardKey(*self.configs_of(kind, config))
 
 
 class Timed:
@@ -121,11 +129,7 @@ class Timed:
     def backward(self, kind: str, config: KernelConfig) -> tuple[Callable[[], object], int]:
         """Of a shape whose "keep" has run."""
         calibration, shape = self.calibration, self.calibration.shape
-        tokens, dweight = calibration.found.tokens.config, calibration.found.dweight.config
-        if kind == "dweight":
-            dweight = config
-        else:
-            tokens = config
+        configs = calibration.configs_of(kind, config)
         kept = 0 if kind == "logits" else shape.vocab
         needs = kind != "dweight", kind == "dweight"
         problem = calibration.problem._replace(need_dinput=needs[0], need_dweight=needs[1])
@@ -133,7 +137,7 @@ class Timed:
         if needs[0]:
             splits = calibration.splits(config)
         candidate = Candidate(0, 0, 0 if kept else shape.vocab, splits)
-        plan = backward.build(calibration.gpu, problem, kept, tokens, dweight, candidate)
+        plan = backward.build(calibration.gpu, problem, kept, configs, candidate)
         saved = self.saved
         assert saved is not None
         prepared = KernelBackward(self.operands, LOSS, Request(LIMITS, kept, *needs), plan)

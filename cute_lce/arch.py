@@ -172,10 +172,13 @@ class Tilings:
     tokens: of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by hidden; narrow
         ones of a kind first.
     dweight: of the gradient by weight's GEMM.
+    dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. One goes
+        with the tilings of `tokens` whose clusters have as many columns.
     """
 
     tokens: tuple[Tiling, ...]
     dweight: tuple[Tiling, ...]
+    dhidden: tuple[Tiling, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +217,8 @@ class Architecture:
     @functools.cached_property
     def configs(self) -> tuple[Configs, ...]:
         """The configurations that go with `tilings`."""
-        return tuple(
-            Configs(tuple(map(self._configure, each.tokens)), tuple(map(self._configure, each.dweight)))
-            for each in self.tilings
-        )
+        kinds = [(each.tokens, each.dweight, each.dhidden) for each in self.tilings]
+        return tuple(Configs(*(tuple(map(self._configure, some)) for some in each)) for each in kinds)
 
     @functools.cached_property
     def token_configs(self) -> tuple[KernelConfig, ...]:
@@ -248,11 +249,22 @@ _TILING = tuple(Tiling.__dataclass_fields__)
 
 
 class Configs(NamedTuple):
-    """What a call chooses from: configurations of GEMMs whose B are tokens, narrow tiles first, and of the
-    gradient by weight's."""
+    """What a call chooses from: configurations of GEMMs whose B are tokens, narrow tiles first, of the
+    gradient by weight's, and more of the gradient by hidden's."""
 
     tokens: tuple[KernelConfig, ...]
     dweight: tuple[KernelConfig, ...]
+    dhidden: tuple[KernelConfig, ...] = ()
+
+    @property
+    def pairs(self) -> list[tuple[KernelConfig, KernelConfig]]:
+        """Those of the backward's GEMMs whose B are tokens: of the logits, and of the gradient by hidden."""
+        return [
+            (tokens, dhidden)
+            for tokens in self.tokens
+            for dhidden in (tokens, *self.dhidden)
+            if dhidden.cluster_columns == tokens.cluster_columns
+        ]
 
     def within(self, columns: int) -> Configs:
         """Without tiles of tokens that are wider; 0: all."""
@@ -312,6 +324,8 @@ def _widths(tiling: Tiling, *columns: int) -> tuple[Tiling, ...]:
 _HOPPER_PAIR = replace(_HOPPER, cluster_m=1, cluster_n=2)
 _HOPPER_WIDE = replace(_HOPPER_PAIR, tile_n=256, pingpong=False)
 """Asks the least of shared memory and L2, where a tile's k is short; its epilogue does not hide."""
+_HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
+"""Asks less of L2 than any: 32 bytes a clock; its epilogue does not hide either."""
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,
@@ -367,6 +381,7 @@ _SM_90A = Architecture(
                 replace(_HOPPER_PAIR, tile_n=192),
                 replace(_HOPPER, tile_n=128),
             ),
+            dhidden=(_HOPPER_TALL,),
         ),
     ),
 )

@@ -98,7 +98,7 @@ def _show_backward(
         ("chunks", chunks),
         ("workspace", f"{chosen.workspace / 2**20:.2f} MiB at most, with what the forward keeps"),
         ("GEMM of logits", _describe(chosen.tokens) if recomputed or chosen.chunks else "none"),
-        ("GEMM of dinput", _describe(chosen.tokens) if need_dinput else "none"),
+        ("GEMM of dinput", _describe(chosen.dhidden) if need_dinput else "none"),
         ("splits of dinput", str(chosen.splits) if need_dinput else "none"),
         ("GEMM of dweight", _describe(chosen.dweight) if need_dweight else "none"),
     ]
@@ -125,7 +125,7 @@ def _show_prediction(
     n, d, vocab = problem.n, problem.d, problem.vocab
     predicted = schedule.predict(gpu, problem, args.schedule, limits)
     seconds = cost.backward_seconds(gpu, problem, chosen)
-    tokens, dweight = (cost.Gemm(gpu, config, n * d * vocab) for config in (chosen.tokens, chosen.dweight))
+    gemms = cost.Gemms(*(cost.Gemm(gpu, config, n * d * vocab) for config in chosen.configs))
     rows = [
         ("forward", f"{(predicted.seconds - seconds) * 1e3:.3f} ms"),
         ("backward", f"{seconds * 1e3:.3f} ms"),
@@ -146,13 +146,13 @@ def _show_prediction(
     bounds: dict[str, str] = {}
     for each, tall in [*((c.stripe, c.tokens) for c in chosen.chunks), *((s, n) for s in chosen.stripes)]:
         if each.first >= chosen.kept:
-            bounds.setdefault("logits", tokens.bound(each.columns, tall, d, cost.EXPONENTIALS))
+            bounds.setdefault("logits", gemms.tokens.bound(each.columns, tall, d, cost.EXPONENTIALS))
         if problem.need_dinput:
             splits = each.dhidden.splits
             epilogue = cost.dinput_epilogue(splits)
-            bounds.setdefault("dinput", tokens.bound(d, tall, each.columns, epilogue, splits))
+            bounds.setdefault("dinput", gemms.dhidden.bound(d, tall, each.columns, epilogue, splits))
         if problem.need_dweight and tall == n:
-            bounds.setdefault("dweight", dweight.bound(each.columns, d, n, cost.DWEIGHT))
+            bounds.setdefault("dweight", gemms.dweight.bound(each.columns, d, n, cost.DWEIGHT))
     rows += [(f"{name} bound by", bound) for name, bound in bounds.items()]
     print("what forward and backward are predicted to take")
     print_table(rows, indent=2)

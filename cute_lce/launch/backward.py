@@ -106,9 +106,8 @@ class KernelBackward:
         gpu = gpu_of(device).serving(loss.terms)
         chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
-        configs = chosen.tokens, chosen.dweight
         dtypes = dtype_name(dtype), dtype_name(target.dtype)
-        self.function = cache.get(BackwardKey(*configs, *dtypes, added, loss.terms))
+        self.function = cache.get(BackwardKey(*chosen.configs, *dtypes, added, loss.terms))
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None

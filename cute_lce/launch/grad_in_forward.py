@@ -44,9 +44,7 @@ class _Chunk:
         forward, backward = plan.forward, plan.backward
         n, d, vocab = forward.n, problem.d, problem.vocab
         self.forward = cache.get(ForwardKey(forward.config, *dtypes, keeps=True, terms=terms))
-        self.backward = cache.get(
-            BackwardKey(backward.tokens, backward.dweight, *dtypes, added="float32", terms=terms)
-        )
+        self.backward = cache.get(BackwardKey(*backward.configs, *dtypes, added="float32", terms=terms))
         (stripe,) = backward.stripes
         self.paced = bool(stripe.dhidden.paced or stripe.dweight.paced)
         # Not the last: the sum of dhidden stays in fp32.

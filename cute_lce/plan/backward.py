@@ -20,13 +20,18 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
     limits.window: columns of a stripe; 0: chosen. limits.workspace: bytes; 0: the default.
     """
     candidates, chosen = backward_within(gpu, problem, kept, limits)
-    return build(gpu, problem, kept, candidates.tokens.config, candidates.dweight.config, chosen)
+    return build(gpu, problem, kept, candidates.gemms.configs, chosen)
 
 
 def build(
-    gpu: Gpu, problem: Problem, kept: int, tokens: KernelConfig, dweight: KernelConfig, chosen: Candidate
+    gpu: Gpu,
+    problem: Problem,
+    kept: int,
+    configs: tuple[KernelConfig, KernelConfig, KernelConfig],
+    chosen: Candidate,
 ) -> BackwardPlan:
-    """The plan of a candidate with these configurations."""
+    """The plan of a candidate with these configurations: BackwardPlan.configs."""
+    tokens, dhidden, dweight = configs
     n, d, vocab = problem.n, problem.d, problem.vocab
     columns, chunk = chosen.columns, chosen.chunk
     ranges = [(0, kept)] if kept else []
@@ -40,7 +45,7 @@ def build(
             is_first=int(first == 0),
             is_last=int(first + width == vocab),
             logits=gemm.plan(gpu, tokens, width, rows, d),
-            dhidden=gemm.plan(gpu, tokens, d, rows, width, splits),
+            dhidden=gemm.plan(gpu, dhidden, d, rows, width, splits),
             dweight=gemm.plan(gpu, dweight, width, d, rows),
         )
 
@@ -51,6 +56,7 @@ def build(
     whole = {rows: stripe(0, vocab, rows, chosen.splits) for rows in set(heights)}
     return BackwardPlan(
         tokens=tokens,
+        dhidden=dhidden,
         dweight=dweight,
         kept=kept,
         columns=columns,

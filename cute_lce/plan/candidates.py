@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..arch import Gpu
-from .cost import DWEIGHT, EXPONENTIALS, Gemm, chunk_clocks, split_clocks, stripe_clocks, sum_clocks
+from .cost import DWEIGHT, EXPONENTIALS, Gemm, Gemms, chunk_clocks, split_clocks, stripe_clocks, sum_clocks
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -47,12 +47,13 @@ class Candidates:
 
     def __init__(self, gpu: Gpu, problem: Problem, window: int = 0):
         self.problem, self.window = problem, window
-        self.tokens, self._splits = _tokens(gpu, problem, window)
-        self.dweight = _dweight(gpu, problem, window)
+        tokens, dhidden, self._splits = _tokens(gpu, problem, window)
+        self.gemms = Gemms(tokens, dhidden, _dweight(gpu, problem, window))
         # Clocks of a column of the vocabulary, were every round full: of its logits, and in the gradients.
         area = problem.n * problem.d
-        self._logits = self.tokens.least(area)
-        self._gradients = self._logits * problem.need_dinput + self.dweight.least(area) * problem.need_dweight
+        self._logits = tokens.least(area)
+        self._gradients = dhidden.least(area) * problem.need_dinput
+        self._gradients += self.gemms.dweight.least(area) * problem.need_dweight
         self._stripes: dict[tuple[int, int], int] = {}
         self._keeping: dict[int, list[Candidate]] = {}
 
@@ -135,15 +136,15 @@ class Candidates:
                 yield Candidate(clocks, level, stripe.columns, chunk.splits, chunk.chunk)
 
     def _chunks(self) -> Iterator[Candidate]:
-        problem, tokens = self.problem, self.tokens
+        problem, gemms = self.problem, self.gemms
         n, d, vocab = problem.n, problem.d, problem.vocab
-        for count in steps(ceil_div(n, tokens.columns), CHUNK_STEPS):
-            chunk = min(count * tokens.columns, n)
+        for count in steps(ceil_div(n, gemms.tokens.columns), CHUNK_STEPS):
+            chunk = min(count * gemms.tokens.columns, n)
             full, rest = divmod(n, chunk)
-            faster = faster_splits(tokens, d, chunk, vocab)
+            faster = faster_splits(gemms.dhidden, d, chunk, vocab)
             for splits in {1, faster[-1]}:
-                clocks = full * chunk_clocks(tokens, problem, chunk, splits)
-                clocks += chunk_clocks(tokens, problem, rest, splits) if rest else 0
+                clocks = full * chunk_clocks(gemms, problem, chunk, splits)
+                clocks += chunk_clocks(gemms, problem, rest, splits) if rest else 0
                 yield Candidate(clocks, sweeps_bytes(problem, chunk, splits, 0), 0, splits, chunk)
 
     def _dweight_stripes(self) -> Iterator[Candidate]:
@@ -151,8 +152,8 @@ class Candidates:
         vocab = problem.vocab
         for columns in self._widths(vocab, STRIPE_STEPS):
             full, rest = divmod(vocab, columns)
-            clocks = full * stripe_clocks(self.tokens, self.dweight, problem, columns, 1)
-            clocks += stripe_clocks(self.tokens, self.dweight, problem, rest, 1) if rest else 0
+            clocks = full * stripe_clocks(self.gemms, problem, columns, 1)
+            clocks += stripe_clocks(self.gemms, problem, rest, 1) if rest else 0
             yield Candidate(clocks, sweeps_bytes(self.problem, 0, 1, columns), columns)
 
     def _widths(self, left: int, fine: int) -> list[int]:
@@ -167,13 +168,13 @@ class Candidates:
         key = columns, splits
         clocks = self._stripes.get(key)
         if clocks is None:
-            clocks = stripe_clocks(self.tokens, self.dweight, self.problem, columns, splits)
+            clocks = stripe_clocks(self.gemms, self.problem, columns, splits)
             self._stripes[key] = clocks
         return clocks
 
     def _kept_stripe(self, kept: int, splits: int) -> int:
         """Clocks of the stripe that was kept."""
-        return stripe_clocks(self.tokens, self.dweight, self.problem, kept, splits, is_kept=True)
+        return stripe_clocks(self.gemms, self.problem, kept, splits, is_kept=True)
 
     def _sums(self, stripes: int, splits: int) -> int:
         problem = self.problem
@@ -194,25 +195,27 @@ def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
     return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT))
 
 
-def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, list[int]]:
-    """The configuration with which the GEMMs of logits and of dhidden take the fewest clocks over the whole
+def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, Gemm, list[int]]:
+    """The configurations with which the GEMMs of logits and of dhidden take the fewest clocks over the whole
     vocabulary, and the numbers of dhidden's splits to consider.
 
     Where a tile holds all tokens, it is the narrowest of these, and the weight is read once. An explicit
     window fixes the order of a row's additions: no other splits than its stripes."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    configs = gpu.row.configs_for(n, window, gpu.columns).tokens
-    found, gemms = [], [Gemm(gpu, config, n * d * vocab) for config in configs]
-    for gemm in [gemm for gemm in gemms if gemm.columns >= n][:1] or gemms:
-        clocks, splits = gemm.clocks(vocab, n, d, EXPONENTIALS), [1]
+    pairs = gpu.row.configs_for(n, window, gpu.columns).pairs
+    pairs = [pair for pair in pairs if pair[0].cluster_columns >= n][:1] or pairs
+    found = []
+    for pair in pairs:
+        tokens, dhidden = (Gemm(gpu, config, n * d * vocab) for config in pair)
+        clocks, splits = tokens.clocks(vocab, n, d, EXPONENTIALS), [1]
         if problem.need_dinput and not window:
-            splits = faster_splits(gemm, d, n, vocab)
+            splits = faster_splits(dhidden, d, n, vocab)
         if problem.need_dinput:
-            clocks += split_clocks(gemm, d, n, vocab, splits[-1])
+            clocks += split_clocks(dhidden, d, n, vocab, splits[-1])
         # Of equally fast ones the widest.
-        found.append((clocks, -gemm.columns, gemm, splits))
-    *_, gemm, splits = min(found, key=lambda each: each[:2])
-    return gemm, splits
+        found.append((clocks, -tokens.columns, tokens, dhidden, splits))
+    *_, tokens, dhidden, splits = min(found, key=lambda each: each[:2])
+    return tokens, dhidden, splits
 
 
 def faster_splits(gemm: Gemm, m: int, n: int, k: int) -> list[int]:

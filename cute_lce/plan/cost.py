@@ -30,6 +30,9 @@ SHORT, LONG = 2.0e10, 2.4e13
 logarithm."""
 MMA_CLOCKS = 1.077
 """Clocks of MMAs, in those of the data sheet's rate."""
+EASED, EASY_BYTES = 0.98, 32
+"""Of those, where an SM loads no more bytes from L2 in a clock of theirs: dinput of five shapes took 0.967 to
+1.00 times as long as with 48 bytes (docs/measurements.md)."""
 READ_SHARE, WRITE_SHARE = 0.82, 0.65
 """Of the data sheet's DRAM rate."""
 START_CLOCKS = 8300
@@ -96,9 +99,14 @@ class Gemm:
         self.rows, self.columns = config.cluster_rows, config.cluster_columns
         self.clusters, self.rates = cluster_count(config, gpu.sms), Rates(gpu, macs)
         own_m, own_n = config.tile_m // config.pair, config.tile_n
-        self._mma = MMA_CLOCKS * 2 * own_m * own_n / config.row.dense_flops_per_clock
-        self._loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m) / self.rates.l2
+        multiplied = 2 * own_m * own_n / config.row.dense_flops_per_clock
+        loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m)
+        self._mma = multiplied * MMA_CLOCKS * (EASED if loaded <= EASY_BYTES * multiplied else 1.0)
+        self._loaded = loaded / self.rates.l2
         self._stored = own_m * own_n / self.rates.l2
+        # Clocks of an epilogue that does not hide: tensor memory holds two tiles, registers one.
+        shares = config.turns == 1 and not config.row.tmem_columns
+        self._exposed = config.tile_n * EXPOSED_CLOCKS if shares else 0.0
         self._tiles: dict[tuple[int, Epilogue], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
@@ -113,12 +121,12 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
-        bound = "epilogues"
+        bound, tile = "epilogues", tile - self._exposed
         if tile <= depth * self._mma:
             bound = "MMAs"
         elif tile <= depth * self._loaded + epilogue.stored * self._stored:
             bound = "L2"
-        if self._moved(m, n, k, epilogue.stored) > rounds * tile:
+        if self._moved(m, n, k, epilogue.stored) > rounds * (tile + self._exposed):
             bound = "DRAM"
         return f"{bound}; {tiles} tiles fill {tiles / (rounds * self.clusters):.0%} of {rounds} rounds"
 
@@ -141,8 +149,7 @@ class Gemm:
         own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
-        # Tensor memory holds two tiles; registers one.
-        return max(tile, own) if config.row.tmem_columns else tile + config.tile_n * EXPOSED_CLOCKS
+        return tile + self._exposed if self._exposed else max(tile, own)
 
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""
@@ -186,42 +193,52 @@ def forward_seconds(gpu: Gpu, problem: Problem, plan: ForwardPlan) -> float:
 def backward_seconds(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> float:
     """Predicted seconds of a backward, whatever its forward kept."""
     macs = problem.n * problem.d * problem.vocab
-    tokens, dweight = Gemm(gpu, plan.tokens, macs), Gemm(gpu, plan.dweight, macs)
-    total = sum(chunk_clocks(tokens, problem, chunk.tokens, plan.splits) for chunk in plan.chunks)
+    gemms = Gemms(*(Gemm(gpu, config, macs) for config in plan.configs))
+    total = sum(chunk_clocks(gemms, problem, chunk.tokens, plan.splits) for chunk in plan.chunks)
     if plan.chunks:
         problem = problem._replace(need_dinput=False)
     total += sum(
-        stripe_clocks(tokens, dweight, problem, stripe.columns, plan.splits, i == 0 < plan.kept)
+        stripe_clocks(gemms, problem, stripe.columns, plan.splits, i == 0 < plan.kept)
         for i, stripe in enumerate(plan.stripes)
     )
     if problem.need_dinput:
         total += sum_clocks(problem.n, problem.d, len(plan.stripes), plan.splits)
-    return total / tokens.rates.clock
+    return total / gemms.tokens.rates.clock
 
 
-def stripe_clocks(
-    tokens: Gemm, dweight: Gemm, problem: Problem, columns: int, splits: int, is_kept: bool = False
-) -> int:
+class Gemms(NamedTuple):
+    """A backward's: of the logits, and of the gradients."""
+
+    tokens: Gemm
+    dhidden: Gemm
+    dweight: Gemm
+
+    @property
+    def configs(self) -> tuple[KernelConfig, KernelConfig, KernelConfig]:
+        return self.tokens.config, self.dhidden.config, self.dweight.config
+
+
+def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_kept: bool = False) -> int:
     """Clocks of a stripe: its logits' GEMM, or the factors and scaled rows of one that was kept, and those of
     the gradients."""
     n, d = problem.n, problem.d
     total = LAUNCH_CLOCKS
     if not is_kept:
-        total += tokens.clocks(columns, n, d, EXPONENTIALS)
+        total += gemms.tokens.clocks(columns, n, d, EXPONENTIALS)
     elif problem.need_dweight:
-        total += int(4 * n * d / tokens.rates.read)
+        total += int(4 * n * d / gemms.tokens.rates.read)
     if problem.need_dinput:
-        total += LAUNCH_CLOCKS + tokens.clocks(d, n, columns, dinput_epilogue(splits), splits)
+        total += LAUNCH_CLOCKS + gemms.dhidden.clocks(d, n, columns, dinput_epilogue(splits), splits)
     if problem.need_dweight:
-        total += LAUNCH_CLOCKS + dweight.clocks(columns, d, n, DWEIGHT)
+        total += LAUNCH_CLOCKS + gemms.dweight.clocks(columns, d, n, DWEIGHT)
     return total
 
 
-def chunk_clocks(tokens: Gemm, problem: Problem, chunk: int, splits: int) -> int:
+def chunk_clocks(gemms: Gemms, problem: Problem, chunk: int, splits: int) -> int:
     """Clocks of dinput of a chunk of tokens, with the GEMM of their logits."""
     d, vocab = problem.d, problem.vocab
-    logits = tokens.clocks(vocab, chunk, d, EXPONENTIALS)
-    return 2 * LAUNCH_CLOCKS + logits + split_clocks(tokens, d, chunk, vocab, splits)
+    logits = gemms.tokens.clocks(vocab, chunk, d, EXPONENTIALS)
+    return 2 * LAUNCH_CLOCKS + logits + split_clocks(gemms.dhidden, d, chunk, vocab, splits)
 
 
 def floor_clocks(gpu: Gpu, problem: Problem) -> float:

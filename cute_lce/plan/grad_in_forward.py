@@ -142,27 +142,28 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     partials = forwards.gemm.windows * gemm.partials
     clocks = LAUNCH_CLOCKS + gemm.forward(forwards.rounds, chunk, d, vocab, partials, vocab)
     configs = gpu.row.configs_for(chunk, 0)
-    gemms = [Gemm(gpu, config, macs) for config in configs.tokens]
-    # Where a tile holds all tokens, the narrowest of these.
-    gemms = [gemm for gemm in gemms if gemm.columns >= chunk][:1] or gemms
+    # Where a tile holds all tokens, the narrowest of these. No logits are computed again.
+    pairs = [pair for pair in configs.pairs if pair[0].cluster_columns >= chunk][:1] or configs.pairs
+    gemms = {Gemm(gpu, dhidden, macs): tokens for tokens, dhidden in pairs}
     split = [(gemm, faster_splits(gemm, d, chunk, vocab)[-1]) for gemm in gemms]
 
     def dinput_clocks(gemm: Gemm, splits: int) -> int:
         return gemm.clocks(d, chunk, vocab, SUMS, splits) + sum_clocks(chunk, d, 1, splits)
 
-    tokens, splits = min(split, key=lambda each: (dinput_clocks(*each), -each[0].columns))
+    dhidden, splits = min(split, key=lambda each: (dinput_clocks(*each), -each[0].columns))
     dweight = min(
         (Gemm(gpu, config, macs) for config in configs.dweight),
         key=lambda gemm: gemm.clocks(vocab, d, chunk, ADDED),
     )
     # The factors, and the scaled rows.
-    clocks += LAUNCH_CLOCKS + int(4 * chunk * d / tokens.rates.read)
+    clocks += LAUNCH_CLOCKS + int(4 * chunk * d / dhidden.rates.read)
     if problem.need_dinput:
-        clocks += LAUNCH_CLOCKS + dinput_clocks(tokens, splits)
+        clocks += LAUNCH_CLOCKS + dinput_clocks(dhidden, splits)
     if problem.need_dweight:
         clocks += LAUNCH_CLOCKS + dweight.clocks(vocab, d, chunk, ADDED)
     of_chunk = problem._replace(n=chunk)
     nbytes = chunk_bytes(problem, chunk, splits if problem.need_dinput else 1)
     candidate = Candidate(clocks, nbytes, 0, splits)
-    backwards = backward.build(gpu, of_chunk, vocab, tokens.config, dweight.config, candidate)
+    configs = gemms[dhidden], dhidden.config, dweight.config
+    backwards = backward.build(gpu, of_chunk, vocab, configs, candidate)
     return ChunkPlan(forwards, backwards, clocks, nbytes)

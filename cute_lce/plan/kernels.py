@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 from ..arch import ARCHITECTURES, Gpu, KernelConfig, architecture
@@ -25,11 +26,12 @@ class ForwardKey(NamedTuple):
 class BackwardKey(NamedTuple):
     """The key of a kernels.entry.backward.Backward: its GEMMs' configurations, types as in ForwardKey.
 
-    tokens: of the logits and of dhidden. dweight: of dweight. added: the dtype of a matrix to which dweight
+    tokens: of the logits. dhidden, dweight: of the gradients. added: the dtype of a matrix to which dweight
     is added, "float32", "bfloat16" or "float16"; "": dweight is written, in the operands' dtype.
     """
 
     tokens: KernelConfig
+    dhidden: KernelConfig
     dweight: KernelConfig
     dtype: str = "bfloat16"
     target_dtype: str = "int64"
@@ -83,9 +85,9 @@ def kernels(
             for config in configs.within(Gpu(arch, 1).serving(names).columns).tokens:
                 keys[ForwardKey(config, dtype, target_dtype, keep, names)] = None
         for names in backwards:
-            for config in configs.within(Gpu(arch, 1).serving(names).columns).tokens:
-                for dweight in configs.dweight:
-                    keys[BackwardKey(config, dweight, dtype, target_dtype, added, names)] = None
+            pairs = configs.within(Gpu(arch, 1).serving(names).columns).pairs
+            for pair, dweight in product(pairs, configs.dweight):
+                keys[BackwardKey(*pair, dweight, dtype, target_dtype, added, names)] = None
     keys[MultiplyKey(arch, dtype, added)] = None
     return list(keys)
 

@@ -51,8 +51,8 @@ class Chunk(NamedTuple):
 class BackwardPlan:
     """One backward call.
 
-    tokens: the configuration of the GEMMs of the logits and of dhidden. dweight: of dweight's. kept: columns
-    that the forward kept, the first stripe if there are any. columns: of each recomputed stripe except the
+    tokens: the configuration of the logits' GEMM. dhidden, dweight: of the gradients'. kept: columns that the
+    forward kept, the first stripe if there are any. columns: of each recomputed stripe except the
     last. pitch: elements of a row of a stripe's dlogits. splits: of dhidden's k, each with a sum of its own.
     stripes: of the vocabulary, one after another. chunks: of the tokens, where dinput has a sweep of its own
     before the stripes, which are then dweight's alone. workspace: bytes of what is kept, dlogits, sums,
@@ -60,6 +60,7 @@ class BackwardPlan:
     """
 
     tokens: KernelConfig
+    dhidden: KernelConfig
     dweight: KernelConfig
     kept: int
     columns: int
@@ -68,3 +69,8 @@ class BackwardPlan:
     stripes: tuple[Stripe, ...]
     chunks: tuple[Chunk, ...]
     workspace: int
+
+    @property
+    def configs(self) -> tuple[KernelConfig, KernelConfig, KernelConfig]:
+        """Of the GEMMs of the logits, of dhidden and of dweight."""
+        return self.tokens, self.dhidden, self.dweight

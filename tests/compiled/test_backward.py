@@ -48,7 +48,7 @@ class Pass(NamedTuple):
         """The key of what launch/ asks for."""
         if self.which == "keep":
             return ForwardKey(self.config, self.dtype, keeps=True)
-        return BackwardKey(self.config, self.dweight, self.dtype)
+        return BackwardKey(self.config, self.config, self.dweight, self.dtype)
 
     @property
     def name(self) -> str:
@@ -155,7 +155,20 @@ LONG = [(arch, config) for arch, config, _ in ADDING if arch == "sm_90a" and con
 )
 def test_what_adds_does_not_spill(arch: str, config: KernelConfig, added: str):
     tokens = next(each for each in architecture(arch).configs if config in each.dweight).tokens[0]
-    cubin.check_no_local_memory(BackwardKey(tokens, config, added=added))
+    cubin.check_no_local_memory(BackwardKey(tokens, tokens, config, added=added))
+
+
+def test_tall_tiles_of_dhidden():
+    configs = architecture("sm_90a").configs[-1]
+    (pair,) = [pair for pair in configs.pairs if pair[0] != pair[1]]
+    found = cubin.kernels(BackwardKey(*pair, configs.dweight[0])).values()
+    gemms = sorted(
+        (each for each in found if "Gemm" in each.name), key=lambda each: int(each.name.rsplit("_", 1)[1])
+    )
+    dhidden = gemms[1]
+    # Of 128 x 128 for each warpgroup; the word that it spills those of SPILLS spill too.
+    assert dhidden.ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 8
+    assert len(dhidden.local_accesses) <= 2
 
 
 @every_pass

@@ -24,7 +24,7 @@ def keys(arch: str) -> list[Key]:
     return [
         ForwardKey(tokens),
         ForwardKey(tokens, keeps=True),
-        BackwardKey(tokens, configs.dweight[0]),
+        BackwardKey(tokens, tokens, configs.dweight[0]),
     ]
 
 
@@ -48,7 +48,9 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
         configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(terms).columns)
         tokens = max(configs.tokens, key=lambda config: config.tile_n)
         of_forward = ForwardKey(tokens, terms=terms)
-        keys.append(of_forward if terms is forward else BackwardKey(tokens, configs.dweight[0], terms=terms))
+        keys.append(
+            of_forward if terms is forward else BackwardKey(tokens, tokens, configs.dweight[0], terms=terms)
+        )
     return keys
 
 

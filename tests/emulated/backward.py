@@ -33,12 +33,18 @@ def device(arch: str, sms: int, seed: int = 0, resident: int = 16) -> Iterator[E
 
 
 def narrow_plans(
-    patch: pytest.MonkeyPatch, *, tile_n: int = 64, splits: int = 0, paced: bool | None = None
+    patch: pytest.MonkeyPatch,
+    *,
+    tile_n: int = 64,
+    splits: int = 0,
+    paced: bool | None = None,
+    tall: bool = False,
 ) -> None:
     """Narrow tiles, and few stages so that rings wrap: an emulated tile costs by its columns.
 
     tile_n: of the GEMMs whose B are tokens. splits: of dhidden's k; 0: as planned, which is 1 below 1024
-    columns. paced: whether clusters pace, every other k tile; None: as planned.
+    columns. paced: whether clusters pace, every other k tile; None: as planned. tall: whether
+    dhidden's GEMM has Hopper's tiling of its own, which is then as narrow.
     """
     forget_plans()
     for name, row in architectures.ARCHITECTURES.items():
@@ -51,10 +57,18 @@ def narrow_plans(
                 ),
                 # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
                 dweight=tuple(replace(tiling, tile_n=128, **changed) for tiling in each.dweight),
+                dhidden=tuple(
+                    replace(tiling, tile_n=tile_n, **changed) for tiling in row.tilings[-1].dhidden if tall
+                ),
             )
             for each in row.tilings
         )
         patch.setitem(architectures.ARCHITECTURES, name, replace(row, tilings=narrow))
+    if tall:
+        every = property(
+            lambda found: [(each, own) for each in found.tokens for own in found.dhidden or (each,)]
+        )
+        patch.setattr(architectures.Configs, "pairs", every)
     patch.setattr(candidates, "STRIPE_MULTIPLE", 128)
     if paced is not None:
         for module in (gemm, forward_plans):
@@ -63,7 +77,7 @@ def narrow_plans(
         patch.setattr(candidates, "LEAST_DEPTH", 1)
         patch.setattr(candidates.Candidates, "_two_sweeps", lambda self: ())
         tokens = candidates._tokens
-        patch.setattr(candidates, "_tokens", lambda *call: (tokens(*call)[0], [splits]))
+        patch.setattr(candidates, "_tokens", lambda *call: (*tokens(*call)[:2], [splits]))
 
 
 @dataclass

@@ -114,7 +114,7 @@ def _narrow(config: KernelConfig) -> KernelConfig:
 HOPPER = architecture("sm_90a")
 TOKENS = _narrow(HOPPER.token_configs[0])
 FORWARD = ForwardKey(TOKENS, keeps=True)
-BACKWARD = BackwardKey(TOKENS, HOPPER.dweight_configs[0])
+BACKWARD = BackwardKey(TOKENS, TOKENS, HOPPER.dweight_configs[0])
 # The groups that they take behind the operands, in this order.
 TAKEN = {
     FORWARD: (LossArguments, ForwardOutputs, Rows, GemmPlan, KeepOutputs),

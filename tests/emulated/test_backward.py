@@ -476,6 +476,28 @@ def test_shapes(arch: str, shape: tuple[int, int, int, int, str], monkeypatch):
             assert found.abs().max() <= run.kept_columns * 2**-12
 
 
+# Ends of n and d in each half of a warpgroup's rows, and in a second tile.
+@pytest.mark.parametrize(
+    ("shape", "how", "splits"),
+    [
+        ((193, 130, 264), "keep", 0),
+        ((40, 300, 72), "keep", 2),
+        pytest.param((70, 129, 136), "recompute", 0, marks=full),
+        pytest.param((129, 200, 520), "keep, stripes", 0, marks=full),
+        pytest.param((65, 129, 192), "fp16", 0, marks=full),
+        pytest.param((1, 260, 24), "fp16, stripes", 3, marks=full),
+    ],
+)
+def test_tall_tiles_of_dhidden(shape: tuple[int, int, int], how: str, splits: int, monkeypatch):
+    n, V, d = shape
+    narrow_plans(monkeypatch, splits=splits, tall=True)
+    dloss = torch.linspace(1, 2, n).double()
+    case, run = run_how(
+        how, lambda dtype: ignoring(random_case(n, d, V, dtype)), "sm_90a", dloss=dloss, seed=n + V
+    )
+    check(case, run, dloss=dloss)
+
+
 # Two columns of a row, of which the second is raised and the first is not, unless they are of one unit (a
 # warp's 16 rows of both halves of a tile of 128). Their probabilities are alike.
 UNITS = [(0, 15), (0, 16), (0, 64), (0, 79), (15, 80), (63, 64), (64, 48), (127, 128), (129, 1), (200, 140)]

@@ -106,7 +106,7 @@ def only_file(folder: Path) -> Path:
 def variants():
     """(what differs, key) for every field of the kinds of key."""
     other = dataclasses.replace(CONFIG, pace=0)
-    backward = BackwardKey(CONFIG, CONFIG)
+    backward = BackwardKey(CONFIG, CONFIG, CONFIG)
     yield "kind", backward
     for key in (KEY, backward, MultiplyKey("sm_90a")):
         for name, value in key._asdict().items():

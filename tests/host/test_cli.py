@@ -262,8 +262,12 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     named = [line.split()[2].partition("(")[0] for line in lines[:-1]]
     assert named == [type(key).__name__ for key in keys]
     row = architecture("sm_90a")
-    pairs = {(tokens, dweight) for configs in row.configs for tokens, dweight in product(*configs)}
-    wanted = {"Sideways": 1, "ForwardKey": 2 * len(set(row.token_configs)), "BackwardKey": len(pairs)}
+    found = {
+        (tokens, dhidden, dweight)
+        for configs in row.configs
+        for (tokens, dhidden), dweight in product(configs.pairs, configs.dweight)
+    }
+    wanted = {"Sideways": 1, "ForwardKey": 2 * len(set(row.token_configs)), "BackwardKey": len(found)}
     wanted["MultiplyKey"] = 1
     assert Counter(type(key).__name__ for key in set(keys)) == wanted
     assert lines[-1].startswith(f"{len(keys)} kernels in ")

@@ -60,10 +60,11 @@ def predict(kind: str, n: int, d: int, vocab: int, config: KernelConfig, parts: 
         return cost.forward_seconds(GPU, Problem(n, d, vocab), plan)
     others, of_dweight = GPU.row.configs_for(n, 0), kind == "dweight"
     tokens, dweight = (others.tokens[0], config) if of_dweight else (config, others.dweight[0])
+    configs = tokens, tokens, dweight
     kept = 0 if kind == "logits" else vocab
     problem = Problem(n, d, vocab, need_dinput=not of_dweight, need_dweight=of_dweight)
     chosen = Candidate(0, 0, vocab - kept, 1 if of_dweight else parts)
-    return cost.backward_seconds(GPU, problem, backward.build(GPU, problem, kept, tokens, dweight, chosen))
+    return cost.backward_seconds(GPU, problem, backward.build(GPU, problem, kept, configs, chosen))
 
 
 def test_every_pass_was_measured():

@@ -266,7 +266,7 @@ def test_few_tokens_fill_an_h100(n: int):
     for stripe in backward_plan.stripes[:1]:
         for grid, config, tokens in (
             (stripe.logits, backward_plan.tokens, n),
-            (stripe.dhidden, backward_plan.tokens, n),
+            (stripe.dhidden, backward_plan.dhidden, n),
             (stripe.dweight, backward_plan.dweight, 4096),
         ):
             runs = grid.windows * ceil_div(tokens, config.cluster_columns) * grid.splits
@@ -309,6 +309,7 @@ def test_calls_choose_among_the_configurations_for_their_number_of_tokens(arch: 
             assert forward.plan(gpu, *problem[:3], limits, kept=kept).config in configs.tokens
             plan = backward.plan(gpu, problem, kept, limits)
             assert plan.tokens in configs.tokens
+            assert (plan.tokens, plan.dhidden) in configs.pairs
             assert plan.dweight in configs.dweight
 
 

@@ -170,8 +170,7 @@ def test_gemms_are_in_bounds(arch: str):
             assert all(type(number) is int for number in stripe[:4])
             gemms = (stripe.logits, stripe.dhidden, stripe.dweight)
             sizes = ((stripe.columns, n), (call.d, n), (stripe.columns, call.d))
-            configs = (plan.tokens, plan.tokens, plan.dweight)
-            for chosen, config, (rows, width) in zip(gemms, configs, sizes, strict=True):
+            for chosen, config, (rows, width) in zip(gemms, plan.configs, sizes, strict=True):
                 assert all(type(number) is int for number in chosen)
                 columns = ceil_div(width, config.cluster_columns)
                 assert chosen.windows == ceil_div(rows, config.cluster_rows)
@@ -217,12 +216,12 @@ def test_splits_sums_count_and_fit(arch: str):
 def test_splits_save_time():
     """On an H100, where few tiles of dhidden would leave clusters idle, and only there."""
     gpu = Gpu("sm_90a", 132)
-    for n, splits in ((128, 4), (256, 2), (512, 1), (1024, 1)):
+    for n, splits in ((128, 4), (256, 2), (512, 2), (1024, 1)):
         plan = backward.plan(gpu, Problem(n, 4096, 128256), 0, NO_LIMITS)
         (stripe,) = plan.stripes
         assert plan.splits == splits
         assert stripe.dhidden.splits == splits
-        dhidden = cost.Gemm(gpu, plan.tokens, n * 4096 * 128256)
+        dhidden = cost.Gemm(gpu, plan.dhidden, n * 4096 * 128256)
         clocks = {
             count: cost.split_clocks(dhidden, 4096, n, 128256, count) for count in (splits, 1, 2, 3, 4, 6, 8)
         }
@@ -384,7 +383,7 @@ def no_kernels() -> Iterator[Asked]:
 
 
 def calls_of_every_kernel(half: bool) -> Iterator[Call]:
-    """Of random calls those that are planned with configurations that none before them has: a pair of the
+    """Of random calls those that are planned with configurations that none before them has: three of a
     backward, or one of the forward that keeps nothing or everything."""
     gpu, draw, seen = whole("sm_90a"), random.Random(1), set()
     for _ in range(3000):
@@ -392,7 +391,7 @@ def calls_of_every_kernel(half: bool) -> Iterator[Call]:
         call = Call(n, 8 * d, V, 1 << 42, 0, half, *draw.choice(NEEDS))
         found = candidates.Candidates(gpu, call.problem)
         asked = {
-            (found.tokens.config, found.dweight.config),
+            found.gemms.configs,
             *(
                 (forward.choose_config(gpu, n, call.d, V, keeps, 0), keeps)
                 for keeps in (False, True)[: 1 if half else 2]

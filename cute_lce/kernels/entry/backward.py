@@ -64,16 +64,23 @@ class Backward:
     """One stripe of the backward; see cute_lce.arguments for what is read and written.
 
     Args:
-        tokens: the configuration of the GEMMs of the logits and of dhidden.
-        dweight: the configuration of dweight's GEMM.
+        tokens: the configuration of the logits' GEMM.
+        dhidden, dweight: those of the gradients' GEMMs.
         half: whether the operands are float16, whose dlogits do not hold grad_scale.
         added: the type of a matrix to which dweight is added; None: dweight is written.
     """
 
-    def __init__(self, tokens: KernelConfig, dweight: KernelConfig, half: bool, added: Numeric | None = None):
+    def __init__(
+        self,
+        tokens: KernelConfig,
+        dhidden: KernelConfig,
+        dweight: KernelConfig,
+        half: bool,
+        added: Numeric | None = None,
+    ):
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
-        self.dhidden = gemm(tokens, DhiddenEpilogue(gemm.fragment(tokens)))
+        self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)))
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
         self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k")
         self.added = added
@@ -260,6 +267,7 @@ def _of_kept(address: Int64, source: GradientOperands) -> Int64:
 
 def compile_backward(
     tokens: KernelConfig,
+    dhidden: KernelConfig,
     dweight: KernelConfig,
     dtype: str,
     target_dtype: str,
@@ -270,7 +278,7 @@ def compile_backward(
 ):
     """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
-        Backward(tokens, dweight, half=dtype == "float16", added=ADDED[added]),
+        Backward(tokens, dhidden, dweight, half=dtype == "float16", added=ADDED[added]),
         *example_operands(dtype, target_dtype),
         example(with_terms(terms)),
         example(Upstream),

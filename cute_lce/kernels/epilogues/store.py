@@ -24,7 +24,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, BOXES, WARPGROUP, WARPS
-from cute_lce.arguments import KEPT_TILE
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp
 from cute_lce.kernels.rows import Compacted, origin
@@ -223,16 +222,18 @@ def store_columns(
     """Round elements of a slab and store them transposed: the tile's columns are the matrix's rows.
 
     column: of element 0 in slab 0. owned: which of the slab's 32 columns. All four warps of the group call
-    it, with rows of one tile, which begins at a multiple of 128, for all of its columns in their order.
+    it, with rows of one tile, which begins at a multiple of 128, for all of its columns in their order: 128
+    rows, or twice 64 with those of another group between them.
     """
     assert len(fragment.rows) == 4, "four blocks of a warp's rows"
-    assert fragment.rows[-1] < KEPT_TILE, "rows of one tile of 128"
+    apart = max(fragment.rows[2], BOX_COLUMNS)
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS
     first_row = first_row_of_warp(row)
     first_column = column + slab * fragment.columns - 2 * (lane & 3)
     # Lane l has the address of line l % 8 of matrix l / 8, which is a block of the warp's rows.
     own, line = lane // BLOCK, lane % BLOCK
-    within = warp * fragment.warp_rows + fragment.rows[1] * (own % 2) + fragment.rows[2] * (own // 2)
+    within = warp * fragment.warp_rows + fragment.rows[1] * (own % 2)
+    within += min(fragment.rows[2], BOX_COLUMNS) * (own // 2)
     at = within // BOX_COLUMNS * BOX_BYTES + line * LINE + ((within % BOX_COLUMNS // BLOCK) ^ line) * 16
     for i in cutlass.range_constexpr(owned.start, owned.stop):
         elements = fragment.shared(i)
@@ -257,7 +258,7 @@ def store_columns(
                 out,
                 boxes + warp * BOX_BYTES,
                 first_column + fragment.offset(elements.start) + BOX_ROWS * (warp // 2),
-                first_row - warp * fragment.warp_rows + BOX_COLUMNS * (warp % 2),
+                first_row - warp * fragment.warp_rows + apart * (warp % 2),
             )
         # A group even without a copy: `pending` counts groups.
         if lane == 0:
