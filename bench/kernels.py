@@ -90,7 +90,7 @@ class Calibration:
         tokens, dhidden, dweight = self.found.gemms.configs
         if kind == "dweight":
             return tokens, dhidden, config
-        return next(pair for pair in self.configs.pairs if pair[1] == config) + (dweight,)
+        return *next(pair for pair in self.configs.pairs if pair[1] == config), dweight
 
     def key(self, kind: str, config: KernelConfig) -> Key:
         if kind in ("forward", "keep"):
