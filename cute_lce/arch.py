@@ -196,6 +196,7 @@ class Architecture:
     l2_bytes_per_clock: that an SM loads from L2 while all do.
     data_sheet: peaks for `cute-lce plan`.
     term_columns: (term, tile_n of the widest tiles of tokens whose epilogues have registers for it).
+    kept_columns: the same of a forward that keeps.
     tilings: for few tokens first.
     """
 
@@ -212,6 +213,7 @@ class Architecture:
     l2_bytes_per_clock: int
     data_sheet: DataSheet
     term_columns: tuple[tuple[str, int], ...]
+    kept_columns: tuple[tuple[str, int], ...]
     tilings: tuple[Tilings, ...]
 
     @functools.cached_property
@@ -285,9 +287,10 @@ class Gpu(NamedTuple):
     def row(self) -> Architecture:
         return architecture(self.arch)
 
-    def serving(self, terms: tuple[str, ...]) -> Gpu:
-        """The same for kernels that are compiled for these terms."""
-        columns = [most for term, most in self.row.term_columns if term in terms]
+    def serving(self, terms: tuple[str, ...], keeps: bool = False) -> Gpu:
+        """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
+        limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
+        columns = [most for term, most in limits if term in terms]
         return self._replace(columns=min(columns)) if columns else self
 
 
@@ -362,6 +365,7 @@ _SM_90A = Architecture(
         ("linear_bias", 176),
         ("bias_gradient", 160),
     ),
+    kept_columns=(("entropy", 128), ("total", 128)),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
@@ -399,6 +403,7 @@ _SM_100A = Architecture(
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
     term_columns=(("softcap", 224),),
+    kept_columns=(),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )
 _SM_103A = replace(

@@ -267,7 +267,7 @@ class StatsOptions(NamedTuple):
     `temperature` unless there is a tensor; and which are computed, names of Stats up to mean_logit.
 
     z_loss, label_smoothing: TermOptions', if gradients will be those of a RowLoss of the numbers; where
-    something is kept they may have to be known.
+    something is kept they may have to be known. entropy_grad: whether entropy may have one.
     """
 
     ignore_index: int
@@ -277,6 +277,7 @@ class StatsOptions(NamedTuple):
     outputs: tuple[str, ...]
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    entropy_grad: bool = True
 
     @classmethod
     def of(cls, loss: LossOptions, terms: TermOptions) -> StatsOptions:

@@ -58,8 +58,9 @@ def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
     whose onehot's share is known there."""
     if options.softcap is not None or (options.label_smoothing and operands.class_weight is not None):
         return False
-    of_loss = ("lse",) * bool(options.z_loss) + ("total_nll",) * bool(options.label_smoothing)
-    return set(options.outputs) <= {"logprob", *of_loss}
+    known = ("lse",) * bool(options.z_loss) + ("total_nll",) * bool(options.label_smoothing)
+    known += ("entropy",) * (not options.entropy_grad and "logprob" in options.outputs)
+    return set(options.outputs) <= {"logprob", *known}
 
 
 def choose(
@@ -75,7 +76,21 @@ def choose(
     """See implementation.Statistics. "auto" recomputes what the kernels do not keep."""
     if schedule == "auto" and not keeps(operands, options):
         schedule = "recompute"
-    dtype, device = operands.hidden.dtype, operands.hidden.device
+    given = problem, operands.hidden.dtype, operands.hidden.device, schedule, reduction, limits, need_dbias
+    if any(isinstance(each, torch.SymInt) for each in (*problem, *limits)):
+        return _choose(*given)
+    return _remembered(("choose", *given), _choose, *given)
+
+
+def _choose(
+    problem: Problem,
+    dtype: torch.dtype,
+    device: torch.device,
+    schedule: str,
+    reduction: str,
+    limits: Limits,
+    need_dbias: bool,
+) -> tuple[str, int]:
     found = schedules.choose(problem, dtype, device, schedule, reduction, limits)
     if found[1] and need_dbias and limits.workspace:
         least = schedules.least_workspace(problem, device, schedule, limits)

@@ -228,6 +228,7 @@ def _kept_factor(
     subtracted the onehot."""
     softmax, target = coefficients.softmax, coefficients.target
     assert target is not None
+    assert coefficients.gap_factor is None
     if saved.onehot_ratio is not None and saved.onehot_ratio.numel():
         ratio = torch.where(valid, saved.onehot_ratio, 1)
         softmax = torch.where(ratio.abs() > 1, target / -ratio, softmax)

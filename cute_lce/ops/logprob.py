@@ -74,7 +74,6 @@ class Call(NamedTuple):
     shape: torch.Size
     options: StatsOptions
     compute: ComputeOptions
-    entropy_grad: bool
 
     @property
     def is_plain(self) -> bool:
@@ -95,7 +94,7 @@ class Call(NamedTuple):
 
     def named(self, found: Stats) -> list[Tensor]:
         """The outputs in their order and in target's shape."""
-        if found.entropy is not None and not self.entropy_grad:
+        if found.entropy is not None and not self.options.entropy_grad:
             found = found._replace(entropy=found.entropy.detach())
         numbers = (getattr(found, name) for name in self.options.outputs)
         return [each.view((*self.shape, *each.shape[1:])) for each in numbers]
@@ -123,8 +122,8 @@ def call_of(
         temperature=None if temperature is None else temperature.reshape(n),
         topk_ids=None if topk_ids is None else topk_ids.reshape(n, topk_ids.shape[-1]),
     )
-    options = StatsOptions(*numbers, tuple(wanted.outputs))
-    return Call(tensors, operands.target.shape, options, compute, wanted.entropy_grad)
+    options = StatsOptions(*numbers, tuple(wanted.outputs), entropy_grad=wanted.entropy_grad)
+    return Call(tensors, operands.target.shape, options, compute)
 
 
 def _check(

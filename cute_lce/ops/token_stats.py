@@ -53,7 +53,7 @@ _OPERANDS = (
 )
 _OPTIONS = (
     "SymInt ignore_index, float logit_scale, float? softcap, float temperature_number, str[] outputs, "
-    "float z_loss, float label_smoothing"
+    "float z_loss, float label_smoothing, bool entropy_grad"
 )
 _NEEDED = "bool need_dinput, bool need_dweight, bool need_dbias"
 _RESULTS = ", ".join(f"Tensor {name}" for name in Stats._fields)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_lce.plan import memory
-from cute_lce.plan.kernels import MergeKey
+from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from tests.device import forget_plans, two_sweeps
 from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
@@ -47,7 +47,9 @@ def test_logit_scale(arch, dtype, kept, reduction):
     case = replace(ignoring(random_case(20, 64, 200, dtype, scale=4.0)), logit_scale=0.37)
     run = train(case, arch, kept_columns=kept, reduction=reduction)
     check(case, run, reduction=reduction)
-    assert {key.terms for key in run.emulator.keys if not isinstance(key, MergeKey)} == {("logit_scale",)}
+    assert {key.terms for key in run.emulator.keys if isinstance(key, ForwardKey | BackwardKey)} == {
+        ("logit_scale",)
+    }
     without = replace(case, logit_scale=1.0)
     with pytest.raises(AssertionError):
         check(without, run, reduction=reduction)
@@ -69,7 +71,7 @@ both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 
 
 def terms_of_keys(run: token_stats.Run) -> set[tuple[str, ...]]:
-    return {key.terms for key in run.emulator.keys if not isinstance(key, MergeKey)}
+    return {key.terms for key in run.emulator.keys if isinstance(key, ForwardKey | BackwardKey)}
 
 
 def each_architecture(*short: tuple[str, torch.dtype]) -> pytest.MarkDecorator:
@@ -209,6 +211,9 @@ def kept_numbers(dtype: torch.dtype) -> dict[str, Numbers]:
         "temperatures": Numbers(case, temperature=ROW_SCALE),
         "z_loss": Numbers(case, **of_loss),
         "bias": Numbers(case, linear_bias=bias),
+        "entropy": Numbers(
+            case, ("logprob", "entropy"), ("logprob",), temperature=ROW_SCALE, entropy_grad=False
+        ),
         "smoothing": Numbers(case, ("logprob", "total_nll"), label_smoothing=0.2),
         "smoothing and": Numbers(
             case,
@@ -227,7 +232,7 @@ def kept_numbers(dtype: torch.dtype) -> dict[str, Numbers]:
     [
         pytest.param(*each, marks=[] if each == ("smoothing and", 128, "sm_90a", BF16) else [full])
         for each in itertools.product(
-            ("every", "temperatures", "z_loss", "bias", "smoothing", "smoothing and"),
+            ("every", "temperatures", "z_loss", "bias", "entropy", "smoothing", "smoothing and"),
             (128, 201),
             ("sm_90a", "sm_100a"),
             (BF16, FP16),

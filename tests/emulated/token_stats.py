@@ -40,12 +40,13 @@ class Numbers:
     temperature: Tensor | float = 1.0
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    entropy_grad: bool = True
 
     @property
     def options(self) -> StatsOptions:
         number = self.temperature if isinstance(self.temperature, float) else 1.0
         logits = self.case.ignore_index, self.logit_scale, self.softcap, number
-        return StatsOptions(*logits, self.outputs, self.z_loss, self.label_smoothing)
+        return StatsOptions(*logits, self.outputs, self.z_loss, self.label_smoothing, self.entropy_grad)
 
     @property
     def is_loss(self) -> bool:

@@ -235,7 +235,7 @@ def test_what_keeps_terms_keeps_to_its_workspace(schedule):
 @dtypes
 @pytest.mark.parametrize("schedule", ["keep", "auto"])
 def test_kept_temperatures(dtype, schedule):
-    """Of each row: the gradient of its log-probability."""
+    """Of each row: the gradient of its log-probability, beside an entropy that is only read."""
     for n, d, V in SHAPES:
         case = device_case(n, d, V, dtype)
         if n > 1:
@@ -245,14 +245,17 @@ def test_kept_temperatures(dtype, schedule):
         def gradients(function, wide, case=case, temperature=temperature, **options):
             hidden, weight = (each.detach().to(wide) for each in (case.input, case.linear_weight))
             leaves = hidden.requires_grad_(), weight.requires_grad_()
-            found = function(*leaves, case.target, temperature=temperature, **options).logprob
+            stats = function(*leaves, case.target, temperature=temperature, **options)
+            found = stats.logprob
             upstream = torch.linspace(-1, 2, case.target.numel(), device="cuda").to(found.dtype)
-            return found.detach(), *torch.autograd.grad(found, leaves, upstream)
+            numbers = found.detach(), stats.entropy.detach()
+            return *numbers, *torch.autograd.grad(found, leaves, upstream)
 
-        found = gradients(linear_logprob, dtype, schedule=schedule)
+        read = {"outputs": ("logprob", "entropy"), "entropy_grad": False}
+        found = gradients(linear_logprob, dtype, schedule=schedule, **read)
         wanted, plain = (gradients(reference.linear_logprob, wide) for wide in (torch.float64, FP32))
-        for i, name in enumerate(("logprob", "dinput", "dweight")):
-            rounding = 2 * 2.0**-8 if i else 0.0
+        for i, name in enumerate(("logprob", "entropy", "dinput", "dweight")):
+            rounding = 2 * 2.0**-8 if i > 1 else 0.0
             assert_close(name, found[i], wanted[i], plain[i].to(found[i].dtype), rounding=rounding)
 
 

@@ -13,6 +13,7 @@ from cute_lce.kernels.epilogues.statistics import (
     ForwardEpilogue,
     ForwardState,
     ForwardTensors,
+    More,
     TotalOf,
     add_each,
     exponentials,
@@ -58,8 +59,6 @@ class KeepEpilogue:
         self.fragment = fragment
         self.kept = kept
         self.forward = ForwardEpilogue(fragment, warps)
-        owned = range(fragment.owned)
-        self.at_once = [owned[first : first + AT_ONCE] for first in owned[::AT_ONCE]]
 
     @cute.jit
     def begin(self, tensors: KeepForwardTensors, column: Int32) -> KeepState:
@@ -83,7 +82,7 @@ class KeepEpilogue:
         of = self.forward.total_of(tensors.forward, row)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
-            for owned in self.at_once:
+            for owned in self._at_once(state):
                 self._keep(tensors, staging, state, frag, row, column, slab, owned, of)
         else:
             self.forward.accumulate(state.forward, frag, slab, of)
@@ -109,9 +108,7 @@ class KeepEpilogue:
         unit = fragment.unit(first_row_of_warp(row))
         n = cute.size(tensors.forward.target)
         row_max, base, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(3))
-        totals, count = [None] * fragment.owned, None
-        if cutlass.const_expr(of is not None):
-            totals, count = cute.make_rmem_tensor(fragment.owned, Float32), self.forward.count(of)
+        more = self._more(state, of)
         raises = Boolean(False)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             # Read for every tile: registers are scarcer than loads.
@@ -129,18 +126,39 @@ class KeepEpilogue:
         if cute.arch.vote_any_sync(raises):
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
-            leaf = functools.partial(exponentials, fragment, frag, base[i], SHARED * i, in_place=True, of=of)
-            found = fold(leaf, add_each)
-            terms[i] = found[0]
-            if cutlass.const_expr(of is not None):
-                totals[i] = found[1]
+            leaf = functools.partial(
+                *(exponentials, fragment, frag, base[i], SHARED * i),
+                in_place=True,
+                gaps=more.gap is not None,
+                of=of,
+            )
+            terms[i], *others = fold(leaf, add_each)
+            if cutlass.const_expr(more.gap is not None):
+                more.gap[i] = others[0]
+            if cutlass.const_expr(more.total is not None):
+                more.total[i] = others[-1]
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             own = slab * fragment.owned + i
-            self.forward.update(state.forward, own, row_max[i], terms[i], base[i], totals[i], count)
+            self.forward.update(state.forward, own, row_max[i], terms[i], base[i], more.of(i))
         if state.ignored.any:
             for i in cutlass.range_constexpr(owned.start, owned.stop):
                 zero_ignored(fragment, state.ignored, frag, slab, i)
         store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned)
+
+    def _at_once(self, state: KeepState) -> list[range]:
+        """Which of the columns that a lane owns are kept together: beside what terms sum, one."""
+        owned, sums = range(self.fragment.owned), (state.forward.gap, state.forward.total)
+        step = AT_ONCE if all(each is None for each in sums) else 1
+        return [owned[first : first + step] for first in owned[::step]]
+
+    def _more(self, state: KeepState, of: TotalOf | None) -> More:
+        """For each token that a lane owns in a slab."""
+        gap = total = None
+        if state.forward.gap is not None:
+            gap = cute.make_rmem_tensor(self.fragment.owned, Float32)
+        if of is not None:
+            total = cute.make_rmem_tensor(self.fragment.owned, Float32)
+        return More(gap, total, None if of is None else self.forward.count(of))
 
     @cute.jit
     def _note_raises(

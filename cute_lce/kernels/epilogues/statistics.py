@@ -64,6 +64,22 @@ class TotalOf(NamedTuple):
     left: Int32
 
 
+class More(NamedTuple):
+    """What terms sum of exponents in a tile, as ForwardState's gap and total, of a token or several; count:
+    of the tile's rows, or their weights."""
+
+    gap: Any = None
+    total: Any = None
+    count: Any = None
+
+    def of(self, i: int) -> "More":
+        gap, total = (None if each is None else each[i] for each in (self.gap, self.total))
+        return More(gap, total, self.count)
+
+
+MORE_OF_NONE = More()
+
+
 class ForwardEpilogue:
     """Row statistics of the logits, and the target's logit.
 
@@ -204,16 +220,19 @@ class ForwardEpilogue:
         row_max: Float32,
         terms: Float32,
         base: Float32,
-        total: Float32 | None = None,
-        count: Float32 | None = None,
+        more: More = MORE_OF_NONE,
     ):
-        """Add a maximum, and a sum relative to 2^base, to the statistics of a token that the lane owns; and a
-        total of as many rows."""
+        """Add a maximum, and sums relative to 2^base, to the statistics of a token that the lane owns."""
         higher = cute.arch.fmax(state.base[own], base)
-        if total is not None:
-            rise = (state.base[own] - higher) * state.seen[0] + (base - higher) * count
-            state.total[own] = state.total[own] + total + rise
         before = state.row_sum[own] * cute.math.exp2(state.base[own] - higher, fastmath=True)
+        if more.gap is not None:
+            gap = state.gap[own] * cute.math.exp2(state.base[own] - higher, fastmath=True)
+            gap = gap + before * (state.base[own] - higher)
+            added = (more.gap + terms * (base - higher)) * cute.math.exp2(base - higher, fastmath=True)
+            state.gap[own] = gap + added
+        if more.total is not None:
+            rise = (state.base[own] - higher) * state.seen[0] + (base - higher) * more.count
+            state.total[own] = state.total[own] + more.total + rise
         state.row_sum[own] = before + terms * cute.math.exp2(base - higher, fastmath=True)
         state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max)
         state.base[own] = higher
