@@ -201,8 +201,7 @@ def test_compiles_in_one_graph(stacked):
     torch._dynamo.reset()
     heads = Heads(torch.bfloat16, stacked=stacked)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    check(heads, "mean", stacked=stacked, call=compiled)
-    check(heads, "none", stacked=stacked, call=compiled, **heads.terms())
+    check(heads, "none", stacked=stacked, call=compiled, **({} if stacked else heads.terms()))
 
 
 def test_the_op_takes_a_tensor_of_weights():

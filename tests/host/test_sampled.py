@@ -213,15 +213,15 @@ class _Largest(TorchDispatchMode):
 
 
 def test_logits_are_never_whole():
-    """n x m is 8 times the largest tensor."""
-    n, m, d = 4096, 4096, 8
+    """n x m is 4 times the largest tensor."""
+    n, m, d = 3072, 2048, 8
     hidden, weight = torch.randn(n, d), torch.randn(5000, d)
     operands = streaming.SampledOperands(hidden, weight, torch.randint(5000, (n,)), torch.randint(5000, (m,)))
     options = streaming.SampledOptions(-100, 1.0, True, 0)
     with _Largest() as mode:
         losses, stats = streaming.forward(operands, options)
         streaming.backward(operands, options, stats, losses, (True, True, False))
-    assert 0 < mode.numel <= n * m // 8
+    assert 0 < mode.numel <= n * m // 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
