@@ -53,7 +53,8 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool =
     elif device_type == "cpu":
         # Of the rows that are not ignored.
         fixed += n * d * dtype.itemsize
-    if device_type == "cpu" and problem.need_dinput and not narrow:
+    if device_type == "cpu" and problem.need_dinput and not narrow and not problem.need_dweight:
+        # Their gradient, beside that of all rows; the scaled copy for dweight is gone by then.
         fixed += n * d * acc
     if widened:
         fixed += n * d * acc

@@ -74,6 +74,14 @@ def test_bits_repeat_and_nothing_synchronises():
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
+def test_ignored_rows_do_not_matter():
+    case, terms = case_of(torch.bfloat16)
+    want = train(sampled_linear_cross_entropy, case, terms)
+    case.input[::7], terms["target_log_q"][::7] = torch.nan, torch.nan
+    found = train(sampled_linear_cross_entropy, case, terms)
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+
+
 def test_an_id_out_of_range_makes_losses_nan():
     case, terms = case_of(torch.bfloat16)
     terms["sampled_ids"][5] = V

@@ -244,6 +244,29 @@ def test_a_workspace_holds(share, dtype, schedule, workspace_mb):
         assert largest < LOGITS
 
 
+@pytest.mark.parametrize("terms", [{}, {"z_loss": 0.1}], ids=["plain", "terms"])
+@pytest.mark.parametrize("schedule", ["recompute", "grad_in_forward"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_least_workspace_holds_copies_of_rows(frozen, schedule, terms):
+    """Where they are what takes memory, and all but one row are valid."""
+    rows, width, classes = 3000, 256, 64
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(classes, width, requires_grad=not frozen)
+    target = torch.randint(classes, (rows,))
+    target[5] = -100
+    options = {"schedule": schedule, "reduction": "sum", **terms}
+    with pytest.raises(ValueError, match="workspace_mb: got") as refused:
+        linear_cross_entropy(hidden, weight, target, workspace_mb=0.01, **options)
+    least = float(str(refused.value).split("at least ")[1].split()[0])
+
+    def step() -> None:
+        linear_cross_entropy(hidden, weight, target, workspace_mb=least, **options).backward()
+        hidden.grad = weight.grad = None
+
+    peak, _ = measure(step)
+    assert peak - (rows + (not frozen) * classes) * width * 4 <= least * (1 << 20)
+
+
 def test_chunks_follow_the_valid_rows():
     """As many as those alone have."""
     hidden, weight, target = (each.detach() for each in operands(torch.float32))
