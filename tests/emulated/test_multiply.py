@@ -94,6 +94,31 @@ def test_a_number_for_each_row(stride: int):
     assert_rounded(mine, dinput.double() * dloss.double().unsqueeze(1))
 
 
+# One chunk of 8 more than a thread's 1, 2 or 3.
+@pytest.mark.parametrize("d", [1096, 2120, 3144])
+def test_ends_of_rows(d: int):
+    dinput, dweight = accumulator(3, d), accumulator(4, d)
+    dloss = torch.tensor([1.0, 2.0, 3.0])
+    mine, _ = scaled(dloss, dinput, None, reduction="none")
+    assert_rounded(mine, dinput.double() * dloss.double().unsqueeze(1))
+    first, second = scaled(torch.tensor(3.0), dinput, dweight, reduction="sum")
+    assert_rounded(first, dinput.double() * 3)
+    assert_rounded(second, dweight.double() * 3)
+
+
+@pytest.mark.parametrize("d", [8, 72, 104, 136, 160])
+def test_a_row_with_one_number_is_none_of_zeros(d: int):
+    """Wherever it is; and the row behind one of zeros is no part of it."""
+    dinput = torch.zeros(d + 2, d)
+    dinput[:d].fill_diagonal_(2.0)
+    dinput[d + 1] = 1.0
+    mine, _ = scaled(torch.full((), math.inf), dinput, None, reduction="sum")
+    want = dinput * math.inf
+    want[d] = 0
+    assert mine is not None
+    assert torch.equal(mine.nan_to_num(7, 8), want.to(BF16).nan_to_num(7, 8))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_flows_into_rows_of_zeros_does_not_matter(bad: float):
     dinput = accumulator(6, 72)
@@ -125,6 +150,10 @@ def test_no_valid_rows(reduction: str, dloss: float):
     for found in scaled(torch.tensor(dloss), zeros, zeros[:2].clone(), reduction=reduction, valid=0):
         assert found is not None
         assert not found.any()
+    before = torch.ones((2, 72))
+    _, out = scaled(torch.tensor(dloss), None, zeros[:2].clone(), reduction=reduction, valid=0, out=before)
+    assert out is not None
+    assert torch.equal(out, before)
 
 
 @both

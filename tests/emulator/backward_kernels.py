@@ -19,7 +19,7 @@ from torch import Tensor
 from cute_lce.arguments import COMPUTED_ROWS
 from cute_lce.implementation import Results
 from cute_lce.launch import KERNELS, backward
-from cute_lce.plan.kernels import Key
+from cute_lce.plan.kernels import Key, MultiplyKey
 from tests import passes
 from tests.numerics import Case
 
@@ -65,6 +65,16 @@ ONE_LARGE_TERM = (
     r"sub\.f32 \S+ %r\d+, %r\d+$",
     "adds",
     "bf16 holds the sum of a row whose largest term does not exceed the headroom; float16's Finish needs it.",
+)
+EITHER_ONE = (
+    r"setp\.le\.f32 \S+ %r\d+, 0f3F800000",
+    "not equal",
+    "The larger of two equal numbers is either.",
+)
+NO_VALID_ROW = (
+    r"(?:setp\.ne\.b32 \S+ %r\d+, 0|selp\.f32 .*)$",
+    "reversed|swapped",
+    "Of dinput's rows, which are zeros where no row is valid, whatever flows into them.",
 )
 SEVERAL_SPLITS = (r"setp\.lt\.s32 \S+ %r\d+, 1$", "or equal", "There are two splits or more.")
 
@@ -302,6 +312,28 @@ def _sum_of_splits_is_right(seed: int) -> bool:
     return True
 
 
+def _products_are_right() -> bool:
+    """What tests/emulated/test_multiply.py asks."""
+    from tests.emulated import test_multiply as asks
+
+    try:
+        asks.test_both_gradients_of_a_mean("sm_90a", torch.bfloat16, 72)
+        asks.test_both_gradients_of_a_mean("sm_90a", torch.bfloat16, 4360)
+        for d in (1096, 2120, 3144):
+            asks.test_ends_of_rows(d)
+        for d in (8, 72, 104, 136, 160):
+            asks.test_a_row_with_one_number_is_none_of_zeros(d)
+        asks.test_one_gradient_of_a_sum("dinput")
+        asks.test_a_number_for_each_row(3)
+        for bad in (float("nan"), float("-inf")):
+            asks.test_what_flows_into_rows_of_zeros_does_not_matter(bad)
+        for reduction in ("mean", "sum"):
+            asks.test_no_valid_rows(reduction, float("nan"))
+    except AssertionError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _narrow(splits: int = 0) -> Iterator[None]:
     from tests.device import forget_plans
@@ -342,6 +374,26 @@ def _arithmetic(
     )
 
 
+def _multiply() -> Subject:
+    """The kernel of grad_in_forward's backward, by the rules of arithmetic."""
+
+    def build(folder: str) -> Emulated:
+        from tests.emulated.forward import emulated
+
+        return emulated(MultiplyKey("sm_90a"))
+
+    return Subject(
+        "arithmetic of Multiply",
+        build,
+        lambda program, seed: _products_are_right(),
+        range(1),
+        100,
+        4,
+        [EITHER_ONE, NO_VALID_ROW],
+        rules=ARITHMETIC,
+    )
+
+
 def subjects() -> list[Subject]:
     found = []
     for which in RUNS:
@@ -361,5 +413,6 @@ def subjects() -> list[Subject]:
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN], _right_in_float16, torch.float16),
         _arithmetic("ScaleRows", 15, 2, [SAME_LANES, LEAST]),
         _arithmetic("Reduce", 40, 2, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
+        _multiply(),
     ]
     return found
