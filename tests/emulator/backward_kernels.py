@@ -44,9 +44,9 @@ LEAST = (
     "Of the valid tokens and one: below 64 of them 64 are computed (tests/emulated/test_rows.py has more).",
 )
 NONE_IGNORED = (
-    r"setp\.lt\.s32",
-    "or equal",
-    "The first of the ignored tokens, of which these calls have none (tests/emulated/test_rows.py has).",
+    r"setp\.lt\.s32|selp\.b32 .*, 0, ",
+    "or equal|swapped",
+    "Of the ignored tokens, of which these calls have none (tests/emulated/test_rows.py has).",
 )
 SAME_LANES = (
     r"setp\.ne\.b32 \S+ %r\d+, 0",
@@ -412,7 +412,7 @@ def subjects() -> list[Subject]:
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN, ONE_LARGE_TERM]),
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN], _right_in_float16, torch.float16),
         _arithmetic("ScaleRows", 15, 2, [SAME_LANES, LEAST]),
-        _arithmetic("Reduce", 40, 2, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
+        _arithmetic("Reduce", 40, 3, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
         _multiply(),
     ]
     return found
