@@ -7,7 +7,7 @@ import dataclasses
 import sys
 
 from ..arch import ARCHITECTURES, Gpu, KernelConfig, architecture
-from ..options import ComputeOptions, with_default_workspace
+from ..options import SCHEDULES, ComputeOptions, with_default_workspace
 from ..plan import backward, cost, forward, grad_in_forward, schedule
 from ..plan.problem import Limits, Problem
 from .terminal import positive, print_table
@@ -22,8 +22,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--arch", choices=tuple(ARCHITECTURES), required=True)
     command.add_argument("--window", type=positive, help="columns of a window or stripe (chosen)")
     command.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
-    schedules = ("auto", "recompute", "keep")
-    command.add_argument("--schedule", choices=schedules, default="auto", help="(%(default)s)")
+    command.add_argument("--schedule", choices=SCHEDULES, default="auto", help="(%(default)s)")
     command.add_argument("--workspace-mb", type=float, help="MiB that a call may allocate (2304)")
     command.add_argument("--frozen", choices=("hidden", "weight"), help="the operand without a gradient")
     command.add_argument("--sms", type=positive, help="SMs of the device (the architecture's)")
@@ -39,6 +38,11 @@ def run(args: argparse.Namespace) -> int:
         given = ComputeOptions(args.schedule, args.workspace_mb, args.window)
         limits = with_default_workspace(given).limits
         inference = forward.plan(gpu, args.n, args.d, args.vocab, Limits(window=limits.window))
+        if args.schedule == "grad_in_forward":
+            grad_in_forward.check_workspace(gpu, problem, limits)
+            _show_forward(args, gpu, inference)
+            _show_chunks(gpu, problem, grad_in_forward.plan(gpu, problem, limits))
+            return 0
         found, kept = schedule.choose(gpu, problem, args.schedule, limits)
         training = backward.plan(gpu, problem, kept, limits)
     except ValueError as error:
@@ -116,6 +120,38 @@ def _show_backward(
         *("what forward and backward cost", args, gpu, f"2 n d ({terms})", columns, least_bytes),
         "each operand once a pass, the gradients once, what is kept once a GEMM",
     )
+
+
+def _show_chunks(gpu: Gpu, problem: Problem, chosen: grad_in_forward.GradInForwardPlan) -> None:
+    """grad_in_forward's plan, as `launch` makes it, and what it is predicted to take."""
+    n, d, vocab = problem.n, problem.d, problem.vocab
+    print("plan of the backward, which the forward does")
+    tokens = chosen.tokens[0]
+    forwards, backwards, *_ = chosen.chunks[tokens]
+    last = "" if chosen.tokens[-1] == tokens else f", the last of {chosen.tokens[-1]}"
+    rows = [
+        ("schedule", "grad_in_forward"),
+        ("chunks", f"{len(chosen.tokens)} of {tokens} tokens{last}"),
+        ("workspace", f"{chosen.bytes / 2**20:.2f} MiB at most, with the accumulators"),
+        ("GEMM of logits", _describe(forwards.config)),
+        ("GEMM of dinput", _describe(backwards.tokens) if problem.need_dinput else "none"),
+        ("splits of dinput", str(backwards.splits) if problem.need_dinput else "none"),
+        ("GEMM of dweight", _describe(backwards.dweight) if problem.need_dweight else "none"),
+    ]
+    print_table(rows, indent=2)
+
+    print("what forward and backward are predicted to take")
+    seconds = grad_in_forward.seconds_of(gpu, problem, chosen.clocks)
+    floor = seconds / cost.floor_seconds(gpu, problem)
+    rows = [("both", f"{seconds * 1e3:.3f} ms, {floor:.2f} times its GEMMs alone")]
+    gemm = cost.Gemm(gpu, backwards.tokens, n * d * vocab)
+    if problem.need_dinput:
+        bound = gemm.bound(d, tokens, vocab, cost.SUMS, backwards.splits)
+        rows.append(("dinput bound by", bound))
+    if problem.need_dweight:
+        gemm = cost.Gemm(gpu, backwards.dweight, n * d * vocab)
+        rows.append(("dweight bound by", gemm.bound(vocab, d, tokens, grad_in_forward.ADDED)))
+    print_table(rows, indent=2)
 
 
 def _show_prediction(

@@ -78,9 +78,15 @@ def seconds(gpu: Gpu, problem: Problem, limits: Limits) -> float | None:
     fit = [choice.clocks for choice in _choices(gpu, problem) if choice.bytes <= room]
     if not fit:
         return None
+    return seconds_of(gpu, problem, min(fit))
+
+
+def seconds_of(gpu: Gpu, problem: Problem, clocks: int) -> float:
+    """What chunks of so many clocks, and the pass that makes gradients of the accumulators, are predicted to
+    take."""
     rates = Rates(gpu, problem.n * problem.d * problem.vocab)
     rows = problem.need_dinput * problem.n + problem.need_dweight * problem.vocab
-    return (min(fit) + 6 * rows * problem.d / rates.read) / rates.clock
+    return (clocks + 6 * rows * problem.d / rates.read) / rates.clock
 
 
 def is_faster(gpu: Gpu, problem: Problem, limits: Limits, kept: int) -> bool:

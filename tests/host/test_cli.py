@@ -210,6 +210,22 @@ def test_plan_says_where_auto_is_grad_in_forward(options, calls, capsys):
         assert float(found.split()[0]) < float(table["both"].split()[0]) / 1.05
 
 
+@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
+def test_plan_of_grad_in_forward(frozen, capsys):
+    options = "" if frozen is None else f" --frozen {frozen}"
+    argv = f"plan --arch sm_90a --n 32768 --d 4096 --vocab 262144 --schedule grad_in_forward{options}"
+    assert cli.main(f"{argv} --workspace-mb 8000".split()) == 0
+    _, table = printed_tables(capsys)
+    count, _, tokens, *rest = table["chunks"].split()
+    assert (int(count) - 1) * int(tokens) + int(rest[-1] if "last" in rest else tokens) == 32768
+    assert float(table["workspace"].split()[0]) <= 8000
+    assert 1 <= float(table["both"].split()[2]) < 1.2
+    for name, other in (("dinput", "hidden"), ("dweight", "weight")):
+        assert (table[f"GEMM of {name}"] == "none") == (f"{name} bound by" not in table) == (frozen == other)
+    assert cli.main(f"{argv} --workspace-mb 10".split()) == 1
+    assert "want at least" in capsys.readouterr().err
+
+
 def test_plan_refuses_what_the_call_would_refuse(capsys):
     base = ["plan", "--arch", "sm_90a", "--n", "4096", "--d", "1024", "--vocab", "50257"]
     for options, named in (
