@@ -51,6 +51,8 @@ def draw(results: Sequence[Result]) -> Figure:
                     *zip(*points, strict=True),
                     color=colour,
                     marker=marker,
+                    markerfacecolor=colour if provider == OURS else "none",
+                    markersize=7,
                     linestyle="-" if provider == OURS else "none",
                     label=label,
                 )
@@ -60,8 +62,7 @@ def draw(results: Sequence[Result]) -> Figure:
             )
         axes.set_title(f"V = {vocab}", fontsize=10)
         axes.set_xlabel("peak memory of a step, GiB")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.margins(0.12)
         axes.grid(color="#d8d8d8", linewidth=0.6)
         axes.set_axisbelow(True)
     panels[0].set_ylabel("thousand tokens a second")

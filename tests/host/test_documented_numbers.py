@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from bench import shapes, summary
+from bench import grid, shapes, summary
 from bench.accumulation import WAYS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -386,6 +386,39 @@ def by_terms(file: str) -> Rows:
     ]
 
 
+def paper(file: str) -> Rows:
+    """The paper's shapes: ours and the fastest peer of each pass, and the paper's own forward."""
+    rows: Rows = []
+    found = [record for record in records(file) if not record["failed"]]
+    for n, vocab in dict.fromkeys((record["n"], record["vocab"]) for record in found):
+        row: list[Cell] = [f"{n}, {vocab}"]
+        for step in ("fwd", "fwd_bwd"):
+            here = [r for r in found if (r["n"], r["vocab"], r["pass"]) == (n, vocab, step)]
+            ours = [r for r in here if r["provider"] == summary.OURS and r["schedule"] == "auto"]
+            peers = [r for r in here if r["provider"] != summary.OURS]
+            if ours:
+                fastest = min(peers, key=lambda record: record["ms"])
+                row += [f"{ours[0]['ms']:.2f}, {ratio(ours[0]):.3f}"]
+                row += [f"{fastest['provider']} {fastest['ms']:.2f}, {ratio(fastest):.3f}"]
+            else:
+                row += ["-", "-"]
+        rows.append([*row, f"{grid.PUBLISHED[n, vocab].fused_ms:.2f}"])
+    return rows
+
+
+def paper_errors(file: str) -> Rows:
+    """Provider -> its worst relative errors over the paper's shapes."""
+    rows: Rows = []
+    found = [r for r in records(file) if not r["failed"] and r["pass"] == "fwd_bwd"]
+    for name in dict.fromkeys(record["provider"] for record in found):
+        worst = [_worst(r[key] for r in found if r["provider"] == name) for key in ERROR_KEYS]
+        rows.append([name, *worst])
+    return rows
+
+
+ERROR_KEYS = "err_loss", "err_dh", "err_dw"
+
+
 def by_step(file: str) -> Rows:
     """A model's training step with each head and loss."""
     return [
@@ -396,9 +429,31 @@ def by_step(file: str) -> Rows:
             f"{record['tokens_per_s']:.0f}",
             f"{100 * record['loss_share']:.0f}%",
             f"{record['peak_mib']:.0f}",
+            str(record["largest_batch"] or "-"),
         ]
         for record in records(file)
     ]
+
+
+def readme_step(file: str) -> Rows:
+    """The same for the README: milliseconds and GiB of each size of the vocabulary."""
+    ways = dict.fromkeys((record["provider"], record["workspace_mb"]) for record in records(file))
+    rows: Rows = []
+    for provider, workspace in ways:
+        found = [r for r in records(file) if (r["provider"], r["workspace_mb"]) == (provider, workspace)]
+        name = f"**cute_lce**, `workspace_mb={workspace:.0f}`" if workspace else STEP_NAMES[provider]
+        cells = [f"{record['ms']:.1f}, {record['peak_mib'] / 1024:.1f}" for record in found]
+        rows.append([name, *cells])
+    return rows
+
+
+STEP_NAMES = {
+    "without head": "no head, no loss",
+    "torch_eager_fp32ce": "torch, eager",
+    "torch_compile": "torch.compile of head and loss",
+    "liger_triton": "Liger-Kernel",
+    "cce": "Apple's CCE, with its filter",
+}
 
 
 TABLES: dict[str, Callable[[str], Rows]] = {
@@ -419,7 +474,10 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         budgets,
         over_gpus,
         by_terms,
+        paper,
+        paper_errors,
         by_step,
+        readme_step,
     )
 }
 
