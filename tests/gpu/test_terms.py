@@ -15,7 +15,7 @@ import cute_lce
 import cute_lce.reference
 from cute_lce import TokenStats, linear_cross_entropy
 from tests.gpu.test_forward import device_case
-from tests.numerics import assert_close
+from tests.numerics import FLOORS, assert_close
 
 # A test reads what it asked for: no field is None.
 linear_logprob: Any = cute_lce.linear_logprob
@@ -91,6 +91,9 @@ def check(case, terms, reduction, **options):
     expected, baseline = by_reference(torch.float64), by_reference(FP32)
     for i, name in enumerate(("loss", "dinput", "dweight", "dbias")[: len(found)]):
         rounding = 2 * 2.0**-8 if i in (1, 2) else 0.0
+        if name == "dbias" and options.get("schedule") == "keep":
+            # The sum of entries that were rounded once; of a single token it is one of them.
+            rounding = 2.0 * FLOORS[dtype]
         assert_close(name, found[i], expected[i], baseline[i].to(found[i].dtype), rounding=rounding)
     assert found[1].dtype is dtype
 
