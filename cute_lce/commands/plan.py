@@ -134,7 +134,7 @@ def _show_chunks(gpu: Gpu, problem: Problem, chosen: grad_in_forward.GradInForwa
         ("chunks", f"{len(chosen.tokens)} of {tokens} tokens{last}"),
         ("workspace", f"{chosen.bytes / 2**20:.2f} MiB at most, with the accumulators"),
         ("GEMM of logits", _describe(forwards.config)),
-        ("GEMM of dinput", _describe(backwards.tokens) if problem.need_dinput else "none"),
+        ("GEMM of dinput", _describe(backwards.dhidden) if problem.need_dinput else "none"),
         ("splits of dinput", str(backwards.splits) if problem.need_dinput else "none"),
         ("GEMM of dweight", _describe(backwards.dweight) if problem.need_dweight else "none"),
     ]
@@ -144,7 +144,7 @@ def _show_chunks(gpu: Gpu, problem: Problem, chosen: grad_in_forward.GradInForwa
     seconds = grad_in_forward.seconds_of(gpu, problem, chosen.clocks)
     floor = seconds / cost.floor_seconds(gpu, problem)
     rows = [("both", f"{seconds * 1e3:.3f} ms, {floor:.2f} times its GEMMs alone")]
-    gemm = cost.Gemm(gpu, backwards.tokens, n * d * vocab)
+    gemm = cost.Gemm(gpu, backwards.dhidden, n * d * vocab)
     if problem.need_dinput:
         bound = gemm.bound(d, tokens, vocab, cost.SUMS, backwards.splits)
         rows.append(("dinput bound by", bound))
