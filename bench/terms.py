@@ -13,7 +13,9 @@ from bench import providers
 NUMBERS = ("softcap", "z_loss", "label_smoothing", "logit_scale", "temperature", "denominator")
 TENSORS = ("linear_bias", "weight", "token_weight", "temperatures")
 """Made here: of the sizes of the call."""
-OUTPUTS = ("logprob", "lse", "entropy")
+READ = "entropy_read"
+"""An entropy without a gradient."""
+OUTPUTS = ("logprob", "lse", "entropy", READ)
 """Those of linear_logprob, whose sum of these is the loss."""
 
 
@@ -54,7 +56,8 @@ def loss(text: str, request: providers.Request, hidden: Tensor, weight: Tensor) 
         return functools.partial(call, **options, **given)
     if "temperatures" in given:
         given["temperature"] = given.pop("temperatures")
-    names = outputs or ("logprob",)
+    names = tuple("entropy" if name == READ else name for name in outputs) or ("logprob",)
+    options["entropy_grad"] = READ not in terms
 
     def numbers(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         found = cute_lce.linear_logprob(x, w, y, outputs=names, **options, **given)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import Numbers
-from tests.numerics import assert_close, random_case
+from tests.numerics import assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -255,6 +256,26 @@ def test_kept(which, kept, arch, dtype):
         if which == "smoothing and" and "class_weight" not in changed:
             with pytest.raises(AssertionError):
                 token_stats.check(replace(numbers, **changed), run)
+
+
+@full
+@each_architecture()
+@pytest.mark.parametrize("kept", [128, 201])
+def test_kept_rows_that_rise_above_their_reference(arch, dtype, kept):
+    """By logits, whose sums are then relative to other bases, and by the bias."""
+    case = ignoring(random_case(21, 72, 201, dtype, scale=0.5))
+    heights = {20: 100.0, 150: 300.0} if dtype is BF16 else {20: 30.0, 150: 60.0}
+    rising = jumping(case, heights, slice(0, None, 2))
+    bias = torch.zeros(201)
+    for column, height in heights.items():
+        bias[column] = height
+    smoothed: dict[str, Any] = {"outputs": (*LOSS, "total_nll"), "label_smoothing": 0.2, "z_loss": 1e-3}
+    for numbers in (
+        Numbers(rising, **smoothed),
+        Numbers(rising, ("logprob", "entropy"), ("logprob",), temperature=0.7, entropy_grad=False),
+        Numbers(case, **smoothed, linear_bias=bias.to(dtype)),
+    ):
+        token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))
 
 
 @full
