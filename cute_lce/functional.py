@@ -207,6 +207,7 @@ _NAMES = (
     *(*LossOptions._fields, *ComputeOptions._fields),
     *(*TermOptions._fields, *ops.TermTensors._fields),
 )
+"""What a head's call is given by name: fields of the options, then of the terms, numbers and tensors."""
 _NO_TENSORS = (None, None, None, None)
 _ON_ONE_DEVICE = (None, None, None, "reduced", None)
 """The arguments about a group."""

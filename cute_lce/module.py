@@ -88,7 +88,8 @@ class LinearCrossEntropy(nn.Linear):
         denominator: Tensor | float | None = None,
     ) -> Tensor:
         """The loss of input (..., d) for target (...); without a target the logits (..., V). weight: class
-        weights, (V,), not the projection's."""
+        weights, (V,), not the projection's. Of several heads, target and the logits have
+        num_heads' shapes, and weight is (K, V)."""
         if target is None:
             return self._logits(input)
         if self.num_heads is not None:

@@ -1,5 +1,5 @@
-"""What the kernels read of a call with terms besides the operands: numbers of its logits, and of gradients by
-by them, which are made of the upstream gradients in torch.
+"""What the kernels read of a call with terms besides the operands: numbers of its logits, and of the
+gradients by them, which are made of the upstream gradients in torch.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ show, and have their own fake functions and autograd (autograd.py):
     scale_gradients   its backward
 
 A call with terms (terms.py), and linear_logprob (logprob.py), call others (token_stats.py), which return
-numbers of each token.
+numbers of each token. Several heads (heads.py) are a call each, between two ops that add their gradients.
 
-Their bodies call the implementation that `select.implementation` picks by device and dtype.
+Their bodies call the implementation that `select.implementation` picks by device and dtype; those of the
+sampled loss (sampled.py) are plain torch everywhere.
 """
 
 from .autograd import Destination, is_writable

@@ -103,13 +103,13 @@ def _forked(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     if device.type != "cuda":
         yield None
         return
-    stream = _beside(device)
+    stream = _stream_of(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield stream
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """Its kernels take SMs that become free before those of ordinary streams."""
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The device's for sums, whose kernels take SMs that become free before those of ordinary streams."""
     return torch.cuda.Stream(device, priority=-1)

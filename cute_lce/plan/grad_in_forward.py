@@ -170,6 +170,6 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     of_chunk = problem._replace(n=chunk)
     nbytes = chunk_bytes(problem, chunk, splits if problem.need_dinput else 1)
     candidate = Candidate(clocks, nbytes, 0, splits)
-    configs = gemms[dhidden], dhidden.config, dweight.config
-    backwards = backward.build(gpu, of_chunk, vocab, configs, candidate)
+    chosen = gemms[dhidden], dhidden.config, dweight.config
+    backwards = backward.build(gpu, of_chunk, vocab, chosen, candidate)
     return ChunkPlan(forwards, backwards, clocks, nbytes)

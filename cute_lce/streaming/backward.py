@@ -11,7 +11,7 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
-from .memory import CPU_LOGITS_BYTES, of_rows, windows
+from .memory import CPU_LOGITS_BYTES, request_of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
 from .rows import grad_scale, is_ignored, of_all_rows, subtract_target, valid_rows
 
@@ -47,7 +47,7 @@ def _sweep(
     n, dtype = saved.hidden.shape[0], None if request.shard else saved.hidden.dtype
     rows = valid_rows(saved.target, loss.ignore_index)
     if rows is not None:
-        request = of_rows(request, saved.hidden, rows)
+        request = request_of_rows(request, saved.hidden, rows)
         by_row = (each[rows] for each in (saved.hidden, saved.target, saved.row_max, saved.row_sum))
         hidden, target, row_max, row_sum = by_row
         kept = None if saved.kept is None else saved.kept[: len(rows)]

@@ -11,7 +11,7 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import Request, Results
 from ..options import LossOptions
-from .memory import of_rows, windows
+from .memory import request_of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, mm, without_autocast
 from .rows import classify, first_rows, in_window, of_all_rows, reduce, valid_rows
 
@@ -52,7 +52,7 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     else:
         part = Operands(hidden[rows], weight, target[rows])
         own = None if kept is None else first_rows(kept, len(rows))
-        found = _columns(part, classes[rows], loss, of_rows(request, hidden, rows), own)
+        found = _columns(part, classes[rows], loss, request_of_rows(request, hidden, rows), own)
     others = 0, 1, torch.nan if request.shard else 0
     row_max, row_sum, target_logit = (
         of_all_rows(each, rows, n, other) for each, other in zip(found, others, strict=True)

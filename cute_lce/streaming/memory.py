@@ -207,7 +207,7 @@ def windows(
     ]
 
 
-def of_rows(request: Request, hidden: Tensor, rows: Tensor) -> Request:
+def request_of_rows(request: Request, hidden: Tensor, rows: Tensor) -> Request:
     """The request for some rows of hidden alone; what is kept has memory for all of them."""
     unused = hidden.shape[0] - len(rows)
     window, workspace = request.limits

@@ -47,7 +47,7 @@ def merged_forward(
         return RowSums(*(each[rows] for each in merge(RowSums(*sums))))
 
     part, own = _some(operands, rows), None if kept is None else first_rows(kept, len(rows))
-    request = memory.of_rows(request, operands.hidden, rows)
+    request = memory.request_of_rows(request, operands.hidden, rows)
     found = token_stats.merged_forward(part, options, request, None if merge is None else of_some, own)
     numbers = {
         name: of_all_rows(each, rows, n)
@@ -83,7 +83,7 @@ def gradients(
     """token_stats.gradients; dtype: what dinput is rounded to, None: it is in acc."""
     n, rows = operands.hidden.shape[0], valid_rows(operands.target, options.ignore_index)
     if rows is not None:
-        request = memory.of_rows(request, operands.hidden, rows)
+        request = memory.request_of_rows(request, operands.hidden, rows)
         operands = _some(operands, rows)
         upstream = StatsUpstream(*(None if each is None else each[rows] for each in upstream))
         kept = None if saved.kept is None else saved.kept[: len(rows)]

@@ -1,4 +1,5 @@
-"""Numbers of each token from logits with terms, window by window, and the gradients by them.
+"""Numbers of each token from logits with terms, window by window, and the gradients by them. On a CPU
+token_rows.py gives them the rows alone that are not ignored.
 
 z = softcap((hidden @ weight.T + bias) scale) / temperature. The gradient by z of any combination of the
 numbers is, with coefficients of each row,
@@ -191,7 +192,8 @@ def merged_forward(
 
 
 def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
-    """Zeros instead of ignored rows, in which a nan would spoil others' gradients. On a CPU none is here."""
+    """Zeros instead of ignored rows, in which a nan would spoil others' gradients. On a CPU
+    `token_rows` has left them out."""
     if hidden.device.type == "cpu":
         return hidden
     return hidden.masked_fill(ignored.unsqueeze(1), 0)
