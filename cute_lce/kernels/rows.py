@@ -158,11 +158,8 @@ class Gather:
                 tensors.values[1, place] = tensors.row_max[token]
                 tensors.values[2, place] = tensors.row_sum[token]
         if cutlass.const_expr(tensors.sums is not None):
-            if valid == 0 and tensors.sums.iterator.toint() != 0 and tensors.rows.first == 0:
-                zeros = cute.make_rmem_tensor(4, tensors.sums.element_type)
-                zeros.fill(0.0)
-                for chunk in cutlass.range(lane, cute.size(tensors.sums, mode=[1]) // 4, LANES, unroll=1):
-                    cute.autovec_copy(zeros, adjacent(tensors.sums, token, chunk * 4, 4))
+            if valid == 0 and tensors.rows.first == 0:
+                _clear_row(tensors.sums, token)
         at = place - tensors.rows.first
         if tensors.compacted_hidden.iterator.toint() != 0 and at >= 0 and at < most:
             _copy_row(tensors.hidden, token, valid, tensors.compacted_hidden, at)
@@ -184,6 +181,16 @@ class Copy:
         if row < computed(rows):
             valid = Int32(rows.first + row < rows.count[0])
             _copy_row(tensors.hidden, origin(rows, row), valid, tensors.compacted_hidden, row)
+
+
+@cute.jit
+def _clear_row(sums: cute.Tensor, token: Int32):
+    """Zeros in a row of fp32, by a warp; at address 0: none."""
+    if sums.iterator.toint() != 0:
+        zeros = cute.make_rmem_tensor(4, sums.element_type)
+        zeros.fill(0.0)
+        for chunk in cutlass.range(cute.arch.lane_idx(), cute.size(sums, mode=[1]) // 4, LANES, unroll=1):
+            cute.autovec_copy(zeros, adjacent(sums, token, chunk * 4, 4))
 
 
 @cute.jit
