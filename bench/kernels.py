@@ -74,7 +74,7 @@ class Calibration:
         if keeps:
             for config in self._some(self.configs.tokens, tokens):
                 yield "dinput", config, config == dhidden
-                yield "logits", config, config == tokens == dhidden
+                yield "logits", config, config == tokens
             for config in self.configs.dhidden:
                 yield "dinput", config, config == dhidden
             for config in self.configs.dweight:
@@ -90,6 +90,8 @@ class Calibration:
         tokens, dhidden, dweight = self.found.gemms.configs
         if kind == "dweight":
             return tokens, dhidden, config
+        if kind == "logits" and config == tokens:
+            return tokens, dhidden, dweight
         return *next(pair for pair in self.configs.pairs if pair[1] == config), dweight
 
     def key(self, kind: str, config: KernelConfig) -> Key:
@@ -135,7 +137,7 @@ class Timed:
         problem = calibration.problem._replace(need_dinput=needs[0], need_dweight=needs[1])
         splits = 1
         if needs[0]:
-            splits = calibration.splits(config)
+            splits = calibration.splits(configs[1])
         candidate = Candidate(0, 0, 0 if kept else shape.vocab, splits)
         plan = backward.build(calibration.gpu, problem, kept, configs, candidate)
         saved = self.saved

@@ -258,6 +258,10 @@ class Configs(NamedTuple):
     dweight: tuple[KernelConfig, ...]
     dhidden: tuple[KernelConfig, ...] = ()
 
+    def pairs_for(self, tokens: int) -> list[tuple[KernelConfig, KernelConfig]]:
+        """Of `pairs` those for so many tokens: the narrowest that holds all of them, or all."""
+        return [pair for pair in self.pairs if pair[0].cluster_columns >= tokens][:1] or self.pairs
+
     @property
     def pairs(self) -> list[tuple[KernelConfig, KernelConfig]]:
         """Those of the backward's GEMMs whose B are tokens: of the logits, and of the gradient by hidden."""
@@ -326,7 +330,7 @@ def _widths(tiling: Tiling, *columns: int) -> tuple[Tiling, ...]:
 
 _HOPPER_PAIR = replace(_HOPPER, cluster_m=1, cluster_n=2)
 _HOPPER_WIDE = replace(_HOPPER_PAIR, tile_n=256, pingpong=False)
-"""Asks the least of shared memory and L2, where a tile's k is short; its epilogue does not hide."""
+"""Asks the least of shared memory, where a tile's k is short; its epilogue does not hide."""
 _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
 """Asks less of L2 than any: 32 bytes a clock; its epilogue does not hide either."""
 _BLACKWELL = Tiling(

@@ -72,7 +72,7 @@ def linear_logprob(
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB
     check_types(input, linear_weight, target)
-    names = outputs if isinstance(outputs, str) else tuple(outputs)
+    names = tuple(outputs) if isinstance(outputs, list) else outputs
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     if tp_group is not None or vocab_start is not None or grad_input != "reduced":
         from .parallel import call, logprob
@@ -135,7 +135,7 @@ class LinearLogprob(nn.Linear):
             if name not in _MODULE_OPTIONS:
                 raise TypeError(f"{name}: not an option, want one of {', '.join(_MODULE_OPTIONS)}")
         super().__init__(in_features, num_classes, bias=bias, device=device, dtype=dtype)
-        self.options = {"outputs": tuple(outputs), **options}
+        self.options = {"outputs": outputs, **options}
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

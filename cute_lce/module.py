@@ -58,7 +58,7 @@ class LinearCrossEntropy(nn.Linear):
         **options: Unpack[CallOptions],
     ):
         loss, terms, compute = split_options(options)
-        if num_heads is not None and (not isinstance(num_heads, int) or num_heads < 1):
+        if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
             raise ValueError(f"num_heads: got {num_heads!r}, want at least 1 or None")
         super().__init__(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.options, self.terms, self.compute = loss, terms, compute
@@ -88,8 +88,8 @@ class LinearCrossEntropy(nn.Linear):
         denominator: Tensor | float | None = None,
     ) -> Tensor:
         """The loss of input (..., d) for target (...); without a target the logits (..., V). weight: class
-        weights, (V,), not the projection's. Of several heads, target and the logits have
-        num_heads' shapes, and weight is (K, V)."""
+        weights, (V,), not the projection's. Of several heads, target has num_heads' shapes and weight is
+        (K, V); without a target input is (..., d), which the heads share, and the logits are (..., K, V)."""
         if target is None:
             return self._logits(input)
         if self.num_heads is not None:

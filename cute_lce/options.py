@@ -165,7 +165,7 @@ class TokenStats(NamedTuple):
 
 def check_outputs(outputs: Any) -> None:
     """Raise TypeError or ValueError for what does not name fields of TokenStats, each once."""
-    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+    if not isinstance(outputs, tuple | list) or not all(isinstance(name, str) for name in outputs):
         raise TypeError(f"outputs: got {outputs!r}, want a tuple of names")
     for name in outputs:
         if name not in TokenStats._fields:

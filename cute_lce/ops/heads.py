@@ -91,12 +91,18 @@ def _check_shapes(input: Tensor, target: Tensor, count: int) -> None:
         raise ValueError(
             f"target: got shape {tuple(target.shape)}, want (..., {count}): a class for each of {count} heads"
         )
-    if input.dim() == 0 or input.shape[:-1] not in (target.shape, target.shape[:-1]):
+    if not (_is_before(target.shape, input) or _is_before(target.shape[:-1], input)):
         shared, own = tuple(target.shape[:-1]), tuple(target.shape)
         raise ValueError(
             f"input: got shape {tuple(input.shape)}, want {(*shared, 'd')}, which the heads share, or "
             f"{(*own, 'd')} for target's shape {own}"
         )
+
+
+def _is_before(shape: Sequence[int], input: Tensor) -> bool:
+    """Whether input's shape is this one and d; element by element, since a tuple of symbolic and other sizes
+    equals none under torch.compile."""
+    return input.dim() == len(shape) + 1 and all(a == b for a, b in zip(input.shape, shape, strict=False))
 
 
 def _each(name: str, value: Any, count: int) -> Sequence[Any]:

@@ -202,10 +202,8 @@ def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, Gemm, list[i
     Where a tile holds all tokens, it is the narrowest of these, and the weight is read once. An explicit
     window fixes the order of a row's additions: no other splits than its stripes."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    pairs = gpu.row.configs_for(n, window, gpu.columns).pairs
-    pairs = [pair for pair in pairs if pair[0].cluster_columns >= n][:1] or pairs
     found = []
-    for pair in pairs:
+    for pair in gpu.row.configs_for(n, window, gpu.columns).pairs_for(n):
         tokens, dhidden = (Gemm(gpu, config, n * d * vocab) for config in pair)
         clocks, splits = tokens.clocks(vocab, n, d, EXPONENTIALS), [1]
         if problem.need_dinput and not window:

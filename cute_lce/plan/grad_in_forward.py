@@ -118,9 +118,15 @@ def _helpful(found: list[_Choice]) -> int:
 def _choices(gpu: Gpu, problem: Problem) -> list[_Choice]:
     """Sizes of chunks, whatever the workspace."""
     n, found = problem.n, []
-    unit = gpu.row.configs_for(n, 0).tokens[-1].cluster_columns
-    for count in steps(ceil_div(n, unit), CHUNK_STEPS):
-        chunk = min(round_up(ceil_div(n, count), unit), n)
+    configs = gpu.row.configs_for(n, 0)
+    # Whole tiles of the widest clusters, or of those that dinput's GEMM has to itself.
+    units = {each.cluster_columns for each in (configs.tokens[-1], *configs.dhidden)}
+    chunks = {
+        min(round_up(ceil_div(n, count), unit), n)
+        for unit in units
+        for count in steps(ceil_div(n, unit), CHUNK_STEPS)
+    }
+    for chunk in sorted(chunks):
         full, rest = divmod(n, chunk)
         passes = [_chunk(gpu, problem, chunk)] * full + ([_chunk(gpu, problem, rest)] if rest else [])
         nbytes = accumulator_bytes(problem, len(passes)) + max(each.bytes for each in passes)
@@ -148,9 +154,8 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     partials = forwards.gemm.windows * gemm.partials
     clocks = LAUNCH_CLOCKS + gemm.forward(forwards.rounds, chunk, d, vocab, partials, vocab)
     configs = gpu.row.configs_for(chunk, 0)
-    # Where a tile holds all tokens, the narrowest of these. No logits are computed again.
-    pairs = [pair for pair in configs.pairs if pair[0].cluster_columns >= chunk][:1] or configs.pairs
-    gemms = {Gemm(gpu, dhidden, macs): tokens for tokens, dhidden in pairs}
+    # No logits are computed again.
+    gemms = {Gemm(gpu, dhidden, macs): tokens for tokens, dhidden in configs.pairs_for(chunk)}
     split = [(gemm, faster_splits(gemm, d, chunk, vocab)[-1]) for gemm in gemms]
 
     def dinput_clocks(gemm: Gemm, splits: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cute_lce.arch import ARCHITECTURES, KernelConfig
 from cute_lce.compile.trace import trace
-from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key, kernels
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key, MultiplyKey, kernels
 
 DTYPES, TARGET_DTYPES = ("bfloat16", "float16"), ("int64", "int32")
 SAME = ("same", "same but for names", "same but for names and registers")
@@ -40,7 +40,10 @@ def ptx(key: Key) -> str:
 def pass_of(key: Key) -> str:
     """Also its tiles: how many side by side, and how wide."""
     if isinstance(key, BackwardKey):
-        return f"backward{_tiles(key.tokens)}-{_tiles(key.dweight)}"
+        dhidden = "" if key.dhidden == key.tokens else f"-{_tiles(key.dhidden)}"
+        return f"backward{_tiles(key.tokens)}{dhidden}-{_tiles(key.dweight)}"
+    if isinstance(key, MultiplyKey):
+        return "multiply"
     assert isinstance(key, ForwardKey)
     return f"{'keep' if key.keeps else 'forward'}{_tiles(key.config)}"
 

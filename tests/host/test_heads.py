@@ -204,6 +204,17 @@ def test_compiles_in_one_graph(stacked):
     check(heads, "none", stacked=stacked, call=compiled, **({} if stacked else heads.terms()))
 
 
+def test_compiles_for_sizes_of_which_some_are_symbolic():
+    torch._dynamo.reset()
+    heads = Heads(torch.float32, stacked=True)
+    weight = torch.stack(heads.weights)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    target = heads.target.clone()
+    torch._dynamo.maybe_mark_dynamic(target, 0)
+    found = compiled(heads.input, weight, target)
+    assert torch.equal(found, linear_cross_entropy(heads.input, weight, heads.target))
+
+
 def test_the_op_takes_a_tensor_of_weights():
     heads = Heads(torch.bfloat16, stacked=True)
     check(heads, "sum", stacked=True, call=CALL, schedule="keep")

@@ -276,6 +276,7 @@ def test_the_module():
         ),
         ({"outputs": ()}, ValueError, r"outputs: got \(\), want at least one"),
         ({"outputs": "lse"}, TypeError, "outputs: got 'lse', want a tuple"),
+        ({"outputs": None}, TypeError, "outputs: got None, want a tuple"),
         ({"outputs": ("loss",)}, ValueError, "outputs: got 'loss', want names of logprob"),
         ({"outputs": ("lse", "lse")}, ValueError, "outputs: got"),
         ({"outputs": ("topk_logprob",)}, ValueError, "topk_ids: got no tensor"),
