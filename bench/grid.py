@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import summary
-from bench.plot import SERIES, dates_of, save_figures
+from bench.plot import SERIES, add_legend, dates_of, save_figures
 from bench.summary import Result
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def draw(results: Iterable[Result]) -> Figure:
     panels = figure.subplots(len(rows), len(tokens), sharex=True, sharey="row", squeeze=False)
     for line, (step, key, title) in zip(panels, rows, strict=True):
         for axes, n in zip(line, tokens, strict=True):
-            for provider, label, marker, colour, style in SERIES:
+            for provider, name, marker, colour, style in SERIES:
                 points = sorted(
                     (r["vocab"], max(r[key], LEAST_MIB) if key == "extra_mib" else r[key])
                     for r in summary.measured(found, provider).values()
@@ -96,7 +96,7 @@ def draw(results: Iterable[Result]) -> Figure:
                         linestyle=style,
                         linewidth=1.6 if provider == summary.OURS else 1.0,
                         markersize=4,
-                        label=label,
+                        label=name,
                     )
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -113,8 +113,7 @@ def draw(results: Iterable[Result]) -> Figure:
     labelled: dict[str, Any] = {}
     for axes in figure.axes:
         labelled |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(f"{kinds[0]}, bf16, mean, {dates_of(found)}", fontsize=10)
+    add_legend(figure, labelled, f"{kinds[0]}, bf16, mean, {dates_of(found)}")
     return figure
 
 

@@ -34,10 +34,10 @@ from cute_lce.plan import backward, forward
 from cute_lce.plan.candidates import Candidate, candidates, faster_splits
 from cute_lce.plan.cost import Gemm
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from cute_lce.plan.plans import BackwardConfigs
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.plan.schedule import UNLIMITED
 
-BackwardConfigs = tuple[KernelConfig, KernelConfig, KernelConfig]
 LOSS = LossOptions("mean")
 LIMITS = Limits(0, UNLIMITED)
 ALTERNATIVES = 2  # configurations beside the chosen one

@@ -175,6 +175,12 @@ def dates_of(results: Iterable[Result]) -> str:
     return dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
 
 
+def add_legend(figure: Figure, labelled: dict[str, Any], title: str) -> None:
+    """One legend below all panels, of label -> what it belongs to, and a title above them."""
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write the figure; the same results give the same file."""
     import matplotlib

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bench.plot import SERIES, dates_of, save_figures
+from bench.plot import SERIES, add_legend, dates_of, save_figures
 from bench.step import WITHOUT_HEAD
 from bench.summary import OURS, Result
 
@@ -40,21 +40,21 @@ def draw(results: Sequence[Result]) -> Figure:
     labelled = {}
     for axes, vocab in zip(panels, vocabularies, strict=True):
         rows = [r for r in found if r["vocab"] == vocab]
-        for provider, label, marker, colour, _ in SERIES:
+        for provider, name, marker, colour, _ in SERIES:
             points = sorted(
                 (r["peak_mib"] / 1024, r["tokens_per_s"] / 1e3)
                 for r in rows
                 if r["provider"].startswith(provider)
             )
             if points:
-                (labelled[label],) = axes.plot(
+                (labelled[name],) = axes.plot(
                     *zip(*points, strict=True),
                     color=colour,
                     marker=marker,
                     markerfacecolor=colour if provider == OURS else "none",
                     markersize=7,
                     linestyle="-" if provider == OURS else "none",
-                    label=label,
+                    label=name,
                 )
         for without in (r for r in rows if r["provider"] == WITHOUT_HEAD):
             labelled["no head"] = axes.axhline(
@@ -66,8 +66,7 @@ def draw(results: Sequence[Result]) -> Figure:
         axes.grid(color="#d8d8d8", linewidth=0.6)
         axes.set_axisbelow(True)
     panels[0].set_ylabel("thousand tokens a second")
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(f"{kinds[0]} a step, {dates_of(found)}", fontsize=10)
+    add_legend(figure, labelled, f"{kinds[0]} a step, {dates_of(found)}")
     return figure
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from ..arch import Gpu, KernelConfig
+from ..arch import Gpu
 from ..arguments import Stripe
 from . import gemm
 from .candidates import Candidate
-from .plans import BackwardPlan, Chunk
+from .plans import BackwardConfigs, BackwardPlan, Chunk
 from .problem import Limits, Problem, round_up
 from .schedule import backward_within
 
@@ -27,10 +27,10 @@ def build(
     gpu: Gpu,
     problem: Problem,
     kept: int,
-    configs: tuple[KernelConfig, KernelConfig, KernelConfig],
+    configs: BackwardConfigs,
     chosen: Candidate,
 ) -> BackwardPlan:
-    """The plan of a candidate with these configurations: BackwardPlan.configs."""
+    """The plan of a candidate with these configurations."""
     tokens, dhidden, dweight = configs
     n, d, vocab = problem.n, problem.d, problem.vocab
     columns, chunk = chosen.columns, chosen.chunk

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
 from .gemm import cluster_count
-from .plans import BackwardPlan, ForwardPlan
+from .plans import BackwardConfigs, BackwardPlan, ForwardPlan
 from .problem import Problem, ceil_div
 
 CLOCK_SHARE = 0.81
@@ -214,7 +214,7 @@ class Gemms(NamedTuple):
     dweight: Gemm
 
     @property
-    def configs(self) -> tuple[KernelConfig, KernelConfig, KernelConfig]:
+    def configs(self) -> BackwardConfigs:
         return self.tokens.config, self.dhidden.config, self.dweight.config
 
 

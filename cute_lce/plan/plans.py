@@ -47,6 +47,10 @@ class Chunk(NamedTuple):
     stripe: Stripe
 
 
+BackwardConfigs = tuple[KernelConfig, KernelConfig, KernelConfig]
+"""Of a backward's GEMMs: of the logits, of dhidden and of dweight."""
+
+
 @dataclass(frozen=True)
 class BackwardPlan:
     """One backward call.
@@ -71,6 +75,5 @@ class BackwardPlan:
     workspace: int
 
     @property
-    def configs(self) -> tuple[KernelConfig, KernelConfig, KernelConfig]:
-        """Of the GEMMs of the logits, of dhidden and of dweight."""
+    def configs(self) -> BackwardConfigs:
         return self.tokens, self.dhidden, self.dweight
