@@ -27,6 +27,7 @@ No method synchronises with a device; on a CPU the targets are checked. No argum
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -118,11 +119,13 @@ BothGradients = tuple[Tensor | None, Tensor | None]
 class Halfway(NamedTuple):
     """What a shard's backward returns between its phases: BothGradients, with dinput of this shard, in acc if
     it is to be summed, else in acc or rounded; rest: what of dweight is still to be computed, for the
-    implementation."""
+    implementation; join: makes the device wait for what began to run beside dweight in between, which a
+    launch that leaves no room to it must not overtake."""
 
     dinput: Tensor | None
     dweight: Tensor | None
     rest: Any = None
+    join: Callable[[], object] | None = None
 
 
 class Backward(Protocol):

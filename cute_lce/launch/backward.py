@@ -393,6 +393,8 @@ class ShardBackward(KernelBackward):
         assert isinstance(gradients, Halfway)
         later, _ = gradients.rest
         for step in later:
+            if gradients.join is not None and step.stripe is self.late:
+                gradients.join()
             self.function(*step)
         return super().dweight(dloss, saved, loss, gradients, out)
 

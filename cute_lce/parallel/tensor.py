@@ -109,6 +109,7 @@ class ShardedPasses(Prepared):
         dinput, begun, dtype = halfway.dinput, None, saved.hidden.dtype
         if dinput is not None and shard.reduces:
             begun = start_sum(dinput, dtype, shard.group, scatters=shard.sliced)
+            halfway = halfway._replace(join=begun.wait)
         _, dweight = backward.dweight(dloss, saved, local, halfway, out)
         if begun is not None:
             return begun.wait(), dweight

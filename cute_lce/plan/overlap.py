@@ -2,7 +2,8 @@
 
 A kernel of NCCL takes whole SMs, and CTAs of a persistent GEMM that find no SM begin when it ends, with all
 of their tiles before them: the collective would cost its whole time. So the GEMM is launched twice: over as
-many columns as take the collective's time on the SMs that it leaves, then over the others on all.
+many columns as take the collective's time on the SMs that it leaves, then over the others on all, which waits for
+the collective: of one whose next kernel found no SM every rank's would wait.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from . import gemm
 from .cost import DWEIGHT, LAUNCH_CLOCKS, START_CLOCKS, Gemm
 from .problem import Collective, Problem, ceil_div
 
-WIRE = 240e9
-"""Bytes a second that a GPU sends in a collective: over NVLink without multicast, beside a GEMM."""
+WIRE = 210e9
+"""Bytes a second that a GPU sends in a collective: over NVLink without multicast, beside a GEMM (four H200s:
+205 in the sum, 200 in the gather, their starts included)."""
 SENT = 15e9
 """Of them what an SM sends, at least, where a group allows collectives few CTAs. An estimate."""
-MOVED = 30e9
-"""Bytes a second that an SM reads and writes in torch's cast, which takes DRAM's rate on all of them."""
+MOVED = 60e9
+"""Bytes a second that an SM reads and writes in torch's cast on few of them."""
 START = 15e-6
-"""Seconds in which each kernel beside the GEMM moves nothing. An estimate: one that misses the launch that
-leaves SMs to it waits until the next has ended, so that too much costs less than too little."""
+"""Seconds in which each kernel beside the GEMM moves nothing. An estimate: too much leaves a few SMs idle, too
+little all."""
 SEARCHED = 8
 """Rows of tiles."""
 

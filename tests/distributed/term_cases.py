@@ -13,21 +13,22 @@ from tests.distributed.calls import slice_of
 from tests.distributed.ranks import Rank
 from tests.numerics import assert_close, random_case
 
-SHAPE, D = (4, 6), 32
+SHAPE, D = (4, 24), 32
+TOKENS = SHAPE[0] * SHAPE[1]
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def operands(here: Rank, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """(input, linear_weight, linear_bias, target, token_weight) of the whole, some rows ignored."""
     V = 48 * here.ranks
-    case = random_case(24, D, V, dtype, scale=2.0)
+    case = random_case(TOKENS, D, V, dtype, scale=2.0)
     case.target[[1, 10, 23]] = -100
     tensors = (
         case.input.view(*SHAPE, D),
         case.linear_weight,
         torch.linspace(-1, 1, V).to(dtype),
         case.target.view(SHAPE),
-        torch.linspace(0, 2, 24).view(SHAPE),
+        torch.linspace(0, 2, TOKENS).view(SHAPE),
     )
     return tuple(each.to(here.device) for each in tensors)
 
@@ -60,7 +61,7 @@ def compare(here: Rank, dtype: torch.dtype, reduction: str, terms: dict, **optio
         leaves.append(given["linear_bias"])
     if "token_weight" in given:
         given["token_weight"] = token_weight
-    upstream = torch.linspace(-1, 2, 24, device=here.device).view(SHAPE)
+    upstream = torch.linspace(-1, 2, TOKENS, device=here.device).view(SHAPE)
     upstream = upstream if reduction == "none" else upstream.mean()
     loss = linear_cross_entropy(
         leaves[0], leaves[1], target, reduction=reduction, tp_group=here.group, **given, **options

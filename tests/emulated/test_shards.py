@@ -48,11 +48,14 @@ def train(
     equal: bool = False,
     beside: Collective | None = None,
     is_summed: bool = True,
+    joined: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[str]]:
     """(loss, dinput, dweight, kernels launched) of a vocabulary in shards of these sizes, which keep so many
-    columns. dinput is the shards' sum, rounded once, or of rounded parts."""
+    columns. dinput is the shards' sum, rounded once, or of rounded parts. joined gets how many launches a
+    wait for that sum follows."""
     loss = LossOptions(reduction, case.ignore_index, case.logit_scale)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    joined = [] if joined is None else joined
     with device(arch, 4) as counts:
         shards: list[tuple[Operands, Any, Results]] = []
         for start, size, columns in zip(starts, sizes, kept, strict=True):
@@ -83,6 +86,7 @@ def train(
             # What a reduction of dinput does to it meanwhile is not seen by dweight.
             dinput += halfway.dinput
             halfway.dinput.fill_(torch.nan)
+            halfway = halfway._replace(join=lambda: joined.append(len(counts.launched)))
             dweights.append(backward.dweight(dloss, saved, local_loss(loss), halfway)[1])
             assert len(counts.launched) > before or case.input.dtype is FP16
     assert total is not None
@@ -150,15 +154,17 @@ def test_dweight_beside_a_collective(
     arch: str, kept: list[int], dtype: torch.dtype, divided: int, monkeypatch
 ):
     """A part leaves two of the four SMs, in a launch of its own; of float16's recomputed stripe there is
-    none, and a shard of few classes is too small."""
+    none, and a shard of few classes is too small. What takes all SMs waits for the collective."""
     monkeypatch.setattr(overlap, "START_CLOCKS", 0)
     monkeypatch.setattr(overlap, "LAUNCH_CLOCKS", 0)
     case, beside = ignoring(random_case(40, 72, 670, dtype)), Collective(seconds=8e-8, sms=2)
-    gemms = [
-        sum("Gemm" in name for name in check(case, arch, [600, 70], kept, beside=each))
-        for each in (None, beside)
-    ]
+    joined: list[int] = []
+    launched = [check(case, arch, [600, 70], kept, beside=each, joined=joined) for each in (None, beside)]
+    gemms = [sum("Gemm" in name for name in each) for each in launched]
     assert gemms[1] - gemms[0] == divided
+    assert len(joined) == divided
+    for count in joined:
+        assert all("Gemm" in name for name in launched[1][count - 1 : count + 1])
 
 
 @hopper_first
