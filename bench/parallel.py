@@ -380,6 +380,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dtype", default="bf16", choices=DTYPES)
     found.add_argument("--workspace-mb", type=float, default=2400)
     found.add_argument("--sm-margin", type=int, help="the calls' sm_margin")
+    found.add_argument("--max-ctas", type=int, help="NCCL_MAX_CTAS, of all groups")
     found.add_argument("--reps", type=int, default=30)
     found.add_argument("--quick", action="store_true", help="5 repetitions")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -397,6 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--ranks: got {args.ranks}, want at most the {torch.cuda.device_count()} CUDA devices here")
         return 1
     os.environ.update(ENVIRONMENT)
+    if args.max_ctas is not None:
+        os.environ["NCCL_MAX_CTAS"] = str(args.max_ctas)
     settings = [
         Setting(
             *(shape, tuple(args.cases), args.schedule, reduction, args.dtype),

@@ -30,13 +30,17 @@ DEFAULT_CTAS = 24
 def ctas_of(group: ProcessGroup, device: torch.device) -> int:
     """SMs that a collective of a group takes of a GPU: what its options or NCCL_MAX_CTAS allow; 0 where it
     is not NCCL's."""
-    if device.type != "cuda" or dist.get_backend(group) != "nccl":
+    if device.type != "cuda":
+        return 0
+    # dist.get_backend says "undefined", or all of them, of a group with one for each type of device.
+    backend = group._get_backend(device)
+    if backend.name() != "nccl":
         return 0
     limits = [DEFAULT_CTAS]
     named = os.environ.get("NCCL_MAX_CTAS", "")
     if named.isdecimal():
         limits.append(int(named))
-    config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
+    config = getattr(getattr(backend, "options", None), "config", None)
     own = getattr(config, "max_ctas", 0)
     # NCCL's number for an option that was not given is negative.
     if own > 0:

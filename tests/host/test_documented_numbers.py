@@ -390,7 +390,7 @@ def paper(file: str) -> Rows:
     """The paper's shapes: ours and the fastest peer of each pass, and the paper's own forward."""
     rows: Rows = []
     found = [record for record in records(file) if not record["failed"]]
-    for n, vocab in dict.fromkeys((record["n"], record["vocab"]) for record in found):
+    for n, vocab in sorted({(record["n"], record["vocab"]) for record in found}):
         row: list[Cell] = [f"{n}, {vocab}"]
         for step in ("fwd", "fwd_bwd"):
             here = [r for r in found if (r["n"], r["vocab"], r["pass"]) == (n, vocab, step)]
