@@ -2,8 +2,8 @@
 
 A kernel of NCCL takes whole SMs, and CTAs of a persistent GEMM that find no SM begin when it ends, with all
 of their tiles before them: the collective would cost its whole time. So the GEMM is launched twice: over as
-many columns as take the collective's time on the SMs that it leaves, then over the others on all, which waits for
-the collective: of one whose next kernel found no SM every rank's would wait.
+many columns as take the collective's time on the SMs that it leaves, then over the others on all. The second
+launch waits for the collective, whose next kernel might find no SM, and then those of all ranks would wait.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SENT = 15e9
 MOVED = 60e9
 """Bytes a second that an SM reads and writes in torch's cast on few of them."""
 START = 15e-6
-"""Seconds in which each kernel beside the GEMM moves nothing. An estimate: too much leaves a few SMs idle, too
-little all."""
+"""Seconds in which each kernel beside the GEMM moves nothing. An estimate: too much leaves a few SMs idle,
+too little all."""
 SEARCHED = 8
 """Rows of tiles."""
 
