@@ -248,7 +248,8 @@ class Products(NamedTuple):
 
     dinput (n, d), dweight (vocab, d): accumulators fp32, contiguous; d is a multiple of 8. Of one that is not
     needed n or vocab is 0. dinput_out (n, d) is written, in the gradients' dtype; dweight_out (vocab, d) too,
-    or has the key's `added` dtype and is added to.
+    or has the key's `added` dtype and is added to. target (n,), with a stride in elements of target_bytes, 4
+    or 8: where dinput's rows are ignored.
     """
 
     dinput: Address
@@ -258,6 +259,9 @@ class Products(NamedTuple):
     n: Int32
     vocab: Int32
     d: Int32
+    target: Address
+    target_stride: Int64
+    target_bytes: Int32
 
 
 class Upstream(NamedTuple):

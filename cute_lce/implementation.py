@@ -220,12 +220,14 @@ class Implementation(Protocol):
     def scale_gradients(
         self,
         dloss: Tensor,
+        target: Tensor,
         accumulated: Accumulated,
         loss: LossOptions,
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> BothGradients:
-        """The accumulators times the upstream gradient, rounded once. accumulated.loss is not read.
+        """The accumulators times the upstream gradient, rounded once; zeros in ignored rows, whatever the
+        upstream gradient is. accumulated.loss is not read.
 
         out: as in Backward, for dweight's.
         """

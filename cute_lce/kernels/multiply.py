@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import REDUCTIONS, LossArguments
@@ -21,8 +21,9 @@ class MultiplyTensors(NamedTuple):
     """Global memory that the kernel accesses.
 
     Read: dinput (n, d) and dweight (V, d) fp32, the accumulators, contiguous, d a multiple of 8; dloss (n,)
-    fp32 with any stride (0: one number); num_valid (1,) int64. Written: the products, dinput_out in 16 bits
-    and dweight_out in its type, to which dweight's may be added instead. One that is not needed has no rows.
+    fp32 with any stride (0: one number); num_valid (1,) int64; target (n,) int64, or narrow_target int32,
+    with any stride. Written: the products, dinput_out in 16 bits and dweight_out in its type, to which
+    dweight's may be added instead. One that is not needed has no rows.
     """
 
     dinput: cute.Tensor
@@ -31,6 +32,9 @@ class MultiplyTensors(NamedTuple):
     dweight_out: cute.Tensor
     dloss: cute.Tensor
     num_valid: cute.Tensor
+    target: cute.Tensor
+    narrow_target: cute.Tensor
+    is_narrow: Boolean
     loss: LossArguments
 
 
@@ -55,13 +59,21 @@ class Multiply:
         if row < n:
             factor = self._upstream(tensors, row)
             # 0 times nan is nan: what flows into ignored rows, whose accumulators are 0, does not matter.
-            if not cute.math.absf(factor) < Float32.inf:
-                if not _any(tensors.dinput, row):
-                    factor = Float32(0.0)
+            if self._is_ignored(tensors, row):
+                factor = Float32(0.0)
             self._multiply(tensors.dinput, tensors.dinput_out, row, factor, False)
         else:
             factor = self._upstream(tensors, Int32(0))
             self._multiply(tensors.dweight, tensors.dweight_out, row - n, factor, self.adds)
+
+    @cute.jit
+    def _is_ignored(self, tensors: MultiplyTensors, row: Int32) -> Boolean:
+        target = Int64(0)
+        if tensors.is_narrow:
+            target = Int64(tensors.narrow_target[row])
+        else:
+            target = tensors.target[row]
+        return target == tensors.loss.ignore_index
 
     @cute.jit
     def _upstream(self, tensors: MultiplyTensors, row: Int32) -> Float32:
@@ -102,13 +114,3 @@ class Multiply:
                     rounded = cute.make_rmem_tensor(ELEMENTS, out.element_type)
                     rounded.store(product.to(out.element_type))
                     cute.autovec_copy(rounded, adjacent(out, row, chunk * ELEMENTS, ELEMENTS))
-
-
-@cute.jit
-def _any(matrix: cute.Tensor, row: Int32) -> Boolean:
-    """Whether a row has anything but zeros; each warp looks at all of it."""
-    found = Boolean(False)
-    for column in cutlass.range(cute.arch.lane_idx(), cute.size(matrix, mode=[1]), 32, unroll=4):
-        if matrix[row, column] != 0.0:
-            found = Boolean(True)
-    return cute.arch.vote_ballot_sync(found) != 0

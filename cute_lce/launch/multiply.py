@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,6 +16,7 @@ from .device import dtype_name, gpu_of, loss_arguments
 
 def scale_gradients(
     dloss: Tensor,
+    target: Tensor,
     accumulated: Accumulated,
     loss: LossOptions,
     dtype: torch.dtype,
@@ -29,7 +27,7 @@ def scale_gradients(
     _, num_valid, dinput, dweight = accumulated
     found = [each for each in (dinput, dweight) if each is not None]
     if not found or dloss.dtype is not torch.float32 or not all(map(_is_read, found)):
-        return STREAMING.scale_gradients(dloss, accumulated, loss, dtype, out)
+        return STREAMING.scale_gradients(dloss, target, accumulated, loss, dtype, out)
     device, d = dloss.device, found[0].shape[1]
     dinput_out = dweight_out = None
     if dinput is not None:
@@ -44,11 +42,16 @@ def scale_gradients(
         n=0 if dinput is None else dinput.shape[0],
         vocab=0 if dweight is None else dweight.shape[0],
         d=d,
+        target=target.data_ptr(),
+        target_stride=target.stride(0),
+        target_bytes=target.itemsize,
     )
     upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
     added = "" if dweight is None or out is None else dtype_name(out.dtype)
     function = cache.get(MultiplyKey(gpu_of(device).arch, dtype_name(dtype), added))
-    function(num_valid.view(1), _reducing(loss.reduction), upstream, products)
+    # The other terms are in the accumulators.
+    arguments = loss_arguments(LossOptions(loss.reduction, loss.ignore_index))
+    function(num_valid.view(1), arguments, upstream, products)
     return dinput_out, dweight_out
 
 
@@ -59,9 +62,3 @@ def _is_read(accumulator: Tensor) -> bool:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-@functools.cache
-def _reducing(reduction: str) -> Any:
-    """A loss's arguments without terms: they are in the accumulators."""
-    return loss_arguments(LossOptions(reduction))

@@ -100,7 +100,7 @@ class GradInForwardFunction(torch.autograd.Function):
         ctx.dtype, ctx.loss = operands[0].dtype, loss
         ctx.needed = request.need_dinput, request.need_dweight
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*results[1:])
+        ctx.save_for_backward(operands[2], *results[1:])
         if prepared is not None:
             return results[0]
         ctx.mark_non_differentiable(*results[1:])
@@ -166,12 +166,12 @@ class AddingGradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):  # pyright: ignore[reportIncompatibleMethodOverride]
-        num_valid, *gradients = ctx.saved_tensors
+        target, num_valid, *gradients = ctx.saved_tensors
 
         def run(needed: tuple[bool, bool], out: Tensor | None) -> BothGradients:
             present = (tensor if need else None for tensor, need in zip(gradients, needed, strict=True))
             accumulated = Accumulated(dloss, num_valid, *present)
-            return ctx.prepared.scale_gradients(dloss, accumulated, ctx.loss, ctx.dtype, out)
+            return ctx.prepared.scale_gradients(dloss, target, accumulated, ctx.loss, ctx.dtype, out)
 
         return add_gradients(ctx, dloss, (num_valid, num_valid), run)
 

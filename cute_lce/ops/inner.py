@@ -82,7 +82,7 @@ def _fake_grad_in_forward(input, linear_weight, target, *arguments):
     )
 
 
-def _fake_scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
+def _fake_scale_gradients(dloss, target, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
     _, (dtype, need_dinput, need_dweight) = loss_of(arguments)
     return (
         dloss.new_empty(dinput_accumulator.shape if need_dinput else (0,), dtype=dtype),
@@ -134,7 +134,7 @@ def grad_in_forward(input, linear_weight, target, *arguments):
 
 
 @define(schemas.SCALE_GRADIENTS, _fake_scale_gradients)
-def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
+def scale_gradients(dloss, target, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
     loss, (dtype, need_dinput, need_dweight) = loss_of(arguments)
     accumulated = Accumulated(
         dloss,
@@ -142,5 +142,5 @@ def scale_gradients(dloss, num_valid, dinput_accumulator, dweight_accumulator, *
         dinput_accumulator if need_dinput else None,
         dweight_accumulator if need_dweight else None,
     )
-    scaled = implementation(dloss.device, dtype).scale_gradients(dloss, accumulated, loss, dtype)
+    scaled = implementation(dloss.device, dtype).scale_gradients(dloss, target, accumulated, loss, dtype)
     return present(scaled, dloss, dtype)

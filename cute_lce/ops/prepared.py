@@ -117,12 +117,13 @@ class Prepared:
     def scale_gradients(
         self,
         dloss: Tensor,
+        target: Tensor,
         accumulated: Accumulated,
         loss: LossOptions,
         dtype: torch.dtype,
         out: Tensor | None,
     ) -> BothGradients:
-        return self._implementation.scale_gradients(dloss, accumulated, loss, dtype, out)
+        return self._implementation.scale_gradients(dloss, target, accumulated, loss, dtype, out)
 
     def grad_in_forward(self, operands: Operands, loss: LossOptions) -> Accumulated:
         if CHECK_TARGETS:

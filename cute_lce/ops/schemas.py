@@ -37,7 +37,7 @@ GRAD_IN_FORWARD = (
     " -> (Tensor loss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator)"
 )
 SCALE_GRADIENTS = (
-    "scale_gradients(Tensor dloss, Tensor num_valid, Tensor? dinput_accumulator, "
+    "scale_gradients(Tensor dloss, Tensor target, Tensor num_valid, Tensor? dinput_accumulator, "
     f"Tensor? dweight_accumulator, {LOSS}, ScalarType dtype, {NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight)"
 )

@@ -304,7 +304,7 @@ class LossGradientsFunction(GradInForwardFunction):
         results = run(operands)
         ctx.how, ctx.dtype = how, operands[0].dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*results[1:])
+        ctx.save_for_backward(operands[2], *results[1:])
         ctx.mark_non_differentiable(*results[1:])
         if how.destination is not None:
             _keep_destination(ctx, how.destination, operands[1].dtype)
@@ -317,14 +317,14 @@ class LossGradientsFunction(GradInForwardFunction):
             return *_by_operands(None, None, None), None, None
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
-        num_valid, dinput, dweight, dbias = ctx.saved_tensors
+        target, num_valid, dinput, dweight, dbias = ctx.saved_tensors
         request, dtype = ctx.how.request, ctx.dtype
         reduction = "none" if dloss.dim() else "sum"
         loss = LossOptions(reduction, ctx.how.options.ignore_index)
         dbias = (torch.where(num_valid > 0, dloss, 0) * dbias).to(dtype) if request.need_dbias else None
         needed = request.need_dinput, request.need_dweight
         if ctx.how.destination is None:
-            found = inner.scale_gradients(dloss, num_valid, dinput, dweight, *loss, dtype, *needed)
+            found = inner.scale_gradients(dloss, target, num_valid, dinput, dweight, *loss, dtype, *needed)
             found = *(each if need else None for each, need in zip(found, needed, strict=True)), dbias
         else:
 
@@ -334,7 +334,7 @@ class LossGradientsFunction(GradInForwardFunction):
                 )
                 accumulated = Accumulated(dloss, num_valid, *present)
                 scaling = implementation(dloss.device, dtype)
-                return *scaling.scale_gradients(dloss, accumulated, loss, dtype, out), dbias
+                return *scaling.scale_gradients(dloss, target, accumulated, loss, dtype, out), dbias
 
             found = add_to_destination(ctx, dloss, (num_valid, num_valid), run)
         return *_by_operands(*found), None, None

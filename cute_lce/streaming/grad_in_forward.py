@@ -13,7 +13,7 @@ from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, chunks
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, of_all_rows, of_rows, reduce, subtract_target, valid_rows
+from .rows import classify, is_ignored, of_all_rows, of_rows, reduce, subtract_target, valid_rows
 
 
 @without_autocast
@@ -85,6 +85,7 @@ def _chunks(
 @without_autocast
 def scale_gradients(
     dloss: Tensor,
+    target: Tensor,
     accumulated: Accumulated,
     loss: LossOptions,
     dtype: torch.dtype,
@@ -98,7 +99,7 @@ def scale_gradients(
     dinput = dweight = None
     if accumulated.dinput is not None:
         # 0 times nan is nan: what flows into ignored rows, whose accumulators are 0, does not matter.
-        factor = torch.where(accumulated.dinput.any(1), upstream, 0)
+        factor = torch.where(is_ignored(target, loss.ignore_index), 0, upstream)
         dinput = _multiplied(accumulated.dinput, factor.unsqueeze(1), dtype)
     if accumulated.dweight is not None and out is None:
         dweight = _multiplied(accumulated.dweight, upstream, dtype)

@@ -139,7 +139,8 @@ def train(
 def known(tensor: Tensor) -> Tensor:
     """The tensor with its strides, in memory that the emulator knows."""
     count = max(tensor.untyped_storage().nbytes() // tensor.element_size(), 1)
-    base = torch.full((count,), torch.nan, dtype=tensor.dtype)
+    between = torch.nan if tensor.is_floating_point() else -100
+    base = torch.full((count,), between, dtype=tensor.dtype)
     copy = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     if all(tensor.stride()):
         copy.copy_(tensor)

@@ -125,7 +125,7 @@ def gradients(
         assert copied == sum("Finish" in name for name in counts.launched) - 1
         kept = [None if tensor is None else tensor.clone() for tensor in found]
         scaled = KERNELS.scale_gradients(
-            known(upstream.float()), found, passes.loss_of(case, reduction), case.input.dtype
+            known(upstream.float()), case.target, found, passes.loss_of(case, reduction), case.input.dtype
         )
     for before, after in zip(kept, found, strict=True):
         if before is not None and after is not None:

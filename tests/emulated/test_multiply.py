@@ -35,16 +35,20 @@ def scaled(
     valid: int = 7,
     dtype: torch.dtype = BF16,
     out: Tensor | None = None,
+    target: Tensor | None = None,
     launches: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """out: what dweight's product is added to; the sum is returned in its place."""
+    """out: what dweight's product is added to; the sum is returned in its place. target: of dinput's rows;
+    None: none is ignored."""
+    rows = 0 if dinput is None else len(dinput)
+    target = torch.zeros(rows, dtype=torch.int64) if target is None else target
     with device(arch, 2) as counts:
         given = [None if each is None else known(each) for each in (dinput, dweight)]
         accumulated = Accumulated(dloss, torch.tensor(valid).clone(), *given)
         # logit_scale is in the accumulators.
         loss = LossOptions(reduction, logit_scale=0.5)
         total = None if out is None else known(out)
-        found = KERNELS.scale_gradients(known(dloss), accumulated, loss, dtype, total)
+        found = KERNELS.scale_gradients(known(dloss), known(target), accumulated, loss, dtype, total)
         assert sum("Multiply" in name for name in counts.launched) == launches == len(counts.launched)
     for before, after in zip((dinput, dweight), given, strict=True):
         if before is not None and after is not None:
@@ -106,31 +110,37 @@ def test_ends_of_rows(d: int):
     assert_rounded(second, dweight.double() * 3)
 
 
-@pytest.mark.parametrize("d", [8, 72, 104, 136, 160])
-def test_a_row_with_one_number_is_none_of_zeros(d: int):
-    """Wherever it is; and the row behind one of zeros is no part of it."""
-    dinput = torch.zeros(d + 2, d)
-    dinput[:d].fill_diagonal_(2.0)
-    dinput[d + 1] = 1.0
-    mine, _ = scaled(torch.full((), math.inf), dinput, None, reduction="sum")
-    want = dinput * math.inf
-    want[d] = 0
-    assert mine is not None
-    assert torch.equal(mine.nan_to_num(7, 8), want.to(BF16).nan_to_num(7, 8))
-
-
+@both
+@pytest.mark.parametrize("target", [torch.int64, torch.int32], ids=["int64", "int32"])
+@pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_flows_into_rows_of_zeros_does_not_matter(bad: float):
+def test_what_flows_into_ignored_rows_does_not_matter(
+    arch: str, bad: float, stride: int, target: torch.dtype
+):
+    """What flows into others does, even if they are zeros: 0 times nan is nan."""
     dinput = accumulator(6, 72)
-    dinput[3, 0] = 0.0  # beside numbers, in a row that has them
+    dinput[3, 0] = 0.0  # beside numbers
     dloss = torch.tensor([1.0, bad, 1.0, bad, bad, 1.0])
-    mine, _ = scaled(dloss, dinput, None, reduction="none")
+    # Ignored: a row of zeros, whose neighbours in memory are not.
+    classes = torch.full((6 * stride,), 5, dtype=target)
+    classes[4 * stride] = -100
+    mine, _ = scaled(dloss, dinput, None, arch=arch, reduction="none", target=classes[::stride])
     want = dinput.double() * dloss.double().unsqueeze(1)
-    want[[1, 4]] = 0
+    want[4] = 0
     assert mine is not None
-    assert torch.equal(mine[3].isnan(), want[3].isnan())
-    good = [0, 1, 2, 4, 5]
+    assert torch.equal(mine.isnan(), want.isnan())
+    assert mine[1].isnan().all()
+    good = [0, 2, 4, 5]
     assert_rounded(mine[good], want[good])
+
+
+def test_ignore_index_is_compared_as_int64():
+    """A class that is ignore_index but for its upper half, and one that is its lower half, are not it."""
+    dinput = torch.zeros(3, 8)
+    for target in (torch.tensor([-100 + (1 << 32), 0xFFFFFF9C, -100]), torch.tensor([100, -101, -100]).int()):
+        mine, _ = scaled(torch.tensor(math.nan), dinput, None, reduction="sum", target=target)
+        assert mine is not None
+        assert mine.isnan().any(1).tolist() == [True, True, False]
 
 
 def test_nan_accumulators_stay():

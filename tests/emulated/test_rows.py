@@ -105,7 +105,9 @@ def test_grad_in_forward(arch: str, dtype: torch.dtype, valid: str, chunk: int, 
     with device(arch, 2):
         found = passes.grad_in_forward(KERNELS, case)
         upstream = known(dloss.float())
-        dinput, dweight = KERNELS.scale_gradients(upstream, found, passes.loss_of(case, "mean"), dtype)
+        dinput, dweight = KERNELS.scale_gradients(
+            upstream, case.target, found, passes.loss_of(case, "mean"), dtype
+        )
     expected, plain = clean.expected(dloss, "mean"), clean.baseline(dloss, "mean", rounded_dlogits=True)
     for name, mine, want, base in zip(
         ("loss", "dinput", "dweight"), (found.loss, dinput, dweight), expected, plain, strict=True

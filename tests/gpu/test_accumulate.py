@@ -111,12 +111,15 @@ def test_the_backwards_products_are_torchs(dtype, added, d):
     """Equal where they are written; where they are added torch may round the product first."""
     dinput, dweight = torch.randn(300, d, device="cuda"), torch.randn(501, d, device="cuda")
     accumulated = Accumulated(torch.empty(0), torch.tensor(7, device="cuda"), dinput, dweight)
+    target = torch.zeros(300, dtype=torch.int64, device="cuda")
     before = None if added is None else torch.randn(501, d, device="cuda").to(added)
     found = []
     for implementation in (KERNELS, STREAMING):
         out = None if before is None else before.clone()
         upstream = torch.tensor(3.0, device="cuda")
-        first, second = implementation.scale_gradients(upstream, accumulated, LossOptions(), dtype, out)
+        first, second = implementation.scale_gradients(
+            upstream, target, accumulated, LossOptions(), dtype, out
+        )
         found.append((first, second if out is None else out))
     (mine, other), (plain, other_plain) = found
     assert torch.equal(mine, plain)

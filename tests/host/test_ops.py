@@ -83,7 +83,7 @@ def test_opcheck_grad_in_forward(needed, requires_grad):
     torch.library.opcheck(OPS.grad_in_forward.default, arguments)
     loss, *saved = OPS.grad_in_forward(*(t.detach() for t in operands), *arguments[3:])
     torch.library.opcheck(
-        OPS.scale_gradients.default, (loss, *saved, "mean", -100, 1.0, torch.bfloat16, *needed)
+        OPS.scale_gradients.default, (loss, operands[2], *saved, "mean", -100, 1.0, torch.bfloat16, *needed)
     )
 
 
@@ -110,7 +110,7 @@ def test_inner_ops_refuse_double_backward():
         dinput.sum().backward()
     loss, *saved = OPS.grad_in_forward(hidden, weight, target, "mean", -100, 1.0, 0, 0, True, True)
     dloss = torch.ones((), requires_grad=True)
-    arguments = (*(t.detach() for t in saved), "mean", -100, 1.0, torch.float32, True, True)
+    arguments = (target, *(t.detach() for t in saved), "mean", -100, 1.0, torch.float32, True, True)
     dinput, _ = OPS.scale_gradients(dloss, *arguments)
     with pytest.raises(RuntimeError, match="double backward"):
         dinput.sum().backward()
@@ -130,10 +130,11 @@ def test_the_backward_refuses_the_derivative_by_any_tensor(name):
 
 @pytest.mark.parametrize("name", ["dinput_accumulator", "dweight_accumulator"])
 def test_scale_gradients_refuses_the_derivative_by_its_accumulators(name):
-    loss, *saved = OPS.grad_in_forward(*sample(requires_grad=False), "mean", -100, 1.0, 0, 0, True, True)
+    operands = sample(requires_grad=False)
+    loss, *saved = OPS.grad_in_forward(*operands, "mean", -100, 1.0, 0, 0, True, True)
     given = dict(zip(["num_valid", "dinput_accumulator", "dweight_accumulator"], saved, strict=True))
     given[name].requires_grad_()
-    arguments = (torch.ones_like(loss), *given.values(), "mean", -100, 1.0, torch.float32)
+    arguments = (torch.ones_like(loss), operands[2], *given.values(), "mean", -100, 1.0, torch.float32)
     for gradient in OPS.scale_gradients(*arguments, True, True):
         with pytest.raises(RuntimeError, match="double backward"):
             gradient.sum().backward()

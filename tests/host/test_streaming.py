@@ -276,6 +276,24 @@ def test_ignored_rows_take_no_part(request, schedule, dtype, narrow):
     )
 
 
+@pytest.mark.parametrize("terms", [{}, {"token_weight": torch.ones(6)}], ids=["plain", "terms"])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_upstream_reaches_rows_whose_gradient_is_zero(bad, schedule, reduction, terms):
+    """0 times it is nan, as in torch: the gradient is 0 since the weight is. Not in ignored rows."""
+    hidden, target = torch.randn(6, 8).requires_grad_(), torch.tensor([3, 9, -100, 4, -100, 5])
+    loss = linear_cross_entropy(
+        hidden, torch.zeros(20, 8), target.int(), reduction=reduction, schedule=schedule, **terms
+    )
+    upstream = torch.tensor([1.0, bad, 1.0, 1.0, bad, bad]) if reduction == "none" else torch.tensor(bad)
+    loss.backward(upstream)
+    assert hidden.grad is not None
+    reached = (target != -100) & ~upstream.isfinite()
+    assert torch.equal(hidden.grad.isnan(), reached[:, None].expand(6, 8))
+    assert not hidden.grad.nan_to_num(0).any()
+
+
 # Columns kept of 200; None: grad_in_forward.
 HOW = {"recompute": 0, "half kept": 128, "keep": 200, "grad_in_forward": None}
 
@@ -289,7 +307,7 @@ def train(case, how, dloss):
             loss, accumulated = None, passes.grad_in_forward(STREAMING, case, reduction="sum", window=64)
             one = torch.tensor(1.0)
             loss_options, dtype = LossOptions("sum"), case.input.dtype
-            dinput, dweight = STREAMING.scale_gradients(one, accumulated, loss_options, dtype)
+            dinput, dweight = STREAMING.scale_gradients(one, case.target, accumulated, loss_options, dtype)
         else:
             results = passes.forward(STREAMING, case, kept_columns=kept, window=64)
             assert (results.kept is None) == (kept == 0)
@@ -359,7 +377,7 @@ def test_accumulators_are_not_rounded():
     with torch.no_grad():
         accumulated = passes.grad_in_forward(STREAMING, case, reduction="mean")
         upstream = torch.tensor(math.pi)
-        got = STREAMING.scale_gradients(upstream, accumulated, LossOptions(), torch.bfloat16)
+        got = STREAMING.scale_gradients(upstream, case.target, accumulated, LossOptions(), torch.bfloat16)
     for rounded, accumulator in zip(got, (accumulated.dinput, accumulated.dweight), strict=True):
         assert accumulator is not None
         assert rounded is not None

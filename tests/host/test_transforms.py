@@ -128,7 +128,8 @@ def inner_calls(reduction: str) -> dict[str, tuple]:
     needs = (True, reduction != "none")
     loss, *saved = OPS.grad_in_forward(*operands, *options, *needs)
     calls["grad_in_forward"] = (*operands, *options, *needs)
-    calls["scale_gradients"] = (torch.ones_like(loss), *saved, reduction, -100, 1.0, torch.float32, *needs)
+    dloss, target = torch.ones_like(loss), operands[2]
+    calls["scale_gradients"] = (dloss, target, *saved, reduction, -100, 1.0, torch.float32, *needs)
     return calls
 
 

@@ -2,7 +2,7 @@
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Numeric
+from cutlass import Float32, Int32, Int64, Numeric
 
 from cute_lce.arguments import LossArguments, Products, Upstream
 from cute_lce.kernels.entry.types import ADDED, ELEMENTS, example, matrix, strided
@@ -38,6 +38,9 @@ class Multiplying:
                 dinput_out=matrix(self.dtype, products.dinput_out, n, d, d),
                 dweight_out=matrix(self.dweight_dtype, products.dweight_out, vocab, d, d),
                 dloss=strided(upstream.dloss, n, upstream.stride),
+                target=strided(products.target, n, products.target_stride, Int64),
+                narrow_target=strided(products.target, n, products.target_stride, Int32),
+                is_narrow=products.target_bytes == 4,
                 num_valid=num_valid,
                 loss=loss,
             ),

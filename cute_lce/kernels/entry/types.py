@@ -48,10 +48,10 @@ def vector(kind, address: Int64, count) -> cute.Tensor:
     )
 
 
-def strided(address: Int64, count, stride) -> cute.Tensor:
-    """The fp32 (count,) tensor with a stride at an address."""
+def strided(address: Int64, count, stride, kind=Float32) -> cute.Tensor:
+    """The (count,) tensor of 4- or 8-byte numbers with a stride at an address."""
     return cute.make_tensor(
-        cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4),
+        cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=kind.width // 8),
         cute.make_layout(count, stride=stride),
     )
 
