@@ -113,7 +113,7 @@ def test_ends_of_rows(d: int):
 @both
 @pytest.mark.parametrize("target", [torch.int64, torch.int32], ids=["int64", "int32"])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_what_flows_into_ignored_rows_does_not_matter(
     arch: str, bad: float, stride: int, target: torch.dtype
 ):
