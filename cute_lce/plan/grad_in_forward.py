@@ -9,6 +9,7 @@ from ..arch import Gpu
 from . import backward, forward, schedule
 from .candidates import Candidate, faster_splits
 from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, sum_clocks
+from .gemm import cluster_count
 from .memory import (
     DEFAULT_WORKSPACE,
     accumulator_bytes,
@@ -26,6 +27,12 @@ CHUNK_STEPS = 8
 ADDED = Epilogue(45.0, 45.0, 4)
 """Of dweight's GEMM where TMA copies or adds its fp32 product to memory: twice as many bytes as a 16-bit
 product's pass through shared memory. What L2 reads for an addition comes on top (`_added_clocks`)."""
+ADDED_SHARE = 0.75
+"""Of the time in which DRAM reads what is added to, that an addition takes longer than a write: on an H200 0.6
+at (1936, 4096, 262144), 0.9 at (1760, 3584, 152064)."""
+WIDE, MANY = 128, 1024
+"""Tokens that dinput's tiles have at least in chunks of so many: on an H200 those of 96 filled all their rounds
+in chunks of 6656, and took some 7% longer than the model has it."""
 FAR = 1.15
 """Times its GEMMs that a call is predicted to take before "auto" looks at grad_in_forward."""
 MARGIN = 1.05
@@ -126,6 +133,11 @@ def _choices(gpu: Gpu, problem: Problem) -> list[_Choice]:
         for unit in units
         for count in steps(ceil_div(n, unit), CHUNK_STEPS)
     }
+    # Sizes that fill the rounds of dinput's tiles; what is left is a smaller chunk.
+    for each in configs.dhidden:
+        across, clusters = ceil_div(problem.d, each.cluster_rows), cluster_count(each, gpu.sms)
+        for rounds in steps(ceil_div(across * ceil_div(n, each.cluster_columns), clusters), CHUNK_STEPS):
+            chunks.add(min(max(rounds * clusters // across, 1) * each.cluster_columns, n))
     for chunk in sorted(chunks):
         full, rest = divmod(n, chunk)
         passes = [_chunk(gpu, problem, chunk)] * full + ([_chunk(gpu, problem, rest)] if rest else [])
@@ -137,10 +149,9 @@ def _choices(gpu: Gpu, problem: Problem) -> list[_Choice]:
 
 def _added_clocks(gpu: Gpu, problem: Problem) -> int:
     """What a chunk behind the first, which writes, takes to add to dweight's accumulator: L2 reads it, which
-    MMAs do not hide. On an H200 (1936, 4096, 262144) took 0.69 ms more than to write, and (1760, 3584,
-    152064) 0.49: 0.6 and 0.9 times this."""
+    MMAs hide in part."""
     read = Rates(gpu, problem.n * problem.d * problem.vocab).read
-    return int(4 * problem.vocab * problem.d / read) if problem.need_dweight else 0
+    return int(ADDED_SHARE * 4 * problem.vocab * problem.d / read) if problem.need_dweight else 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,7 +166,12 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     clocks = LAUNCH_CLOCKS + gemm.forward(forwards.rounds, chunk, d, vocab, partials, vocab)
     configs = gpu.row.configs_for(chunk, 0)
     # No logits are computed again.
-    gemms = {Gemm(gpu, dhidden, macs): tokens for tokens, dhidden in configs.pairs_for(chunk)}
+    least = WIDE if chunk >= MANY else 0
+    gemms = {
+        Gemm(gpu, dhidden, macs): tokens
+        for tokens, dhidden in configs.pairs_for(chunk)
+        if dhidden.tile_n >= least
+    }
     split = [(gemm, faster_splits(gemm, d, chunk, vocab)[-1]) for gemm in gemms]
 
     def dinput_clocks(gemm: Gemm, splits: int) -> int:
