@@ -143,3 +143,6 @@ def _check(
 
 inner.library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 inner.library.impl("fused_linear_logprob", linear_logprob, "CompositeImplicitAutograd")
+# torch's fallback, one call after another, serves no op that returns a list: it gets those within.
+for key in ("FuncTorchBatchedDecomposition", "Batched"):
+    inner.library.impl("fused_linear_logprob", linear_logprob, key)

@@ -71,11 +71,6 @@ EITHER_ONE = (
     "not equal",
     "The larger of two equal numbers is either.",
 )
-NO_VALID_ROW = (
-    r"(?:setp\.ne\.b32 \S+ %r\d+, 0|selp\.f32 .*)$",
-    "reversed|swapped",
-    "Of dinput's rows, which are zeros where no row is valid, whatever flows into them.",
-)
 SEVERAL_SPLITS = (r"setp\.lt\.s32 \S+ %r\d+, 1$", "or equal", "There are two splits or more.")
 
 
@@ -386,8 +381,8 @@ def _multiply() -> Subject:
         lambda program, seed: _products_are_right(),
         range(1),
         100,
-        4,
-        [EITHER_ONE, NO_VALID_ROW],
+        2,
+        [EITHER_ONE],
         rules=ARITHMETIC,
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cute_lce import LinearCrossEntropy, linear_cross_entropy
+from cute_lce import LinearCrossEntropy, linear_cross_entropy, linear_logprob
 from tests.numerics import Case, assert_close, random_case
 
 OPS = torch.ops.cute_lce
@@ -291,6 +291,63 @@ def test_func_vmap(schedule, reduction):
     losses = torch.vmap(call)(hidden, target)
     for case, loss in zip(cases, losses, strict=True):
         check_loss(case, loss, reduction)
+
+
+def logprobs_of(hidden: Tensor, weight: Tensor, target: Tensor, more: Tensor, **options) -> list[Tensor]:
+    """Numbers of tokens with all tensors that linear_logprob takes, made of `more`, target's shape."""
+    found = linear_logprob(
+        hidden,
+        weight,
+        target,
+        linear_bias=weight[:, 0],
+        temperature=1 + more,
+        topk_ids=torch.stack([target, (more * 90).long()], -1),
+        **options,
+    )
+    return [each for each in found if each is not None]
+
+
+LOGPROB_CALLS = {
+    "logprob": lambda h, w, t, more: [linear_logprob(h, w, t).logprob],
+    "keep": lambda h, w, t, more: [*linear_logprob(h, w, t, schedule="keep", outputs=("lse", "entropy"))[1:3]],
+    "all tensors": lambda h, w, t, more: logprobs_of(
+        h, w, t, more, outputs=("logprob", "entropy", "topk_logprob", "is_top1"), softcap=5.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGPROB_CALLS)
+def test_func_vmap_of_logprob(name):
+    """What a call of each gives, and its gradients, in a batch; also in a batched backward and compiled."""
+    _, hidden, weight, target = batch_of_cases()
+    more = torch.rand(target.shape)
+
+    def call(*given):
+        found = LOGPROB_CALLS[name](*given)
+        assert None not in found
+        return tuple(found)
+
+    batch = hidden, weight, target, more
+    alone = [call(hidden[i], weight, target[i], more[i]) for i in range(3)]
+    for run in (call, torch.compile(call, backend="eager")):
+        found = torch.vmap(run, (0, None, 0, 0))(*batch)
+        for mine, each in zip(found, zip(*alone, strict=True), strict=True):
+            assert torch.equal(mine, torch.stack(each))
+
+    def total(*given):
+        return sum(each.sum() for each in call(*given) if each.is_floating_point())
+
+    gradients = torch.func.grad(total, (0, 1))
+    for i, mine in enumerate(zip(*torch.vmap(gradients, (0, None, 0, 0))(*batch), strict=True)):
+        for one, other in zip(mine, gradients(hidden[i], weight, target[i], more[i]), strict=True):
+            assert torch.equal(one, other)
+            assert one.any()
+    leaf = torch.zeros_like(hidden[0]).requires_grad_()
+    product = leaf * 1
+    product.register_hook(lambda g: total(g, weight, target[0], more[0]) * torch.ones_like(g))
+    (found,) = torch.autograd.grad(product, leaf, hidden, is_grads_batched=True)
+    for mine, each in zip(found, hidden, strict=True):
+        assert torch.equal(mine, total(each, weight, target[0], more[0]).expand(mine.shape))
 
 
 @pytest.mark.parametrize("schedule", DIFFERENTIABLE)
