@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import ops, options
 from .arguments import Operands
@@ -21,10 +21,10 @@ _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.defa
 
 def linear_cross_entropy(
     input: Tensor,
-    linear_weight: Tensor | Sequence[Tensor],
+    linear_weight: Tensor | Sequence[Tensor] | nn.ParameterList,
     target: Tensor,
     *,
-    linear_bias: Tensor | Sequence[Tensor | None] | None = None,
+    linear_bias: Tensor | Sequence[Tensor | None] | nn.ParameterList | None = None,
     weight: Tensor | Sequence[Tensor | None] | None = None,
     reduction: str = "mean",
     ignore_index: int | None = -100,
@@ -121,12 +121,13 @@ def linear_cross_entropy(
         sm_margin: SMs that the GEMM of linear_weight's gradient leaves to that sum while it is predicted to
             run; None: as many as the group's collectives take. The streaming path leaves none.
 
-    Several heads: linear_weight may be K weights, a list of (V_k, d) or a tensor (K, V, d). Then target is
-    (..., K), input (..., d), which the heads share, or (..., K, d), and token_weight target's shape;
-    linear_bias, weight and grad_weight_out are lists of K or tensors of one dimension more, and a
-    denominator may be (K,). Each head is a call of its own, but for input's gradient: the heads' are added in
-    float32 (4 n d bytes beside workspace_mb), and the sum is rounded once. workspace_mb is divided equally
-    among them, except with "recompute"; None: the default is each head's. Not with tp_group and DTensors.
+    Several heads: linear_weight may be K weights, a list (or nn.ParameterList) of (V_k, d) or a tensor
+    (K, V, d). Then target is (..., K), input (..., d), which the heads share, or (..., K, d), and
+    token_weight target's shape; linear_bias, weight and grad_weight_out are lists of K or tensors of one
+    dimension more, and a denominator may be (K,). Each head is a call of its own, but for input's gradient:
+    the heads' are added in float32 (4 n d bytes beside workspace_mb), and the sum is rounded once.
+    workspace_mb is divided equally among them, except with "recompute"; None: the default is each head's.
+    Not with tp_group and DTensors.
 
     Returns:
         The loss in nats, of target's shape for "none", else a scalar, or (K,) of several heads; float32
@@ -156,7 +157,7 @@ def linear_cross_entropy(
     tensors: tuple[Any, Any, Any, Any] = linear_bias, weight, token_weight, denominator
     if ops.has_heads(linear_weight):
         if over_group != _ON_ONE_DEVICE:
-            raise ValueError("tp_group: got a call over a group with several heads, want one head there")
+            raise _refuse_group(over_group)
         given = dict(zip(_NAMES, (*values, *terms, *tensors), strict=True))
         given |= {"grad_weight_out": grad_weight_out, "grad_weight_dummy": grad_weight_dummy}
         return ops.linear_cross_entropy_of_heads(linear_cross_entropy, input, linear_weight, target, given)
@@ -211,6 +212,15 @@ _NAMES = (
 _NO_TENSORS = (None, None, None, None)
 _ON_ONE_DEVICE = (None, None, None, "reduced", None)
 """The arguments about a group."""
+
+
+def _refuse_group(over_group: tuple) -> ValueError:
+    """The error for several heads, by the name of the first that is given."""
+    names = "tp_group", "vocab_start", "sequence_dim", "grad_input", "sm_margin"
+    each = zip(names, over_group, _ON_ONE_DEVICE, strict=True)
+    name, got, want = next(found for found in each if found[1] != found[2])
+    got = "a group" if name == "tp_group" else repr(got)
+    return ValueError(f"{name}: got {got} with several heads, want {want!r}: a group takes one head")
 
 
 def call_with_terms(

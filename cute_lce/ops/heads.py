@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..plan.memory import SmallWorkspace, refuse_workspace
+from ..plan.problem import MIB
 from ..streaming.products import accumulate_dtype
 from . import inner
 from .checks import autocast_hidden
@@ -22,20 +24,21 @@ from .plain import innermost_transform
 _DIMENSIONS = {"linear_bias": 2, "weight": 2, "grad_weight_out": 3}
 """Arguments that each head has its own of, and a tensor of all heads' dimensions."""
 _FLOATS = (torch.bfloat16, torch.float16)
+_LISTS = (list, tuple, nn.ParameterList)
 
 
 def has_heads(linear_weight: Any) -> bool:
-    """Whether linear_weight is several heads': a list or tuple, or (K, V, d)."""
+    """Whether linear_weight is several heads': one of _LISTS, or (K, V, d)."""
     if isinstance(linear_weight, Tensor):
         dense = linear_weight.layout is torch.strided and not linear_weight.is_nested
         return dense and linear_weight.dim() == 3
-    return isinstance(linear_weight, list | tuple)
+    return isinstance(linear_weight, _LISTS)
 
 
 def linear_cross_entropy(
     call: Callable[..., Tensor],
     input: Tensor,
-    linear_weight: Tensor | Sequence[Tensor],
+    linear_weight: Tensor | Sequence[Tensor] | nn.ParameterList,
     target: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
@@ -52,22 +55,40 @@ def linear_cross_entropy(
     inputs = input.unbind(-2) if input.dim() > target.dim() else [autocast_hidden(input)] * count
     adds = input.dim() == target.dim() and count > 1 and inputs[0].dtype in _FLOATS
     total = _rounded(inputs[0]) if adds else None
+
+    def of_head(k: int, hidden: Tensor, options: dict[str, Any]) -> Tensor:
+        each = {name: values[k] for name, values in own.items()}
+        return call(hidden, weights[k], targets[k], **{**options, **each})
+
     losses = []
     # Each use of the hidden states just before its call: backward then holds one gradient and the sum.
     for k, hidden in enumerate(inputs):
         if total is not None:
             hidden, total = _used(hidden, total)
-        each = {name: values[k] for name, values in own.items()}
         try:
-            losses.append(call(hidden, weights[k], targets[k], **{**options, **each}))
-        except ValueError as error:
-            if share is None or not str(error).startswith("workspace_mb"):
-                raise
-            raise ValueError(f"{error}, of which each of {count} heads has an equal part") from None
+            losses.append(of_head(k, hidden, options))
+        except SmallWorkspace as error:
+            tiny = {**options, "workspace_mb": 1 / MIB}
+            least = max(_least(of_head, k, inputs[k], tiny) for k in range(count))
+            parts, given = 1 if share is None else count, options["workspace_mb"]
+            given = error.workspace if given is None else given * parts * MIB
+            # A byte more for every other part, since dividing rounds.
+            raise refuse_workspace(error.schedule, given, least * parts + parts - 1, count) from None
     return torch.stack(losses, -1)
 
 
-def _weights(linear_weight: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+def _least(call: Callable[..., Tensor], *arguments: Any) -> int:
+    """The least workspace, in bytes, of a call that is given a byte; 0: it needs none."""
+    try:
+        call(*arguments)
+    except SmallWorkspace as error:
+        return error.least
+    return 0
+
+
+def _weights(linear_weight: Tensor | Sequence[Tensor] | nn.ParameterList) -> Sequence[Tensor]:
+    if isinstance(linear_weight, nn.ParameterList):
+        linear_weight = [*linear_weight]
     for each in linear_weight if isinstance(linear_weight, list | tuple) else (linear_weight,):
         if not isinstance(each, Tensor):
             raise TypeError(f"linear_weight: got a list with a {type(each).__name__}, want tensors")
@@ -111,9 +132,9 @@ def _each(name: str, value: Any, count: int) -> Sequence[Any]:
         if value.dim() == _DIMENSIONS[name] and value.shape[0] == count:
             return value.unbind()
         got = f"shape {tuple(value.shape)}"
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, _LISTS):
         if len(value) == count:
-            return value
+            return [*value]
         got = f"{len(value)} of them"
     else:
         raise TypeError(f"{name}: got {type(value).__name__}, want a list, or a tensor of all heads'")
@@ -144,8 +165,8 @@ def _share(options: dict[str, Any], count: int) -> float | None:
     """A head's part of workspace_mb; None: what is given. What recomputes allocates in one head's backward at
     a time; what others keep for it is there for all heads."""
     given = options.get("workspace_mb")
-    # What is no number is refused by the heads' calls.
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    # What is no number of MiB is refused by the heads' calls.
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
         return None
     return None if options.get("schedule") == "recompute" else given / count
 

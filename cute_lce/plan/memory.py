@@ -13,15 +13,26 @@ ROUNDING = 4 * MIB
 """The most by which torch's allocator rounds a call's few large blocks up: each by at most 1 MiB."""
 
 
-def refuse_workspace(schedule: str, workspace: int, least: int) -> ValueError:
-    """The error for a workspace smaller than the least that a schedule needs, in bytes."""
+class SmallWorkspace(ValueError):
+    """A workspace smaller than the least, in bytes, that a schedule needs."""
+
+    schedule: str
+    workspace: int
+    least: int
+
+
+def refuse_workspace(schedule: str, workspace: int, least: int, heads: int = 1) -> SmallWorkspace:
+    """The error. heads: the numbers are of how many heads' call."""
     # Rounded up, so that the printed number suffices.
     up = decimal.Context(prec=6, rounding=decimal.ROUND_CEILING)
     least_mb = up.divide(decimal.Decimal(int(least)), decimal.Decimal(MIB))
-    return ValueError(
+    error = SmallWorkspace(
         f"workspace_mb: got {int(workspace) / MIB:.6g}, want at least {least_mb:f} "
         f"for schedule={schedule!r} with these shapes, dtype and window"
+        + (f" of {heads} heads" if heads > 1 else "")
     )
+    error.schedule, error.workspace, error.least = schedule, int(workspace), least
+    return error
 
 
 def usable(workspace: int) -> int:

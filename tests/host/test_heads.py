@@ -280,9 +280,40 @@ def test_denominators():
 def test_a_workspace_is_shared():
     heads = Heads(torch.float32)
     heads.input.requires_grad_()
-    with pytest.raises(ValueError, match=r"workspace_mb: got 0\.0033.*, of which each of 3 heads has"):
-        linear_cross_entropy(heads.input, heads.weights, heads.target, workspace_mb=0.01)
-    linear_cross_entropy(heads.input, heads.weights, heads.target, workspace_mb=0.01, schedule="recompute")
+    given = heads.input, heads.weights, heads.target
+    linear_cross_entropy(*given, workspace_mb=0.01, schedule="recompute")
+    for bad in (-1.0, torch.inf):
+        with pytest.raises(ValueError, match=f"workspace_mb: got {bad}, want a positive number"):
+            linear_cross_entropy(*given, workspace_mb=bad)
+
+
+@pytest.mark.parametrize("call", [linear_cross_entropy, CALL], ids=["call", "op"])
+@pytest.mark.parametrize("schedule", ["auto", *SCHEDULES])
+def test_a_small_workspace_is_refused_by_the_callers_number(schedule, call):
+    """The least is the whole call's, and suffices; a 64th less does not. The last head is the largest."""
+    heads = Heads(torch.float32, stacked=call is CALL)
+    weights = heads.leaves(call is CALL)[1:]
+    given = heads.input, weights[0] if call is CALL else weights, heads.target
+    with pytest.raises(ValueError, match=r"^workspace_mb: got 0\.00[12]\d*, .* of 3 heads$") as caught:
+        call(*given, schedule=schedule, workspace_mb=0.00125)
+    least = float(str(caught.value).split("want at least ")[1].split()[0])
+    call(*given, schedule=schedule, workspace_mb=least)
+    with pytest.raises(ValueError, match=f"want at least {least}"):
+        call(*given, schedule=schedule, workspace_mb=least * 63 / 64)
+
+
+def test_a_parameter_list_is_a_list():
+    heads = Heads(torch.float64)
+    weights, biases = nn.ParameterList(heads.weights), nn.ParameterList(heads.biases)
+    losses = linear_cross_entropy(heads.input, weights, heads.target, linear_bias=biases)
+    plain = linear_cross_entropy(heads.input, heads.weights, heads.target, linear_bias=heads.biases)
+    assert torch.equal(losses, plain)
+    losses.sum().backward()
+    assert all(each.grad is not None and each.grad.any() for each in (*weights, *biases))
+    compiled = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(heads.input, weights, heads.target, linear_bias=biases), plain)
+    with pytest.raises(ValueError, match="linear_weight: got no heads"):
+        linear_cross_entropy(heads.input, nn.ParameterList(), heads.target)
 
 
 def test_module():
@@ -336,8 +367,15 @@ WEIGHTS = torch.zeros(K, V, D)
             r"token_weight: got shape \(3, 5\), want \(3, 5, 3",
         ),
         ({"denominator": torch.ones(2)}, ValueError, r"denominator: got shape \(2,\), want \(\) or \(3,\)"),
-        ({"tp_group": "a"}, ValueError, "tp_group: got a call over a group with several heads"),
-        ({"sequence_dim": 0}, ValueError, "tp_group: got a call over a group with several heads"),
+        ({"tp_group": "a"}, ValueError, "tp_group: got a group with several heads, want None"),
+        ({"vocab_start": 0}, ValueError, "vocab_start: got 0 with several heads, want None"),
+        ({"sequence_dim": 0}, ValueError, "sequence_dim: got 0 with several heads, want None"),
+        (
+            {"grad_input": "partial"},
+            ValueError,
+            "grad_input: got 'partial' with several heads, want 'reduced'",
+        ),
+        ({"sm_margin": 4}, ValueError, "sm_margin: got 4 with several heads, want None"),
     ],
 )
 def test_refused(changes, error, message):

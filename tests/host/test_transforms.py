@@ -309,7 +309,9 @@ def logprobs_of(hidden: Tensor, weight: Tensor, target: Tensor, more: Tensor, **
 
 LOGPROB_CALLS = {
     "logprob": lambda h, w, t, more: [linear_logprob(h, w, t).logprob],
-    "keep": lambda h, w, t, more: [*linear_logprob(h, w, t, schedule="keep", outputs=("lse", "entropy"))[1:3]],
+    "keep": lambda h, w, t, more: [
+        *linear_logprob(h, w, t, schedule="keep", outputs=("lse", "entropy"))[1:3]
+    ],
     "all tensors": lambda h, w, t, more: logprobs_of(
         h, w, t, more, outputs=("logprob", "entropy", "topk_logprob", "is_top1"), softcap=5.0
     ),
@@ -335,7 +337,7 @@ def test_func_vmap_of_logprob(name):
             assert torch.equal(mine, torch.stack(each))
 
     def total(*given):
-        return sum(each.sum() for each in call(*given) if each.is_floating_point())
+        return torch.stack([each.sum() for each in call(*given) if each.is_floating_point()]).sum()
 
     gradients = torch.func.grad(total, (0, 1))
     for i, mine in enumerate(zip(*torch.vmap(gradients, (0, None, 0, 0))(*batch), strict=True)):
