@@ -28,11 +28,11 @@ ADDED = Epilogue(45.0, 45.0, 4)
 """Of dweight's GEMM where TMA copies or adds its fp32 product to memory: twice as many bytes as a 16-bit
 product's pass through shared memory. What L2 reads for an addition comes on top (`_added_clocks`)."""
 ADDED_SHARE = 0.75
-"""Of the time in which DRAM reads what is added to, that an addition takes longer than a write: on an H200 0.6
-at (1936, 4096, 262144), 0.9 at (1760, 3584, 152064)."""
+"""Of the time in which DRAM reads what is added to: by so much an addition takes longer than a write, on an
+H200 by 0.6 at (1936, 4096, 262144), by 0.9 at (1760, 3584, 152064)."""
 WIDE, MANY = 128, 1024
-"""Tokens that dinput's tiles have at least in chunks of so many: on an H200 those of 96 filled all their rounds
-in chunks of 6656, and took some 7% longer than the model has it."""
+"""Tokens that dinput's tiles have at least in chunks of so many: on an H200 those of 96 filled all their
+rounds in chunks of 6656, and took some 7% longer than the model has it."""
 FAR = 1.15
 """Times its GEMMs that a call is predicted to take before "auto" looks at grad_in_forward."""
 MARGIN = 1.05
