@@ -48,6 +48,15 @@ def ctas_of(group: ProcessGroup, device: torch.device) -> int:
     return min(limit for limit in limits if limit > 0)
 
 
+def is_local(group: ProcessGroup) -> bool:
+    """Whether all ranks of a group are on one host: by LOCAL_WORLD_SIZE, which torchrun and others set, where
+    each host has as many ranks in a row; without it they are taken to be."""
+    per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not per_host.isdecimal() or not int(per_host):
+        return True
+    return len({rank // int(per_host) for rank in dist.get_process_group_ranks(group)}) == 1
+
+
 def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's contiguous tensor (...), of one shape, in rank order: (ranks, ...)."""
     gathered = tensor.new_empty((group.size(), *tensor.shape))

@@ -23,7 +23,7 @@ from ..ops.select import implementation
 from ..options import LossOptions
 from ..plan.overlap import sum_seconds
 from ..plan.problem import Collective
-from .collectives import gather, start_sum
+from .collectives import gather, is_local, start_sum
 
 
 class Shard(NamedTuple):
@@ -53,7 +53,9 @@ class ShardedPasses(Prepared):
             d = hidden.shape[-1]
             n = hidden.numel() // max(d, 1) * (ranks if shard.sliced else 1)
             width, sms = hidden.dtype.itemsize, shard.sm_margin
-            beside = Collective(sum_seconds(n, d, width, ranks, sms, scatters=shard.sliced), sms)
+            local = is_local(shard.group)
+            seconds = sum_seconds(n, d, width, ranks, sms, scatters=shard.sliced, is_local=local)
+            beside = Collective(seconds, sms)
         request = request._replace(shard=True, is_summed=shard.reduces, beside=beside)
         super().__init__(implementation(hidden.device, hidden.dtype), request)
         self.shard = shard

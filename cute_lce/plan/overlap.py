@@ -19,6 +19,9 @@ from .problem import Collective, Problem, ceil_div
 WIRE = 210e9
 """Bytes a second that a GPU sends in a collective: over NVLink without multicast, beside a GEMM (four H200s:
 205 in the sum, 200 in the gather, their starts included)."""
+WIRE_BETWEEN = 40e9
+"""The same between hosts: of 400 Gbit/s a GPU, an estimate. Hosts of one NVLink domain send faster, and their
+SMs are left idle for longer."""
 SENT = 15e9
 """Of them what an SM sends, at least, where a group allows collectives few CTAs. An estimate."""
 MOVED = 60e9
@@ -36,10 +39,13 @@ def sum_bytes(n: int, d: int, width: int, ranks: int, *, scatters: bool) -> int:
     return (4 if scatters else 4 + width) * n * d * (ranks - 1) // ranks
 
 
-def sum_seconds(n: int, d: int, width: int, ranks: int, sms: int, *, scatters: bool) -> float:
+def sum_seconds(
+    n: int, d: int, width: int, ranks: int, sms: int, *, scatters: bool, is_local: bool = True
+) -> float:
     """Predicted seconds of that beside a GEMM which leaves so many SMs: the sum of a part on each rank, its
-    rounding, its gather."""
-    sent = sum_bytes(n, d, width, ranks, scatters=scatters) / min(WIRE, sms * SENT)
+    rounding, its gather. is_local: whether all ranks are on one host."""
+    wire = WIRE if is_local else WIRE_BETWEEN
+    sent = sum_bytes(n, d, width, ranks, scatters=scatters) / min(wire, sms * SENT)
     rounded = (4 + width) * n * d / ranks / (sms * MOVED)
     return sent + rounded + (2 if scatters else 3) * START
 

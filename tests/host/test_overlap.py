@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cute_lce.arch import Gpu
-from cute_lce.parallel.collectives import DEFAULT_CTAS, ctas_of
+from cute_lce.parallel.collectives import DEFAULT_CTAS, ctas_of, is_local
 from cute_lce.plan import backward, overlap
 from cute_lce.plan.problem import MIB, Collective, Limits, Problem
 
@@ -109,3 +109,27 @@ def test_a_group_of_several_backends_says_that_of_a_device(tmp_path):
         assert group._get_backend(torch.device("cpu")).name() == "gloo"
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("per_host", "ranks", "local"),
+    [
+        ("", [0, 9], True),
+        ("8", [0, 7], True),
+        ("8", [8, 12], True),
+        ("8", [4, 8], False),
+        ("no", [0, 9], True),
+    ],
+)
+def test_hosts_of_a_group(per_host: str, ranks: list[int], local: bool, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", per_host)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: ranks)
+    group: Any = None
+    assert is_local(group) == local
+
+
+def test_hosts_send_less_to_each_other():
+    near, far = (
+        overlap.sum_seconds(8192, 4096, 2, 4, 24, scatters=False, is_local=local) for local in (True, False)
+    )
+    assert far > 4 * near
