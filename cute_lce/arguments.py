@@ -226,21 +226,26 @@ class ShardTargets(NamedTuple):
 
 
 class RankStatistics(NamedTuple):
-    """The gathered statistics of `ranks` shards, each 3 n + 1 fp32 (kernels/merge.py), and their merge; all 0
+    """The gathered statistics of `ranks` shards, each `pitch` fp32 (kernels/merge.py), and their merge; all 0
     where targets are counted instead.
 
-    Written: row_max, row_sum (n,) fp32; loss, num_valid as in ForwardOutputs. Scratch: blocks, 2
-    fp32 for each MERGE_ROWS tokens; arrived: as ShardTargets' left it.
+    Written: row_max, row_sum (n,) fp32; loss, num_valid as in ForwardOutputs; and fp32 (n,), or not at
+    address 0, target_logit, mean_gap and total_gap. Scratch: blocks, 2 fp32 for each MERGE_ROWS tokens;
+    arrived: as ShardTargets' left it.
     """
 
     gathered: Address
     ranks: Int32
+    pitch: Int64
     row_max: Address
     row_sum: Address
     loss: Address
     num_valid: Address
     blocks: Address
     arrived: Address
+    target_logit: Address = 0
+    mean_gap: Address = 0
+    total_gap: Address = 0
 
 
 class Products(NamedTuple):

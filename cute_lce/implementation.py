@@ -35,6 +35,7 @@ from torch import Tensor
 
 from . import maths
 from .arguments import Operands
+from .exchange import LocalTargets, Merge, Merged, RowSums, Sum
 from .options import LossOptions, TermOptions
 from .plan.problem import NO_LIMITS, Collective, Limits, Problem
 
@@ -154,25 +155,6 @@ class Backward(Protocol):
         ...
 
 
-class LocalTargets(NamedTuple):
-    """Targets counted from a shard's first class: local (n,), arguments.ELSEWHERE outside its columns and
-    IGNORED for ignore_index. header (1,) fp32: begins the shard's statistics. scratch: for `merge`."""
-
-    local: Tensor
-    header: Tensor
-    scratch: Tensor | None = None
-
-
-class Merged(NamedTuple):
-    """Of the whole vocabulary, as in Results. Where no shard has the target, or several have, or the headers
-    differ, a row's loss and row_sum are nan."""
-
-    loss: Tensor
-    row_max: Tensor
-    row_sum: Tensor
-    num_valid: Tensor
-
-
 class Accumulated(NamedTuple):
     """What grad_in_forward returns: the loss, and both gradients of the sum of the rows' losses."""
 
@@ -243,6 +225,12 @@ class Implementation(Protocol):
     def merge(self, gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
         """Fold shards in their order. gathered: acc (shards, 3 n + 1), of each the header, row_max, row_sum
         and target logits. loss: with arguments.IGNORED for ignore_index. Once for what `localize` gave."""
+        ...
+
+    def merge_sums(self, gathered: Tensor, targets: LocalTargets, *, entropy: bool, total: bool) -> RowSums:
+        """The same of what a Statistics needs. gathered: as for `merge`, and behind that with `entropy`
+        mean_gap (n,), with `total` total_gap (n,) and weight (1,); of the latter `total_gap` alone is
+        merged."""
         ...
 
 
@@ -320,6 +308,10 @@ class Stats(NamedTuple):
     target_logit: Tensor | None = None
     kept_scale: Tensor | None = None
     onehot_ratio: Tensor | None = None
+
+
+SHARDED = ("logprob", "lse", "entropy", "total_nll")
+"""The numbers that RowSums suffice for."""
 
 
 class StatsUpstream(NamedTuple):
@@ -418,7 +410,11 @@ class Statistics(Protocol):
         columns has besides others."""
         ...
 
-    def forward(self, operands: StatsOperands, options: StatsOptions, request: Request) -> Stats: ...
+    def forward(
+        self, operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None = None
+    ) -> Stats:
+        """merge: of a shard, whose outputs are then of SHARDED. It is called once."""
+        ...
 
     def backward(
         self,
@@ -428,8 +424,10 @@ class Statistics(Protocol):
         options: StatsOptions,
         request: Request,
         out: Tensor | None = None,
+        add_up: Sum | None = None,
     ) -> AllGradients:
-        """The gradients that the request needs, each rounded once. out: as in Backward."""
+        """The gradients that the request needs, each rounded once. out: as in Backward. add_up: of a shard
+        whose dinput is summed: called once, if dinput is needed, and dinput is what it gives."""
         ...
 
     def grad_in_forward(

@@ -2,7 +2,8 @@
 and the merge of the ranks' statistics after their gather. One kernel each.
 
 A rank's statistics are `3 n + 1` fp32: its number of classes if its first class was derived from its rank,
-else 0; row_max, row_sum and the target's logit of each token, nan where the target is not in its shard.
+else 0; row_max, row_sum and the target's logit of each token, nan where the target is not in its shard. Terms
+append theirs (exchange.RowSums): mean_gap of each token; total_gap of each, and one weight for all.
 """
 
 from typing import NamedTuple
@@ -63,10 +64,11 @@ class Localize:
 class MergeTensors(NamedTuple):
     """Global memory and numbers of Merge.
 
-    Read: gathered (ranks, 3 n + 1) fp32; local (n,), of which only IGNORED matters.
+    Read: gathered (ranks, 3 n + 1 and more) fp32; local (n,), of which only IGNORED matters.
     Written: row_max, row_sum (n,) fp32; losses fp32, (n,) or (1,); num_valid (1,) int64. A row's loss and
     row_sum are nan, unless it is ignored, where no shard or several have its target, or the ranks' numbers of
-    classes differ.
+    classes differ. target_logit, mean_gap, total_gap (n,) fp32: at address 0 they are not written, and the
+    latter two not read.
     Scratch: blocks (blocks, 2) fp32; arrived (1,) int32, zero before the launch.
     """
 
@@ -79,6 +81,9 @@ class MergeTensors(NamedTuple):
     blocks: cute.Tensor
     arrived: cute.Tensor
     loss: LossArguments
+    target_logit: cute.Tensor
+    mean_gap: cute.Tensor
+    total_gap: cute.Tensor
 
 
 class Merge:
@@ -162,7 +167,31 @@ class Merge:
             valid = Float32(1.0)
         tensors.row_max[row] = row_max
         tensors.row_sum[row] = row_sum
+        if tensors.target_logit.iterator.toint() != 0:
+            tensors.target_logit[row] = logit
+        behind = 1 + 3 * n
+        if tensors.mean_gap.iterator.toint() != 0:
+            tensors.mean_gap[row] = self._gap(tensors.gathered, row, n, reference) / row_sum
+            behind += n
+        if tensors.total_gap.iterator.toint() != 0:
+            total = Float32(0.0)
+            for rank in cutlass.range(ranks, unroll=1):
+                rise = reference - row_stats.finite_max(tensors.gathered[rank, 1 + row])
+                total += tensors.gathered[rank, behind + row] + rise * tensors.gathered[rank, behind + n]
+            tensors.total_gap[row] = total
         return loss, valid
+
+    @cute.jit
+    def _gap(self, gathered: cute.Tensor, row: Int32, n: Int32, reference: Float32) -> Float32:
+        """The sum of exp(z - reference) (reference - z)."""
+        gap = Float32(0.0)
+        for rank in cutlass.range(cute.size(gathered, mode=[0]), unroll=1):
+            row_max = gathered[rank, 1 + row]
+            weight = maths.rescaled(gathered[rank, 1 + n + row], row_max, reference, row_stats.exp)
+            # A shard without any probability may have any gap.
+            if weight > 0:
+                gap += weight * (gathered[rank, 1 + 3 * n + row] + (reference - row_max))
+        return gap
 
     @cute.jit
     def _add(self, sums: cute.Tensor, loss: Float64, valid: Float64):

@@ -16,6 +16,7 @@ class Kernels:
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
     scale_gradients = staticmethod(multiply.scale_gradients)
     localize = staticmethod(merge.localize)
+    merge_sums = staticmethod(merge.merge_sums)
     merge = staticmethod(merge.merge)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import MERGE_ROWS, RankStatistics, ShardTargets
+from ..arguments import IGNORED, MERGE_ROWS, RankStatistics, ShardTargets
 from ..compile import cache
 from ..compile.frozen import freeze
-from ..implementation import LocalTargets, Merged
+from ..exchange import LocalTargets, Merged, RowSums
 from ..options import LossOptions
 from ..plan.kernels import MergeKey
 from ..plan.problem import ceil_div
@@ -61,11 +61,29 @@ def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal:
 
 def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
     """See implementation.Implementation."""
+    if targets.local.shape[0] == 0:
+        return STREAMING.merge(gathered, targets, loss)
+    return _merge(gathered, targets, loss)
+
+
+def merge_sums(gathered: Tensor, targets: LocalTargets, *, entropy: bool, total: bool) -> RowSums:
+    """See implementation.Implementation."""
     n = targets.local.shape[0]
     if n == 0:
-        return STREAMING.merge(gathered, targets, loss)
-    device = gathered.device
+        return STREAMING.merge_sums(gathered, targets, entropy=entropy, total=total)
+    row = template(gathered.device, torch.float32, n)
+    wanted = {"target_logit": True, "mean_gap": entropy, "total_gap": total}
+    more = {name: torch.empty_like(row) for name, is_wanted in wanted.items() if is_wanted}
+    merged = _merge(gathered, targets, _OF_ROWS, **{name: each.data_ptr() for name, each in more.items()})
+    return RowSums(merged.row_max, merged.row_sum, **more)
 
+
+_OF_ROWS = LossOptions("none", IGNORED)
+
+
+def _merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions, **more: int) -> Merged:
+    """more: addresses of RankStatistics."""
+    n, device = targets.local.shape[0], gathered.device
     row = template(device, torch.float32, n)
     row_max, row_sum = torch.empty_like(row), torch.empty_like(row)
     total = torch.empty_like(row if loss.reduction == "none" else template(device, torch.float32))
@@ -75,12 +93,14 @@ def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
     ranks = RankStatistics(
         gathered=gathered.data_ptr(),
         ranks=gathered.shape[0],
+        pitch=gathered.shape[1],
         row_max=row_max.data_ptr(),
         row_sum=row_sum.data_ptr(),
         loss=total.data_ptr(),
         num_valid=num_valid.data_ptr(),
         blocks=scratch + 8,
         arrived=scratch + 4,
+        **more,
     )
     function, arguments, no_targets, _ = _prepared(
         device, targets.local.dtype, loss.reduction, loss.ignore_index

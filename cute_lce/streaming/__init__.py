@@ -16,6 +16,7 @@ class Streaming:
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
     localize = staticmethod(shards.localize)
     merge = staticmethod(shards.merge)
+    merge_sums = staticmethod(shards.merge_sums)
 
 
 STREAMING: Implementation = Streaming()

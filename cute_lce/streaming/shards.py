@@ -8,10 +8,9 @@ from torch import Tensor
 
 from .. import maths
 from ..arguments import ELSEWHERE, IGNORED
-from ..implementation import LocalTargets, Merged
+from ..exchange import LocalTargets, Merged, RowSums
 from ..options import LossOptions
 from .rows import is_ignored, reduce
-from .token_stats import RowSums
 
 
 def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal: bool) -> LocalTargets:
@@ -25,37 +24,66 @@ def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal:
 
 def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
     """See implementation.Implementation."""
-    n, counts = targets.local.shape[0], gathered[:, 0]
-    row_max, row_sum, target_logit = fold(*gathered[:, 1:].unflatten(1, (3, n)).unbind(1))
+    row_max, row_sum, target_logit = fold(*_statistics(gathered, targets))
     valid = ~is_ignored(targets.local, loss.ignore_index)
-    nowhere = valid & (target_logit.isnan() | (counts != counts[0]).any())
+    nowhere = valid & _is_nowhere(target_logit, gathered)
     total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, nowhere, loss.reduction)
     return Merged(total, row_max, row_sum, num_valid)
+
+
+def merge_sums(gathered: Tensor, targets: LocalTargets, *, entropy: bool, total: bool) -> RowSums:
+    """See implementation.Implementation."""
+    n = targets.local.shape[0]
+    row_maxima, row_sums, target_logits = _statistics(gathered, targets)
+    row_max, row_sum, target_logit = fold(row_maxima, row_sums, target_logits)
+    nowhere = ~is_ignored(targets.local, IGNORED) & _is_nowhere(target_logit, gathered)
+    row_sum = row_sum.masked_fill(nowhere, torch.nan)
+    reference, more = _finite(row_max), gathered[:, 3 * n + 1 :]
+    mean_gap = total_gap = None
+    if entropy:
+        weights = maths.rescaled(row_sums, row_maxima, reference, torch.exp)
+        gaps = more[:, :n] + (reference - row_maxima)
+        # A shard without any probability may have any gap.
+        mean_gap = _folded(torch.where(weights > 0, weights * gaps, 0)) / row_sum
+        more = more[:, n:]
+    if total:
+        rises = reference - _finite(row_maxima)
+        total_gap = _folded(more[:, :n] + rises * more[:, n : n + 1])
+    return RowSums(row_max, row_sum, target_logit, mean_gap, total_gap)
+
+
+def _statistics(gathered: Tensor, targets: LocalTargets) -> tuple[Tensor, Tensor, Tensor]:
+    """row_max, row_sum and target logits (shards, n)."""
+    n = targets.local.shape[0]
+    row_max, row_sum, target_logit = gathered[:, 1 : 3 * n + 1].unflatten(1, (3, n)).unbind(1)
+    return row_max, row_sum, target_logit
+
+
+def _is_nowhere(target_logit: Tensor, gathered: Tensor) -> Tensor:
+    counts = gathered[:, 0]
+    return target_logit.isnan() | (counts != counts[0]).any()
+
+
+def _finite(row_max: Tensor) -> Tensor:
+    """What elements are relative to. The difference of two infinities is not formed."""
+    return row_max.masked_fill(row_max == -torch.inf, 0)
+
+
+def _folded(terms: Tensor) -> Tensor:
+    """The sum over shards, in their order."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 def fold(row_max: Tensor, row_sum: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Statistics (shards, n) of disjoint sets of columns as those of their union, (n,). A target logit
     becomes nan unless exactly one shard has one."""
     highest = row_max.amax(0)
-    # The difference of two infinities is not formed.
-    reference = highest.masked_fill(highest == -torch.inf, 0)
-    terms = maths.rescaled(row_sum, row_max, reference, torch.exp)
-    total, logit = terms[0], target_logit[0]
-    for term, other in zip(terms[1:], target_logit[1:], strict=True):
-        total = total + term
+    total = _folded(maths.rescaled(row_sum, row_max, _finite(highest), torch.exp))
+    logit = target_logit[0]
+    for other in target_logit[1:]:
         logit = torch.where(logit.isnan(), other, logit)
     owners = (~target_logit.isnan()).sum(0)
     return highest, total, logit.masked_fill(owners != 1, torch.nan)
-
-
-def fold_sums(gathered: Tensor) -> RowSums:
-    """The same of RowSums, (shards, 4, n)."""
-    row_max, row_sum, target_logit, gap_sum = gathered.unbind(1)
-    highest, total, logit = fold(row_max, row_sum, target_logit)
-    reference = highest.masked_fill(highest == -torch.inf, 0)
-    # Of a gap in a shard relative to the maximum of all.
-    gaps = maths.rescaled(gap_sum + (reference - row_max) * row_sum, row_max, reference, torch.exp)
-    gap_total = gaps[0]
-    for gap in gaps[1:]:
-        gap_total = gap_total + gap
-    return RowSums(highest, total, logit, gap_total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..exchange import Merge, RowSums, Sum
 from ..implementation import (
     AllGradients,
     Request,
@@ -18,19 +19,14 @@ from ..implementation import (
 from . import memory, token_stats
 from .products import without_autocast
 from .rows import classify, first_rows, of_all_rows, valid_rows
-from .token_stats import Merge, RowSums
 
 
-def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
-    return merged_forward(operands, options, request, None)
-
-
-def merged_forward(
-    operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None
+def forward(
+    operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None = None
 ) -> Stats:
     rows = valid_rows(operands.target, options.ignore_index)
     if rows is None:
-        return token_stats.merged_forward(operands, options, request, merge)
+        return token_stats.forward(operands, options, request, merge)
     n = operands.hidden.shape[0]
     kept = None
     if request.kept_columns:
@@ -42,13 +38,18 @@ def merged_forward(
     def of_some(own: RowSums) -> RowSums:
         # The ranks' sums are of all rows.
         assert merge is not None
-        others = 0, 1, torch.nan, 0
-        sums = [of_all_rows(each, rows, n, other) for each, other in zip(own, others, strict=True)]
-        return RowSums(*(each[rows] for each in merge(RowSums(*sums))))
+        others = {"row_max": 0, "row_sum": 1, "target_logit": torch.nan, "mean_gap": 0, "total_gap": 0}
+        every = {
+            name: of_all_rows(each, rows, n, others[name])
+            for name, each in own._asdict().items()
+            if name in others and each is not None
+        }
+        merged = merge(own._replace(**every))
+        return merged._replace(**{name: getattr(merged, name)[rows] for name in every})
 
     part, own = _some(operands, rows), None if kept is None else first_rows(kept, len(rows))
     request = memory.request_of_rows(request, operands.hidden, rows)
-    found = token_stats.merged_forward(part, options, request, None if merge is None else of_some, own)
+    found = token_stats.forward(part, options, request, None if merge is None else of_some, own)
     numbers = {
         name: of_all_rows(each, rows, n)
         for name, each in found._replace(kept=None)._asdict().items()
@@ -64,14 +65,18 @@ def backward(
     options: StatsOptions,
     request: Request,
     out: Tensor | None = None,
+    add_up: Sum | None = None,
 ) -> AllGradients:
     dtype = operands.hidden.dtype
-    dinput, dweight, dbias = gradients(upstream, operands, saved, options, request, out, dtype)
+    rounded = dtype if add_up is None else None
+    dinput, dweight, dbias = _gradients(upstream, operands, saved, options, request, out, rounded)
+    if dinput is not None and add_up is not None:
+        dinput = add_up(dinput)()
     return dinput, dweight, None if dbias is None else dbias.to(dtype)
 
 
 @without_autocast
-def gradients(
+def _gradients(
     upstream: StatsUpstream,
     operands: StatsOperands,
     saved: StatsSaved,

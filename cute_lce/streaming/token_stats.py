@@ -11,13 +11,13 @@ and the gradient by the product is that times dz / d(product).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import maths
+from ..exchange import Merge, RowSums
 from ..implementation import (
     AllGradients,
     Request,
@@ -67,20 +67,6 @@ class _Logits:
         return self._options.logit_scale / self._temperature
 
 
-SHARDED_OUTPUTS = ("logprob", "lse", "entropy")
-"""The numbers that RowSums suffice for."""
-
-
-class RowSums(NamedTuple):
-    """What a row's logprob, lse and entropy are made of, acc (n,): gap_sum is the sum of exp(z - row_max)
-    (row_max - z), 0 if entropy is not asked for."""
-
-    row_max: Tensor
-    row_sum: Tensor
-    target_logit: Tensor
-    gap_sum: Tensor
-
-
 class _Running:
     """The numbers over the windows so far; sums of exponentials are relative to exp(row_max)."""
 
@@ -127,13 +113,15 @@ class _Running:
             self.square_sum = shrunk * shrunk * self.square_sum + exponentials.square().sum(1)
         self.row_sum = shrunk * self.row_sum + exponentials.sum(1)
 
-    @property
-    def sums(self) -> RowSums:
-        return RowSums(self.row_max, self.row_sum, self.target_logit, self.gap_sum)
-
-    @sums.setter
-    def sums(self, sums: RowSums) -> None:
-        self.row_max, self.row_sum, self.target_logit, self.gap_sum = sums
+    def sums(self, nowhere: Tensor | None) -> RowSums:
+        """nowhere: rows whose target is no class; None: they are not known."""
+        row_sum = self.row_sum if nowhere is None else self.row_sum.masked_fill(nowhere, torch.nan)
+        mean_gap = total_gap = weight = None
+        if "entropy" in self._outputs:
+            mean_gap = self.gap_sum / row_sum
+        if "total_nll" in self._outputs:
+            total_gap, weight = self.weighted_gap, self.weight_sum
+        return RowSums(self.row_max, row_sum, self.target_logit, mean_gap, total_gap, weight)
 
 
 def _ids_in_window(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -142,26 +130,20 @@ def _ids_in_window(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, ids - low, 0).long()
 
 
-Merge = Callable[[RowSums], RowSums]
-"""Of a shard's sums those of the whole vocabulary: a collective. A row's target logit is nan where its target
-is not in the shard, and what is returned has nan where it is not in exactly one."""
-
-
 def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> dict[str, Tensor]:
     hidden = operands.hidden
     return {"kept": hidden.new_empty((hidden.shape[0], kept_columns), dtype=accumulate_dtype(hidden.dtype))}
 
 
 @without_autocast
-def merged_forward(
+def forward(
     operands: StatsOperands,
     options: StatsOptions,
     request: Request,
     merge: Merge | None,
     kept: Tensor | None = None,
 ) -> Stats:
-    """merge: of a shard, whose targets count from its first class; then outputs are names of
-    SHARDED_OUTPUTS. None: the vocabulary is whole. kept: memory for what is kept; None: new."""
+    """See implementation.Statistics. kept: memory for what is kept; None: new."""
     hidden, weight, target = operands[:3]
     n, V = hidden.shape[0], weight.shape[0]
     if merge is None:
@@ -183,12 +165,11 @@ def merged_forward(
         running.add(logits.of(product, low, high, own=own)[0], low, high)
         # Freed before the next window's is allocated.
         del out, product
+    own = running.sums(out_of_range)
     if merge is not None:
-        own = running.sums._replace(target_logit=_where_class(target, V, running.target_logit, torch.nan))
-        running.sums = merge(own)
-        out_of_range = valid & running.target_logit.isnan()
-    assert out_of_range is not None
-    return _numbers(running, operands, options, valid, out_of_range)._replace(kept=kept)
+        elsewhere = ~_are_classes(target, V)
+        own = merge(own._replace(target_logit=own.target_logit.masked_fill(elsewhere, torch.nan)))
+    return _numbers(own, running, operands, options, valid)._replace(kept=kept)
 
 
 def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
@@ -200,16 +181,19 @@ def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
 
 
 def _numbers(
-    running: _Running, operands: StatsOperands, options: StatsOptions, valid: Tensor, out_of_range: Tensor
+    sums: RowSums, running: _Running, operands: StatsOperands, options: StatsOptions, valid: Tensor
 ) -> Stats:
-    row_max, row_sum = running.row_max, running.row_sum.masked_fill(out_of_range, torch.nan)
-    log_row_sum, V = row_sum.log(), operands.weight.shape[0]
-    mean_gap = running.gap_sum / row_sum
+    row_max, log_row_sum, V = sums.row_max, sums.row_sum.log(), operands.weight.shape[0]
+    entropy = total_nll = None
+    if sums.mean_gap is not None:
+        entropy = maths.entropy(log_row_sum, sums.mean_gap)
+    if sums.total_gap is not None and sums.weight is not None:
+        total_nll = sums.weight * log_row_sum + sums.total_gap
     found = Stats(
-        logprob=maths.logprob(log_row_sum, row_max, running.target_logit),
+        logprob=maths.logprob(log_row_sum, row_max, sums.target_logit),
         lse=maths.lse(log_row_sum, row_max),
-        entropy=maths.entropy(log_row_sum, mean_gap),
-        total_nll=running.weight_sum * log_row_sum + running.weighted_gap,
+        entropy=entropy,
+        total_nll=total_nll,
         argmax=running.argmax,
         is_top1=running.argmax == operands.target,
         log_sum_sq_probs=maths.log_sum_sq_probs(log_row_sum, running.square_sum.log()),
@@ -223,13 +207,12 @@ def _numbers(
     if running.topk_logit is not None and operands.topk_ids is not None:
         each = maths.logprob(log_row_sum.unsqueeze(1), row_max.unsqueeze(1), running.topk_logit)
         wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & _are_classes(operands.topk_ids, V), each, 0)
-    has_entropy = "entropy" in options.outputs
     return Stats(
         **wanted,
         row_max=row_max,
-        row_sum=row_sum,
-        mean_gap=mean_gap if has_entropy else None,
-        target_logit=running.target_logit if options.softcap is not None else None,
+        row_sum=sums.row_sum,
+        mean_gap=sums.mean_gap,
+        target_logit=sums.target_logit if options.softcap is not None else None,
     )
 
 
@@ -237,14 +220,9 @@ def _are_classes(ids: Tensor, V: int) -> Tensor:
     return (ids >= 0) & (ids < V)
 
 
-def _where_class(target: Tensor, V: int, values: Tensor, otherwise: float) -> Tensor:
-    """The values (n,) of rows whose target is a class of this weight."""
-    return torch.where(_are_classes(target, V), values, otherwise)
-
-
 class Coefficients(NamedTuple):
     """See the file's docstring; (n,), but topk (n, K): what is added at an id's first occurrence in its row.
-    0 in ignored rows."""
+    0 in ignored rows. target: wherever the target is, of a shard too."""
 
     softmax: Tensor
     gap_factor: Tensor | None
@@ -288,11 +266,7 @@ def coefficients_of(
         classes = _are_classes(operands.topk_ids, operands.weight.shape[0])
         each = torch.where(classes, given.topk_logprob, 0)
         softmax, topk = softmax - each.sum(1), _at_first(operands.topk_ids, each)
-    onehot = given.logprob
-    if onehot is not None:
-        # In a shard others have the other targets.
-        onehot = _where_class(operands.target, operands.weight.shape[0], onehot, 0)
-    return Coefficients(softmax, gap_factor, uniform, onehot, topk)
+    return Coefficients(softmax, gap_factor, uniform, given.logprob, topk)
 
 
 def _of_valid(upstream: Tensor, valid: Tensor, acc: torch.dtype) -> Tensor:
@@ -340,7 +314,8 @@ def gradients(
     gap_factor = coefficients.gap_factor
     if gap_factor is not None:
         gap_factor = torch.where(valid, maths.softmax_factor(gap_factor, saved.row_sum), 0).unsqueeze(1)
-    classes = target.long().clamp(0, V - 1)
+    # One in another shard is in no window.
+    classes = target.long()
     dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
     dweight = None if not request.need_dweight else weight.new_empty((V, d)) if out is None else out
     dbias = hidden.new_empty((V,), dtype=acc) if request.need_dbias else None
@@ -417,7 +392,7 @@ def grad_in_forward(
             target_weight=None if row_loss.target_weight is None else row_loss.target_weight[start:stop],
             token_weight=None if row_loss.token_weight is None else row_loss.token_weight[start:stop],
         )
-        stats = merged_forward(part, options, request, None)
+        stats = forward(part, options, request, None)
         assert stats.row_max is not None
         assert stats.row_sum is not None
         losses[start:stop] = own.losses(stats, V)

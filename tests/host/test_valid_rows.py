@@ -23,7 +23,7 @@ from cute_lce.implementation import (
 from cute_lce.options import LossOptions, TermOptions
 from cute_lce.plan.problem import Limits
 from cute_lce.streaming import STATISTICS, STREAMING, memory, sampled
-from cute_lce.streaming.token_rows import merged_forward
+from cute_lce.streaming.token_rows import forward as forward_with_terms
 from tests.host.test_memory_streaming import LOGITS, d, measure, n, operands, results
 from tests.numerics import assert_close, random_case
 
@@ -146,8 +146,9 @@ def test_those_of_shards():
         return own._replace(target_logit=own.target_logit.nan_to_num())
 
     given, options = StatsOperands(*tensors), StatsOptions(IGNORED, 1.0, None, 1.0, ("logprob", "entropy"))
-    stats = merged_forward(given, options, Request(), merge)
-    assert all(each.shape == (N,) for each in seen[0])
+    stats = forward_with_terms(given, options, Request(), merge)
+    assert all(each is None or each.shape == (N,) for each in seen[0])
+    assert seen[0].mean_gap is not None
     assert torch.equal(seen[0].target_logit.isnan(), found.loss.isnan())
     assert stats.logprob is not None
     assert not stats.logprob[target == IGNORED].any()

@@ -41,13 +41,13 @@ class Merging:
                 stream,
             )
         if ranks.gathered != 0:
-            size = Int64(n) * 3 + 1
             gathered = vector(Float32, ranks.gathered, n)
             blocks = vector(Float32, ranks.blocks, n)
             self.merge(
                 MergeTensors(
                     gathered=cute.make_tensor(
-                        gathered.iterator, cute.make_layout((ranks.ranks, 3 * n + 1), stride=(size, 1))
+                        gathered.iterator,
+                        cute.make_layout((ranks.ranks, Int32(ranks.pitch)), stride=(ranks.pitch, 1)),
                     ),
                     local=target,
                     row_max=vector(Float32, ranks.row_max, n),
@@ -59,6 +59,9 @@ class Merging:
                     ),
                     arrived=vector(Int32, ranks.arrived, 1),
                     loss=loss,
+                    target_logit=vector(Float32, ranks.target_logit, n),
+                    mean_gap=vector(Float32, ranks.mean_gap, n),
+                    total_gap=vector(Float32, ranks.total_gap, n),
                 ),
                 stream,
             )
