@@ -413,7 +413,7 @@ class Statistics(Protocol):
     def forward(
         self, operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None = None
     ) -> Stats:
-        """merge: of a shard, whose outputs are then of SHARDED. It is called once."""
+        """merge: where the request is of a shard, whose outputs are of SHARDED. It is called once."""
         ...
 
     def backward(

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from .. import maths
 from ..arguments import Operands
+from ..exchange import Merge, RowSums, Sum
 from ..implementation import (
     AllGradients,
+    Halfway,
     Request,
     RowLoss,
     Saved,
@@ -130,11 +132,13 @@ def _has_proportion(options: StatsOptions) -> bool:
     return bool(options.z_loss or options.label_smoothing)
 
 
-def forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
+def forward(
+    operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None = None
+) -> Stats:
     given = Operands(*operands[:3])
     n, device = given.hidden.shape[0], given.hidden.device
     if n == 0:
-        return STATISTICS.forward(operands, options, request)
+        return STATISTICS.forward(operands, options, request, merge)
     tensors = Tensors.of(operands)
     loss = loss_of(options, tensors)
     more = [term for name, term in STATISTICS_OF.items() if name in options.outputs]
@@ -156,7 +160,7 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
         )
     parts = sum(_PARTS[term] for term in more)
     request = request._replace(statistics=True, limits=_beside_more_partials(given, request, parts))
-    key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns
+    key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
     prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
     sums = {name: torch.empty((n,), dtype=torch.float32, device=device) for name in more}
@@ -168,20 +172,29 @@ def forward(operands: StatsOperands, options: StatsOptions, request: Request) ->
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
     assert row_sum is not None
-    log_row_sum = row_sum.log()
-    logprob, lse = -found.loss, maths.lse(log_row_sum, row_max)
-    numbers = {"logprob": logprob, "lse": lse}
-    if "entropy" in sums:
-        numbers["entropy"] = maths.entropy(log_row_sum, sums["entropy"])
+    weight = None
     if "total" in sums:
-        count = given.weight.shape[0] if tensors.class_weight is None else tensors.class_weight.sum()
-        numbers["total_nll"] = log_row_sum * count + sums["total"]
+        every = tensors.class_weight
+        weight = row_sum.new_full((), given.weight.shape[0]) if every is None else every.sum()
+    mean_gap, total_gap = sums.get("entropy"), sums.get("total")
+    own = RowSums(row_max, row_sum, found.loss, mean_gap, total_gap, weight)
+    if merge is not None:
+        own = merge(own)
+        found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
+    log_row_sum = own.row_sum.log()
+    logprob = -found.loss if merge is None else maths.logprob(log_row_sum, own.row_max, own.target_logit)
+    lse = maths.lse(log_row_sum, own.row_max)
+    numbers = {"logprob": logprob, "lse": lse}
+    if own.mean_gap is not None:
+        numbers["entropy"] = maths.entropy(log_row_sum, own.mean_gap)
+    if own.total_gap is not None and own.weight is not None:
+        numbers["total_nll"] = log_row_sum * own.weight + own.total_gap
     valid = ~is_ignored(given.target, options.ignore_index)
     return Stats(
         **{name: torch.where(valid, numbers[name], 0) for name in options.outputs},
-        row_max=row_max,
-        row_sum=row_sum,
-        mean_gap=sums.get("entropy"),
+        row_max=own.row_max,
+        row_sum=own.row_sum,
+        mean_gap=own.mean_gap,
         target_logit=lse + logprob if loss.cap else None,
         kept=found.kept,
         kept_scale=found.kept_scale,
@@ -202,12 +215,13 @@ def backward(
     options: StatsOptions,
     request: Request,
     out: Tensor | None = None,
+    add_up: Sum | None = None,
 ) -> AllGradients:
     given = Operands(*operands[:3])
     if given.hidden.shape[0] == 0 or not (request.need_dinput or request.need_dweight):
         # What kernels kept is not what the streaming path does.
         saved, request = saved._replace(kept=None), request._replace(kept_columns=0)
-        return STATISTICS.backward(upstream, operands, saved, options, request, out)
+        return STATISTICS.backward(upstream, operands, saved, options, request, out, add_up)
     valid = ~is_ignored(given.target, options.ignore_index)
     coefficients = coefficients_of(upstream, operands, saved, valid)
     tensors = Tensors.of(operands)
@@ -224,8 +238,8 @@ def backward(
     if request.need_dbias:
         request = request._replace(limits=_beside_column_sums(request.limits))
         loss = loss.with_terms("bias_gradient", with_dhidden=int(request.need_dinput))
-    needs = request.limits, request.need_dinput, request.need_dweight, request.added, request.kept_columns
-    prepared = _remembered(("backward", *_kind(given), loss.terms, needs), backward_of, given, loss, request)
+    key = "backward", *_kind(given), loss.terms, request
+    prepared = _remembered(key, backward_of, given, loss, request)
     assert isinstance(prepared, KernelBackward)
     dbias = None
     if request.need_dbias:
@@ -235,7 +249,13 @@ def backward(
     # num_valid is not read.
     both = Saved(*given, saved.row_max, gradient.row_sum, saved.row_max, saved.kept, saved.kept_scale)
     first = prepared.dinput(gradient.dloss, both, loss, out)
+    wait = None
+    if add_up is not None and isinstance(first, Halfway) and first.dinput is not None:
+        wait = add_up(first.dinput)
+        first = first._replace(join=wait)
     dinput, dweight = prepared.dweight(gradient.dloss, both, loss, first, out)
+    if wait is not None:
+        dinput = wait()
     if dbias is not None and shared is not None:
         dbias[: request.kept_columns] += shared.tokens.sum()
     return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)

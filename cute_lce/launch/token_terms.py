@@ -49,8 +49,7 @@ class Loss(NamedTuple):
     dbias: int = 0
     column_sums: int = 0
     with_dhidden: int = 0
-
-    reduction = "none"
+    reduction: str = "none"
 
     def with_terms(self, *terms: str, **changes: Any) -> Any:
         return self._replace(terms=(*self.terms, *terms), **changes)

@@ -159,7 +159,9 @@ def decide(
     hidden, weight = operands.hidden, operands.weight
     need_dinput, need_dweight, need_dbias = _needs(operands)
     limits, (V, d) = compute.limits, weight.shape
-    problem = Problem(hidden.shape[0], d, V, hidden.dtype is torch.float16, need_dinput, need_dweight)
+    # Of a group's tokens hidden may be a slice.
+    n = operands.target.shape[0]
+    problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight)
     serving = serving or statistics(operands, options, compute.schedule)
     schedule, kept_columns = serving.choose(
         problem, operands, options, compute.schedule, reduction, limits, need_dbias=need_dbias

@@ -72,6 +72,18 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
     return Spread(tp_group, vocab_start, sequence_dim, grad_input, sm_margin)
 
 
+def shard_of(spread: Spread, linear_weight: Tensor) -> Shard:
+    """Of this rank's rows of the weight."""
+    group, start, margin = spread.tp_group, spread.vocab_start, spread.sm_margin
+    equal = start is None
+    if start is None:
+        start = group.rank() * linear_weight.shape[0]
+    if margin is None:
+        margin = ctas_of(group, linear_weight.device)
+    sliced = spread.sequence_dim is not None
+    return Shard(group, start, equal, sliced, spread.grad_input == "reduced", margin)
+
+
 def call(
     input: Tensor,
     linear_weight: Tensor,
@@ -125,7 +137,7 @@ def linear_cross_entropy(
     result = call.run(loss, destination, hidden, linear_weight, flat)
     if loss.reduction != "none":
         return result
-    return tokens.restore(result, group) if tokens.whole else _own(result, tokens, group)
+    return of_target(result, tokens, group)
 
 
 class _Call(NamedTuple):
@@ -151,7 +163,7 @@ def _prepare(
     group = spread.tp_group
     hidden, weight, target = operands
     tokens = tokens_of(hidden, target, spread.sequence_dim, group)
-    check_tensors(Operands(hidden, weight, _as_inputs(target, tokens, group)))
+    check_tensors(Operands(hidden, weight, as_inputs(target, tokens, group)))
     if compute.schedule == "grad_in_forward":
         raise ValueError(
             "schedule: got 'grad_in_forward' with tp_group, whose statistics are merged after the forward; "
@@ -165,12 +177,7 @@ def _prepare(
     )
     kept = kept if schedule == "keep" else 0
     request = Request(compute.limits, kept, *needs, statistics=problem.wants_gradient)
-    equal, given = spread.vocab_start is None, spread.vocab_start
-    start = group.rank() * V if given is None else given
-    margin = spread.sm_margin
-    if margin is None:
-        margin = ctas_of(group, hidden.device)
-    shard = Shard(group, start, equal, tokens.dim is not None, spread.grad_input == "reduced", margin)
+    shard = shard_of(spread, weight)
     arguments = *request.limits, request.kept_columns, group.group_name, *shard[1:]
     if watched:
         return _Call(functools.partial(_run_op, arguments), tokens)
@@ -188,7 +195,7 @@ def _run_for_loss(passes: ShardedPasses, loss: LossOptions, _destination: None, 
     return passes.run(Operands(*operands), loss)[0].loss
 
 
-def _as_inputs(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
+def as_inputs(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
     """A view of target of the shape that input's slice has."""
     if tokens.dim is None or not tokens.whole or target.is_nested:
         return target
@@ -202,8 +209,11 @@ def _flatten_watched(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Ten
     return ops.gather_rows(target.reshape(-1), group.group_name, group.size()).view(-1)
 
 
-def _own(rows: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
-    """This rank's slice of the losses, whose upstream gradients are gathered."""
+def of_target(rows: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
+    """Losses (n,), rank by rank where input is a slice, in target's shape; those of a slice have upstream
+    gradients that are gathered."""
+    if tokens.whole:
+        return tokens.restore(rows, group)
     return _Own.apply(rows, group.group_name, group.size(), group.rank()).view(tokens.shape)
 
 

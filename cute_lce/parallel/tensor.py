@@ -42,22 +42,26 @@ class Shard(NamedTuple):
     sm_margin: int = 0
 
 
+def request_of(request: Request, hidden: Tensor, shard: Shard) -> Request:
+    """The request of a shard. hidden (..., d): the rank's."""
+    beside, ranks = None, shard.group.size()
+    if shard.reduces and shard.sm_margin:
+        d = hidden.shape[-1]
+        n = hidden.numel() // max(d, 1) * (ranks if shard.sliced else 1)
+        width, sms = hidden.dtype.itemsize, shard.sm_margin
+        local = is_local(shard.group)
+        seconds = sum_seconds(n, d, width, ranks, sms, scatters=shard.sliced, is_local=local)
+        beside = Collective(seconds, sms)
+    return request._replace(shard=True, is_summed=shard.reduces, beside=beside)
+
+
 class ShardedPasses(Prepared):
     """The passes of calls of one kind. target is that of every token of the group, flat, in rank order."""
 
     def __init__(self, operands: Operands, request: Request, shard: Shard):
         """operands: of the call; only their devices, dtypes and sizes matter."""
-        hidden, ranks = operands.hidden, shard.group.size()
-        beside = None
-        if shard.reduces and shard.sm_margin:
-            d = hidden.shape[-1]
-            n = hidden.numel() // max(d, 1) * (ranks if shard.sliced else 1)
-            width, sms = hidden.dtype.itemsize, shard.sm_margin
-            local = is_local(shard.group)
-            seconds = sum_seconds(n, d, width, ranks, sms, scatters=shard.sliced, is_local=local)
-            beside = Collective(seconds, sms)
-        request = request._replace(shard=True, is_summed=shard.reduces, beside=beside)
-        super().__init__(implementation(hidden.device, hidden.dtype), request)
+        hidden = operands.hidden
+        super().__init__(implementation(hidden.device, hidden.dtype), request_of(request, hidden, shard))
         self.shard = shard
 
     def run(self, operands: Operands, loss: LossOptions) -> tuple[Results, Tensor | None, Tensor]:
