@@ -111,7 +111,8 @@ def numbers_of_shards(here: Rank) -> None:
         "softcap": 6.0,
         "logit_scale": 0.8,
     }
-    compare(here, here.dtypes[0], shard_sizes(40 * here.ranks, here.ranks), everything, window=16)
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(here, dtype, shard_sizes(40 * here.ranks, here.ranks), dict(everything), window=16)
 
 
 def plain_logprobs(here: Rank) -> None:

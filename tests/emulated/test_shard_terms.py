@@ -1,0 +1,204 @@
+"""Numbers of each token and terms of a loss over a group, by emulated kernels, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_lce.implementation import StatsOperands
+from cute_lce.options import ComputeOptions, LossOptions
+from cute_lce.parallel.call import Spread
+from cute_lce.parallel.numbers import numbers_of
+from cute_lce.plan import memory
+from tests.device import forget_plans
+from tests.emulated import token_stats
+from tests.emulated.backward import narrow_plans
+from tests.emulated.forward import ignoring
+from tests.emulated.ranks import ranks
+from tests.emulated.token_stats import Numbers
+from tests.numerics import assert_close, jumping, random_case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+full = pytest.mark.emulator_full
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch) -> Iterator[None]:
+    narrow_plans(monkeypatch)
+    yield
+    forget_plans()
+
+
+def run(
+    numbers: Numbers,
+    arch: str,
+    sizes: list[int],
+    *,
+    compute: ComputeOptions | None = None,
+    grad_input: str = "reduced",
+    equal: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """(the numbers, which all ranks have, the gradients of the whole, kernels launched) of a vocabulary in
+    shards of these sizes. A number that is differentiated has the upstream gradient of `numbers`."""
+    whole, upstream, options = numbers.operands, numbers.upstream, numbers.options
+    loss = LossOptions("none", options.ignore_index)
+    compute = compute or ComputeOptions("recompute")
+
+    def on(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        start = sum(sizes[:rank])
+        rows = slice(start, start + sizes[rank])
+        leaves = {
+            name: each[where].clone().requires_grad_()
+            for name, each, where in (
+                ("dinput", whole.hidden, slice(None)),
+                ("dweight", whole.weight, rows),
+                ("dbias", whole.linear_bias, rows),
+            )
+            if each is not None
+        }
+        own = StatsOperands(
+            leaves["dinput"],
+            leaves["dweight"],
+            whole.target.clone(),
+            leaves.get("dbias"),
+            None if whole.class_weight is None else whole.class_weight[rows].clone(),
+            None if whole.temperature is None else whole.temperature.clone(),
+        )
+        spread = Spread(group, None if equal else start, None, grad_input)  # pyright: ignore
+        found = numbers_of(own, options, loss, compute, spread)
+        values = {name: getattr(found.stats, name) for name in options.outputs}
+        # To the last bit, nan included.
+        every = group.gather(torch.stack([each.detach() for each in values.values()]))
+        assert all(torch.equal(each.view(torch.int32), every[0].view(torch.int32)) for each in every)
+        differentiated = [values[name] for name in upstream]
+        given = torch.autograd.grad(differentiated, [*leaves.values()], [*upstream.values()])
+        if grad_input == "reduced":
+            assert torch.equal(group.gather(given[0])[0].view(torch.int16), given[0].view(torch.int16))
+        return {name: each.detach() for name, each in values.items()}, dict(zip(leaves, given, strict=True))
+
+    with ranks(arch, len(sizes)) as (group, counts):
+        found = group.run(on)
+    values, gradients = found[0]
+    if grad_input == "partial":
+        gradients["dinput"] = torch.stack([each["dinput"] for _, each in found]).float().sum(0).to(BF16)
+    for name in ("dweight", "dbias"):
+        if name in gradients:
+            gradients[name] = torch.cat([each[name] for _, each in found])
+    return values, gradients, counts.launched
+
+
+def check(numbers: Numbers, arch: str, sizes: list[int], **options: Any) -> list[str]:
+    values, gradients, launched = run(numbers, arch, sizes, **options)
+    exact = token_stats.by_torch(numbers, torch.float64, rounded=False)
+    plain = token_stats.by_torch(numbers, torch.float32, rounded=True)
+    for name, got in values.items():
+        assert_close(name, got, exact[0][name], plain[0][name])
+    parts = 2.0**-8 if options.get("grad_input") == "partial" else 0.0
+    for name, got in gradients.items():
+        assert got.dtype is numbers.case.input.dtype
+        rounding = parts if name == "dinput" else 0.0
+        assert_close(name, got, exact[1][name], plain[1][name].to(got.dtype), rounding=rounding)
+    return launched
+
+
+def each_of(*short: tuple[str, torch.dtype]) -> pytest.MarkDecorator:
+    """Each architecture with each dtype; those that are not named in the long sweep."""
+    every = [(arch, dtype) for arch in ("sm_90a", "sm_100a") for dtype in (BF16, FP16)]
+    return pytest.mark.parametrize(
+        ("arch", "dtype"), [pytest.param(*each, marks=[] if each in short else [full]) for each in every]
+    )
+
+
+RL = ("logprob", "entropy", "lse")
+NAMES_OF_SHARDS = (*RL, "total_nll")
+
+
+@each_of(("sm_90a", BF16))
+def test_numbers_of_two_shards(arch, dtype):
+    """Of rows with a temperature each, one of them confident in a class of the second shard."""
+    case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
+    numbers = Numbers(case, RL, RL, temperature=torch.linspace(0.3, 3, 21))
+    launched = check(numbers, arch, [70, 67])
+    # Logits and two gradients in the backward: the sum begins before the last.
+    assert sum("Gemm" in name for name in launched) == 2 * (1 + 3)
+
+
+@full
+@each_of()
+@pytest.mark.parametrize("sizes", [[60, 60, 17], [128, 128], [1, 200]])
+def test_every_number_of_shards(arch, dtype, sizes):
+    """A bias, a softcap, several windows and stripes; and what smoothing adds, with class weights."""
+    V = sum(sizes)
+    case = ignoring(random_case(40, 72, V, dtype, scale=4.0))
+    numbers = Numbers(
+        case,
+        NAMES_OF_SHARDS,
+        NAMES_OF_SHARDS,
+        linear_bias=torch.linspace(-1, 1, V).to(dtype),
+        class_weight=torch.linspace(0.1, 2, V),
+        softcap=8.0,
+        logit_scale=0.8,
+        temperature=0.7,
+    )
+    check(numbers, arch, sizes, compute=ComputeOptions("recompute", None, 64))
+
+
+@full
+@each_of()
+def test_kept_rows_of_shards(arch, dtype):
+    """A row's columns and its sum lie far above what a shard that lacks its target takes as reference."""
+    case = jumping(random_case(40, 64, 263, dtype), {20: 50.0, 100: 100.0, 262: 300.0})
+    numbers = Numbers(
+        case, linear_bias=torch.linspace(-1, 1, 263).to(dtype), temperature=torch.linspace(0.5, 2, 40)
+    )
+    launched = check(numbers, arch, [128, 128, 7], compute=ComputeOptions("keep", 64))
+    assert sum("Gemm" in name for name in launched) == 3 * (1 + 2)
+
+
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=full), pytest.param("sm_100a", marks=full)])
+def test_parts_by_input(arch):
+    case = ignoring(random_case(40, 72, 200, BF16, scale=4.0))
+    check(Numbers(case, RL, RL), arch, [130, 70], grad_input="partial")
+
+
+@full
+@each_of()
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_ignored_rows_are_not_read(arch, dtype, schedule, monkeypatch):
+    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
+    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
+    clean = ignoring(random_case(100, 72, 200, dtype))
+    ignored = clean.target == clean.ignore_index
+    clean = replace(clean, input=clean.input.masked_fill(ignored[:, None], 0))
+    case = replace(clean, input=clean.input.masked_fill(ignored[:, None], torch.nan))
+    outputs = RL if schedule == "recompute" else ("logprob",)
+    temperature = torch.linspace(0.5, 2, 100).masked_fill(ignored, torch.nan)
+    numbers = Numbers(clean, outputs, outputs, temperature=temperature)
+    compute = ComputeOptions(schedule, 64)
+    values, gradients, launched = run(replace(numbers, case=case), arch, [130, 70], compute=compute)
+    assert any("Gather" in name for name in launched)
+    exact = token_stats.by_torch(numbers, torch.float64, rounded=False)
+    plain = token_stats.by_torch(numbers, torch.float32, rounded=True)
+    for name, got in (values | gradients).items():
+        want, base = ({**each[0], **each[1]}[name] for each in (exact, plain))
+        assert_close(name, got, want, base.to(got.dtype))
+
+
+@pytest.mark.parametrize("equal", [False, pytest.param(True, marks=full)])
+def test_targets_in_no_shard(equal):
+    """Or shards that are said to be equal, and are not: nan."""
+    case = random_case(20, 64, 140, BF16)
+    case.target[5] = 139
+    numbers = Numbers(case, RL, RL)
+    values, gradients, _ = run(numbers, "sm_90a", [70, 60], equal=equal)
+    sick = torch.ones(20, dtype=torch.bool) if equal else case.target >= 130
+    for name in RL:
+        assert torch.equal(values[name].isnan(), sick)
+    assert torch.equal(gradients["dinput"].isnan().all(1), sick)
+    assert gradients["dweight"].isnan().all()
