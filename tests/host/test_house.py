@@ -58,14 +58,17 @@ def test_imports_run_downwards():
         ("plan", {"arch", "arguments"}),
         ("kernels", {"arch", "arguments", "maths"}),
         ("compile", {"arch", "plan", "kernels"}),
-        ("streaming", {"arguments", "implementation", "maths", "options", "plan"}),
+        ("exchange", set()),
+        ("streaming", {"arguments", "exchange", "implementation", "maths", "options", "plan"}),
         (
             "parallel",
-            {"arguments", "implementation", "maths", "module", "ops", "options", "plan", "streaming"},
+            {"arguments", "exchange", "implementation", "maths", "module", "ops", "options", "plan"}
+            | {"streaming"},
         ),
         (
             "launch",
-            {"arch", "arguments", "compile", "implementation", "maths", "options", "plan", "streaming"},
+            {"arch", "arguments", "compile", "exchange", "implementation", "maths", "options", "plan"}
+            | {"streaming"},
         ),
     ],
 )
