@@ -51,7 +51,7 @@ def linear_cross_entropy(
     token_weight (its cross entropy, with class weights and smoothing, + z_loss lse(z)^2): docs/losses.md.
     Names and order are those of torch.nn.functional.linear_cross_entropy; reference.linear_cross_entropy is
     the definition. The one difference from torch: if every target is ignored, "mean" gives 0 and zero
-    gradients where torch gives nan.
+    gradients where torch gives nan, with a denominator too.
 
     Args:
         input: (..., d), the hidden states: bfloat16, float16, float32 or float64, any strides (where neither
@@ -73,9 +73,12 @@ def linear_cross_entropy(
         softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. None: not applied.
         z_loss: the coefficient of the square of the row's lse, which is added to its loss.
         token_weight: target's shape, any real dtype: multiplies the row's loss. "mean" does not divide by it.
-        denominator: a positive number, or a tensor of shape () on input's device, of any real dtype, by which
-            "mean" divides instead of the count of rows, such as the tokens of all micro-batches of a step. It
-            is not read on the host, and the other reductions do not use it.
+        denominator: a number that is not negative, or a tensor of shape () on input's device, of any real
+            dtype, by which "mean" divides instead of the count of rows, such as the tokens of all
+            micro-batches of a step. It is not read on the host, and the other reductions do not use it. Where
+            it is 0 and so is what it divides, because all rows are ignored or have a token_weight of 0, loss
+            and gradients are 0, where torch's (and Hugging Face's) sum / 0 is nan; else division by 0 gives
+            inf.
         schedule: how the backward obtains the logits.
             "recompute" computes them again, window by window: the least memory, any upstream gradient.
             "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
@@ -262,7 +265,7 @@ def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:
     """A denominator as a tensor. Raises TypeError and ValueError for a number that cannot be one."""
     if denominator is None or isinstance(denominator, Tensor):
         return denominator
-    check_positive("denominator", denominator)
+    check_positive("denominator", denominator, or_zero=True)
     return input.new_full((), denominator, dtype=torch.float64)
 
 

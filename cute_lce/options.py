@@ -134,11 +134,11 @@ def _check_finite(name: str, value: Any) -> None:
         raise ValueError(f"{name}: got {value}, want a finite number")
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raise TypeError for what is no number, ValueError for one that is not positive and finite."""
+def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
+    """Raise TypeError for what is no number, ValueError for one that is not positive (or 0) and finite."""
     _check_number(name, value)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name}: got {value}, want a positive, finite number")
+    if not 0 < value < float("inf") and not (or_zero and value == 0):
+        raise ValueError(f"{name}: got {value}, want a positive, finite number{' or 0' if or_zero else ''}")
 
 
 NO_TERMS = TermOptions()

@@ -32,6 +32,13 @@ def logits(
     return z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
 
 
+def _divided(total: Tensor, denominator: Tensor | float) -> Tensor:
+    """total / denominator; 0 where both are."""
+    denominator = torch.as_tensor(denominator, dtype=total.dtype, device=total.device)
+    of_nothing = (denominator == 0) & (total == 0)
+    return torch.where(of_nothing, 0, total / torch.where(of_nothing, 1, denominator))
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -57,7 +64,7 @@ def linear_cross_entropy(
 
     in nats, and 0 where target is ignore_index. "mean" divides the sum of the rows' losses by the number of
     rows not ignored, with class weights by the sum of w_target over these, and the loss and its gradients are
-    0 where that is 0 (torch gives nan); or by denominator.
+    0 where that is 0 (torch gives nan); or by denominator, 0 where both are 0.
 
     input (..., d), linear_weight (V, d), linear_bias, weight (V,), one floating dtype; target (...), int64 or
     int32; token_weight: target's shape.
@@ -94,7 +101,7 @@ def linear_cross_entropy(
     if options.reduction == "sum":
         return total
     if denominator is not None:
-        return total / denominator
+        return _divided(total, denominator)
     count = (~ignored).sum() if target_weight is None else target_weight.sum()
     return torch.where(count != 0, total / torch.where(count != 0, count, 1), 0).to(total.dtype)
 
@@ -192,7 +199,7 @@ def sampled_linear_cross_entropy(
     total = loss.sum()
     if options.reduction == "sum":
         return total
-    return total / ((~ignored).sum().clamp(min=1) if denominator is None else denominator)
+    return _divided(total, (~ignored).sum().clamp(min=1) if denominator is None else denominator)
 
 
 def gradients(

@@ -93,7 +93,7 @@ def sampled_linear_cross_entropy(
     if reduction == "sum":
         return total
     if tensors.denominator is not None:
-        return total / tensors.denominator.to(total.dtype)
+        return terms.divided(total, tensors.denominator)
     return total / valid.sum().clamp(min=1)
 
 

@@ -84,7 +84,7 @@ def linear_cross_entropy(
     if loss.reduction == "sum":
         return total
     if tensors.denominator is not None:
-        return total / tensors.denominator.to(total.dtype)
+        return divided(total, tensors.denominator)
     if target_weight is not None:
         return _mean(total, target_weight.sum())
     return _mean(total, (~is_ignored(flat.target, loss.ignore_index)).sum())
@@ -209,6 +209,13 @@ def _loss_gradients(operands: StatsOperands, row_loss: RowLoss, how: StatsHow, t
         return token_loss_gradients(*tensors, *arguments)[0]
     run = functools.partial(_run, token_loss_gradients, arguments)
     return apply_of(LossGradientsFunction)(run, how, *tensors)[0]
+
+
+def divided(total: Tensor, denominator: Tensor) -> Tensor:
+    """total / denominator; where both are 0, 0 without a gradient."""
+    denominator = denominator.to(total.dtype)
+    of_nothing = (denominator == 0) & (total.detach() == 0)
+    return torch.where(of_nothing, 0, total / torch.where(of_nothing, 1, denominator))
 
 
 def _mean(total: Tensor, count: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..implementation import RowLoss, Stats, StatsOperands, outputs_of
 from ..ops import Destination, TermTensors
 from ..ops.logprob import Wanted
 from ..ops.plain import is_plain_eager
-from ..ops.terms import check_factors
+from ..ops.terms import check_factors, divided
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..streaming.rows import is_ignored
 from . import call, logprob
@@ -43,7 +43,7 @@ def linear_cross_entropy(
         if loss.reduction != "mean" or denominator is None:
             return _plain(operands, loss, compute, spread, destination)
         total = _plain(operands, loss._replace(reduction="sum"), compute, spread, destination)
-        return total / denominator.to(total.dtype)
+        return divided(total, denominator)
     else:
         stats = Stats(
             logprob=-_plain(operands, loss._replace(reduction="none"), compute, spread, destination)
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     total = losses.sum()
     if loss.reduction == "sum":
         return total
-    return total / (denominator.to(total.dtype) if denominator is not None else (~ignored).sum().clamp(min=1))
+    return divided(total, denominator) if denominator is not None else total / (~ignored).sum().clamp(min=1)
 
 
 def _plain(

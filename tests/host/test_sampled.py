@@ -282,7 +282,7 @@ IDS = torch.zeros(M, dtype=torch.int64)
         ({"window": 0}, ValueError, "window: got 0"),
         ({"reduction": "max"}, ValueError, "reduction: got 'max'"),
         ({"logit_scale": float("nan")}, ValueError, "logit_scale: got nan"),
-        ({"denominator": 0}, ValueError, "denominator: got 0"),
+        ({"denominator": -1}, ValueError, "denominator: got -1"),
         ({"token_weight": torch.zeros(3)}, ValueError, "token_weight: got shape"),
         ({"linear_bias": torch.zeros(3)}, ValueError, "linear_bias: got shape"),
         ({"target": torch.full((N,), V)}, ValueError, "target: got 90 at token 0"),

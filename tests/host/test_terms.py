@@ -227,6 +227,35 @@ def test_token_weight_does_not_divide_and_denominator_does():
         )
 
 
+ZEROS = {
+    "number": 0,
+    "float": 0.0,
+    "int64": torch.tensor(0),
+    "float32": torch.tensor(0.0),
+}
+
+
+@pytest.mark.parametrize("nothing", ["ignored", "token_weight"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("zero", ZEROS)
+def test_nothing_over_a_denominator_of_zero_is_zero(zero, schedule, nothing):
+    """With and without the terms of which the kernels' statistics are asked; of something it is inf."""
+    case = case_of(torch.float64)
+    target, terms = case.target, {}
+    if nothing == "ignored":
+        target = torch.full_like(target, -100)
+    else:
+        terms["token_weight"] = torch.zeros(target.shape)
+    for more in ({}, {"z_loss": 0.1}) if schedule != "grad_in_forward" else ({},):
+        for function in (linear_cross_entropy, reference.linear_cross_entropy):
+            leaves = [each.detach().requires_grad_() for each in (case.input, case.linear_weight)]
+            how = {"schedule": schedule} if function is linear_cross_entropy else {}
+            loss = function(*leaves, target, denominator=ZEROS[zero], **terms, **more, **how)
+            assert torch.equal(loss, torch.zeros_like(loss))
+            assert not any(each.any() for each in torch.autograd.grad(loss, leaves))
+            assert function(*leaves, case.target, denominator=ZEROS[zero], **more, **how).isposinf()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_gradient_of_the_weight_is_added_to_a_buffer(schedule):
     case, every = case_of(torch.float64), values(torch.float64)
@@ -311,7 +340,8 @@ ONES = torch.ones(V, dtype=torch.float64)
         ({"softcap": -3.0}, ValueError, r"softcap: got -3\.0"),
         ({"softcap": float("nan")}, ValueError, "softcap: got nan"),
         ({"softcap": float("inf")}, ValueError, "softcap: got inf"),
-        ({"denominator": 0}, ValueError, "denominator: got 0"),
+        ({"denominator": -1}, ValueError, "denominator: got -1, want a positive, finite number or 0"),
+        ({"denominator": False}, TypeError, "denominator: got bool"),
         ({"denominator": torch.ones(1)}, ValueError, r"denominator: got shape \(1,\), want \(\)"),
         (
             {"denominator": torch.tensor(1.0, requires_grad=True)},
