@@ -24,8 +24,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _kernels_of(item: pytest.Item) -> str:
-    """The kernels that a test of compiled code compiles, by its parameters; of emulated code, whose tests
-    share few kernels, their architecture. "" for any other."""
+    """The kernels that a test of compiled code compiles: of forwards its file's, of others those of its
+    parameters; of emulated code, whose tests share few kernels, their architecture. "" for any other."""
+    if "tests/compiled/test_sm" in item.nodeid:
+        return item.nodeid.partition("::")[0]
     if "tests/compiled/" in item.nodeid:
         return item.name.partition("[")[2]
     if "tests/emulated/" in item.nodeid:

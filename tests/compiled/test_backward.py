@@ -235,9 +235,9 @@ def test_wgmma_reads_operands_where_they_lie(each: Pass):
     assert transposed == [(0, 0), (1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tcgen05(dtype: str):
-    for kernel in Pass("sm_100a", (256, 1), dtype).gemms:
+@named(Pass("sm_100a", (256, 1), dtype) for dtype in DTYPES)
+def test_tcgen05(each: Pass):
+    for kernel in each.gemms:
         mma = re.findall(r"tcgen05\.mma\.cta_group::(\d)\.kind::(\w+)", kernel.ptx)
         assert mma == [("2", "f16")] * 4  # a k tile of 64 is four MMAs of 16
         lines = [line.strip() for line in kernel.ptx.split("\n")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -248,12 +249,13 @@ def test_nothing_over_a_denominator_of_zero_is_zero(zero, schedule, nothing):
         terms["token_weight"] = torch.zeros(target.shape)
     for more in ({}, {"z_loss": 0.1}) if schedule != "grad_in_forward" else ({},):
         for function in (linear_cross_entropy, reference.linear_cross_entropy):
+            call: Any = function
             leaves = [each.detach().requires_grad_() for each in (case.input, case.linear_weight)]
             how = {"schedule": schedule} if function is linear_cross_entropy else {}
-            loss = function(*leaves, target, denominator=ZEROS[zero], **terms, **more, **how)
+            loss = call(*leaves, target, denominator=ZEROS[zero], **terms, **more, **how)
             assert torch.equal(loss, torch.zeros_like(loss))
             assert not any(each.any() for each in torch.autograd.grad(loss, leaves))
-            assert function(*leaves, case.target, denominator=ZEROS[zero], **more, **how).isposinf()
+            assert call(*leaves, case.target, denominator=ZEROS[zero], **more, **how).isposinf()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
