@@ -100,17 +100,6 @@ def test_sms_of_a_collective(monkeypatch):
     assert ctas_of(group_of("nccl", 8), gpu) == 4
 
 
-def test_a_group_of_several_backends_says_that_of_a_device(tmp_path):
-    """torch's own: without a backend that is named, as most programs make it."""
-    dist.init_process_group(init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        assert group._get_backend(torch.device("cpu")).name() == "gloo"
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("per_host", "ranks", "local"),
     [

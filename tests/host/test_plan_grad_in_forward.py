@@ -13,6 +13,7 @@ from cute_lce.implementation import Request
 from cute_lce.launch import KERNELS
 from cute_lce.options import LossOptions
 from cute_lce.plan import grad_in_forward as plans
+from cute_lce.plan import schedule
 from cute_lce.plan.kernels import kernels
 from cute_lce.plan.problem import MIB, Limits, Problem
 from tests.device import planned_for
@@ -104,3 +105,47 @@ def test_chunks_are_as_even_as_tiles_allow():
     plan = plans.plan(GPU, problem, Limits(workspace=int(5.7 * 1024) * MIB))
     assert len(plan.tokens) > 8
     assert plan.tokens[-1] > plan.tokens[0] // 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "mb", "tokens"),
+    [
+        ((32768, 4096, 262144), 8909, (7168,) * 4 + (4096,)),
+        ((20480, 3584, 152064), 3072, (1792,) * 11 + (768,)),
+        # A row of dinput's tiles is more than a round.
+        ((8192, 40960, 32768), 8192, (4096, 4096)),
+    ],
+)
+def test_chunks_fill_the_rounds_of_wide_tiles(shape: tuple[int, int, int], mb: int, tokens: tuple[int, ...]):
+    plan = plans.plan(GPU, Problem(*shape), Limits(workspace=mb * MIB))
+    assert plan.tokens == tokens
+    for chunk in plan.chunks.values():
+        assert chunk.backward.dhidden.tile_m == 256
+
+
+def test_large_chunks_have_no_narrow_tiles():
+    """Though they would fill the rounds of 6656 tokens."""
+    problem = Problem(6656, 4096, 262144)
+    plan = plans.plan(GPU, problem, Limits(workspace=1 << 60))
+    assert [chunk.backward.dhidden.tile_n >= 128 for chunk in plan.chunks.values()] == [True] * len(
+        plan.chunks
+    )
+    # Few tokens have them.
+    few = plans.plan(GPU, problem._replace(n=96), Limits(workspace=1 << 60))
+    assert all(chunk.backward.dhidden.tile_n < 128 for chunk in few.chunks.values())
+
+
+@pytest.mark.parametrize("shape", [(32768, 4096, 131072), (16384, 3584, 152064)])
+def test_more_workspace_is_not_predicted_to_be_slower_by_auto(shape: tuple[int, int, int]):
+    """Where keeping takes over from it and it from keeping, beyond what is not looked at."""
+    problem, before = Problem(*shape), None
+    for mb in range(1000, 9001, 500):
+        limits = Limits(workspace=mb * MIB)
+        other = schedule.predict(GPU, problem, "auto", limits)
+        kept = schedule.choose(GPU, problem, "auto", limits)[1]
+        seconds = other.seconds
+        if plans.is_faster(GPU, problem, limits, kept):
+            seconds = plans.seconds(GPU, problem, limits)
+            assert seconds is not None
+        assert before is None or seconds <= 1.02 * before
+        before = seconds
