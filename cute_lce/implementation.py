@@ -354,8 +354,8 @@ class RowLoss(NamedTuple):
     target_weight: Tensor | None
     token_weight: Tensor | None
 
-    def losses(self, stats: Stats, classes: int) -> Tensor:
-        """Each row's loss, differentiable by stats; 0 in ignored rows. classes: V."""
+    def losses(self, stats: Stats, classes: int | Tensor) -> Tensor:
+        """Each row's loss, differentiable by stats; 0 in ignored rows. classes: V, of a group ()."""
         assert stats.logprob is not None
         loss = -stats.logprob
         if self.target_weight is not None:

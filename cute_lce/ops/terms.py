@@ -56,7 +56,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss, in target's shape for "none"."""
     operands, linear_bias = checked(operands, tensors.linear_bias)
-    _check(operands, tensors)
+    check_term_tensors(operands, tensors)
     flat = flatten(operands)
     weighs = tensors.weight is not None or tensors.token_weight is not None
     # What changes no number of a token but its factor is a plain call, which the kernels serve.
@@ -86,8 +86,8 @@ def linear_cross_entropy(
     if tensors.denominator is not None:
         return divided(total, tensors.denominator)
     if target_weight is not None:
-        return _mean(total, target_weight.sum())
-    return _mean(total, (~is_ignored(flat.target, loss.ignore_index)).sum())
+        return mean(total, target_weight.sum())
+    return mean(total, (~is_ignored(flat.target, loss.ignore_index)).sum())
 
 
 def plain_losses(
@@ -128,10 +128,10 @@ def checked(operands: Operands, linear_bias: Tensor | None) -> tuple[Operands, T
     return operands, linear_bias
 
 
-def _check(operands: Operands, tensors: TermTensors) -> None:
-    device, V = operands.hidden.device, operands.weight.shape[0]
+def check_term_tensors(operands: Operands, tensors: TermTensors) -> None:
+    """Raise for what they may not be, but for a linear_bias."""
     if tensors.weight is not None:
-        check_term("weight", tensors.weight, (V,), DTYPES, device)
+        check_term("weight", tensors.weight, operands.weight.shape[:1], DTYPES, operands.hidden.device)
         refuse_gradient("weight", tensors.weight)
     check_factors(operands, tensors)
 
@@ -218,6 +218,6 @@ def divided(total: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(of_nothing, 0, total / torch.where(of_nothing, 1, denominator))
 
 
-def _mean(total: Tensor, count: Tensor) -> Tensor:
+def mean(total: Tensor, count: Tensor) -> Tensor:
     """torch's: over the valid rows, or their classes' weights; 0 where that is 0."""
     return torch.where(count != 0, total / torch.where(count != 0, count, 1), 0)

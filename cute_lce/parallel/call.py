@@ -132,7 +132,7 @@ def linear_cross_entropy(
     if ranks.CHECK_RANKS and not watched:
         ranks.check((input, linear_weight, target), needs, loss, compute, spread)
     tokens, group = call.tokens, spread.tp_group
-    flat = _flatten_watched(target, tokens, group) if watched else tokens.flatten(target, group)
+    flat = flatten_watched(target, tokens, group) if watched else tokens.flatten(target, group)
     hidden = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     result = call.run(loss, destination, hidden, linear_weight, flat)
     if loss.reduction != "none":
@@ -164,11 +164,7 @@ def _prepare(
     hidden, weight, target = operands
     tokens = tokens_of(hidden, target, spread.sequence_dim, group)
     check_tensors(Operands(hidden, weight, as_inputs(target, tokens, group)))
-    if compute.schedule == "grad_in_forward":
-        raise ValueError(
-            "schedule: got 'grad_in_forward' with tp_group, whose statistics are merged after the forward; "
-            "want 'recompute', 'keep' or 'auto'"
-        )
+    refuse_grad_in_forward(compute)
     V, d = weight.shape
     n = hidden.numel() // d * (1 if tokens.dim is None else group.size())
     problem = Problem(n, d, V, hidden.dtype is torch.float16, *needs)
@@ -187,6 +183,14 @@ def _prepare(
     return _Call(functools.partial(apply_of(ops.ShardedFunction), passes.run, passes, arguments), tokens)
 
 
+def refuse_grad_in_forward(compute: ComputeOptions) -> None:
+    if compute.schedule == "grad_in_forward":
+        raise ValueError(
+            "schedule: got 'grad_in_forward' with tp_group, whose statistics are merged after the forward; "
+            "want 'recompute', 'keep' or 'auto'"
+        )
+
+
 def _run_op(arguments: tuple, loss: LossOptions, _destination: None, *operands: Tensor) -> Tensor:
     return ops.sharded_forward(*operands, *loss, *arguments)[0]
 
@@ -202,7 +206,7 @@ def as_inputs(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
     return target.narrow(tokens.dim, 0, target.shape[tokens.dim] // group.size())
 
 
-def _flatten_watched(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
+def flatten_watched(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
     """Tokens.flatten, whose collective is an op's."""
     if tokens.whole:
         return tokens.flatten(target, group)

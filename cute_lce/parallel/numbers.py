@@ -68,10 +68,12 @@ def numbers_of(
 def _serving(
     operands: StatsOperands, options: StatsOptions, compute: ComputeOptions
 ) -> tuple[Statistics, ComputeOptions]:
-    """What serves a shard. The kernels keep no smoothed rows of one: what they add to kept rows they would
-    add to those of a stripe whose dweight waits, too."""
+    """What serves a shard. The kernels keep no rows of one whose onehot's share depends on another shard's
+    class weight, and no smoothed ones: what is added to kept rows would be to those of a stripe whose dweight
+    waits, too."""
     serving = statistics(operands, options, compute.schedule)
-    if serving is STATISTICS or not options.label_smoothing:
+    may_keep = not options.label_smoothing and (not options.z_loss or operands.class_weight is None)
+    if serving is STATISTICS or may_keep:
         return serving, compute
     if compute.schedule == "keep":
         return STATISTICS, compute

@@ -1,23 +1,25 @@
 """Calls with terms over a group: what each rank makes of the rows' losses, or of numbers of each token.
 
-token_weight and denominator are applied to what the kernels serve; with linear_bias, softcap or z_loss the
-numbers are linear_logprob's.
+Rows are those of all tokens, rank by rank where input is a slice of them.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import RowLoss, Stats, StatsOperands, outputs_of
+from ..implementation import RowLoss, Stats, StatsOperands, StatsOptions, outputs_of
 from ..ops import Destination, TermTensors
-from ..ops.logprob import Wanted
 from ..ops.plain import is_plain_eager
-from ..ops.terms import check_factors, divided
+from ..ops.terms import check_term_tensors, checked, divided, mean
 from ..options import ComputeOptions, LossOptions, TermOptions
+from ..streaming.products import accumulate_dtype
 from ..streaming.rows import is_ignored
-from . import call, logprob
+from . import call, ops
 from .call import Spread
+from .numbers import numbers_of
+from .tokens import tokens_of
 
 
 def linear_cross_entropy(
@@ -29,37 +31,46 @@ def linear_cross_entropy(
     spread: Spread,
     destination: Destination | None = None,
 ) -> Tensor:
-    """The loss; see functional.linear_cross_entropy. tensors.linear_bias: this rank's classes."""
-    names = outputs_of(terms)
-    has_numbers = names != ("logprob",) or terms.softcap is not None or tensors.linear_bias is not None
-    _refuse(operands, tensors, terms, spread, has_numbers, destination)
-    target, weight, denominator = operands.target, tensors.token_weight, tensors.denominator
-    check_factors(operands, tensors)
-    if has_numbers:
-        given = StatsOperands(*operands, tensors.linear_bias)
-        found = logprob.linear_logprob(given, Wanted(names, True, 1.0), loss, terms, compute, spread)
-        stats = Stats(**dict(zip(names, found, strict=True)))
-    elif weight is None:
-        if loss.reduction != "mean" or denominator is None:
-            return _plain(operands, loss, compute, spread, destination)
-        total = _plain(operands, loss._replace(reduction="sum"), compute, spread, destination)
-        return divided(total, denominator)
+    """The loss; see functional.linear_cross_entropy. tensors.linear_bias and weight: this rank's classes."""
+    group, target = spread.tp_group, operands.target
+    tokens = tokens_of(operands.hidden, target, spread.sequence_dim, group)
+    given = operands._replace(target=call.as_inputs(target, tokens, group))
+    (hidden, weight, _), linear_bias = checked(given, tensors.linear_bias)
+    check_term_tensors(operands, tensors)
+    call.refuse_grad_in_forward(compute)
+    flat = Operands(hidden.reshape(-1, hidden.shape[-1]), weight, call.flatten_watched(target, tokens, group))
+    spread = spread._replace(sequence_dim=None if tokens.dim is None else 0)
+    ignored, acc = is_ignored(flat.target, loss.ignore_index), accumulate_dtype(hidden.dtype)
+    # Smoothing alone asks for the number of classes.
+    target_weight = token_weight = classes = None
+    if tensors.token_weight is not None:
+        token_weight = call.flatten_watched(tensors.token_weight, tokens, group).to(acc)
+        token_weight = token_weight.masked_fill(ignored, 0)
+    if tensors.weight is not None:
+        target_weight, classes = _of_classes(flat, tensors.weight.to(acc), ignored, spread)
+    plainly = outputs_of(terms) == ("logprob",) and terms.softcap is None and linear_bias is None
+    weighs = target_weight is not None or token_weight is not None
+    if plainly and not weighs and loss.reduction != "none":
+        total = _plain(flat, loss._replace(reduction="sum"), compute, spread, destination)
     else:
-        stats = Stats(
-            logprob=-_plain(operands, loss._replace(reduction="none"), compute, spread, destination)
-        )
-    ignored = is_ignored(target, loss.ignore_index)
-    assert stats.logprob is not None
-    if weight is not None:
-        weight = weight.to(stats.logprob.dtype).masked_fill(ignored, 0)
-    # The number of classes matters to smoothing alone.
-    losses = RowLoss(terms, None, weight).losses(stats, 1)
-    if loss.reduction == "none":
-        return losses
-    total = losses.sum()
+        if plainly:
+            stats = Stats(
+                logprob=-_plain(flat, loss._replace(reduction="none"), compute, spread, destination)
+            )
+        else:
+            rows = StatsOperands(*flat, linear_bias, tensors.weight)
+            options = StatsOptions.of(loss, terms)
+            stats, weights = numbers_of(rows, options, loss, compute, spread, destination)
+            classes = weights if classes is None else classes
+        total = RowLoss(terms, target_weight, token_weight).losses(stats, 1 if classes is None else classes)
+        if loss.reduction == "none":
+            return call.of_target(total, tokens, group)
+        total = total.sum()
     if loss.reduction == "sum":
         return total
-    return divided(total, denominator) if denominator is not None else total / (~ignored).sum().clamp(min=1)
+    if tensors.denominator is not None:
+        return divided(total, tensors.denominator)
+    return mean(total, (~ignored).sum() if target_weight is None else target_weight.sum())
 
 
 def _plain(
@@ -74,26 +85,15 @@ def _plain(
     return call.linear_cross_entropy(*operands, loss, compute, spread, watched=False, destination=destination)
 
 
-def _refuse(
-    operands: Operands,
-    tensors: TermTensors,
-    terms: TermOptions,
-    spread: Spread,
-    has_numbers: bool,
-    destination: Destination | None,
-) -> None:
-    """Raise ValueError, by its name, for what a call over a group does not have."""
-    if terms.label_smoothing != 0:
-        raise ValueError("label_smoothing: got one in a call over several ranks, want 0.0 there")
-    if tensors.weight is not None:
-        raise ValueError("weight: got one in a call over several ranks, want None there")
-    beside = "linear_bias, softcap or z_loss in a call over several ranks"
-    if has_numbers and spread.sequence_dim is not None:
-        raise ValueError(f"sequence_dim: got {spread.sequence_dim} with {beside}, want None there")
-    if has_numbers and destination is not None:
-        raise ValueError(f"grad_weight_out: got one with {beside}, want None there")
-    hidden, target, weight = operands.hidden, operands.target, tensors.token_weight
-    if weight is not None and spread.sequence_dim is not None and target.shape == hidden.shape[:-1]:
-        raise ValueError(
-            "token_weight: got one with a slice of the targets, want the whole target and all weights"
-        )
+def _of_classes(
+    operands: Operands, class_weight: Tensor, ignored: Tensor, spread: Spread
+) -> tuple[Tensor, Tensor]:
+    """(the class weights (n,) of the targets, which each the rank has whose shard has the class, 0 in ignored
+    rows; the number of all ranks' classes)."""
+    (V,), group = class_weight.shape, spread.tp_group
+    here = operands.target.long() - call.shard_of(spread, operands.weight).start
+    inside = (here >= 0) & (here < V) & ~ignored
+    own = torch.where(inside, class_weight[here.clamp(0, V - 1)], 0)
+    given = torch.cat((own, own.new_full((1,), V)))
+    found = ops.gather_rows(given, group.group_name, group.size()).sum(0)
+    return found[:-1], found[-1]

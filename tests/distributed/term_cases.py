@@ -19,7 +19,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def operands(here: Rank, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """(input, linear_weight, linear_bias, target, token_weight) of the whole, some rows ignored."""
+    """(input, linear_weight, linear_bias, target, token_weight, weight) of the whole, some rows ignored."""
     V = 48 * here.ranks
     case = random_case(TOKENS, D, V, dtype, scale=2.0)
     case.target[[1, 10, 23]] = -100
@@ -29,14 +29,17 @@ def operands(here: Rank, dtype: torch.dtype) -> tuple[Tensor, ...]:
         torch.linspace(-1, 1, V).to(dtype),
         case.target.view(SHAPE),
         torch.linspace(0, 2, TOKENS).view(SHAPE),
+        torch.linspace(0.1, 3, V),
     )
     return tuple(each.to(here.device) for each in tensors)
 
 
 def whole(tensors: tuple[Tensor, ...], kind: torch.dtype, reduction: str, terms: dict, upstream: Tensor):
     """By the reference: (loss, dinput, dlinear_weight, and with a bias dlinear_bias)."""
-    hidden, weight, bias, target, token_weight = tensors
+    hidden, weight, bias, target, token_weight, class_weight = tensors
     given = dict(terms)
+    if "weight" in given:
+        given["weight"] = class_weight.to(kind)
     if "linear_bias" in given:
         given["linear_bias"] = bias.to(kind)
     if "token_weight" in given:
@@ -46,34 +49,61 @@ def whole(tensors: tuple[Tensor, ...], kind: torch.dtype, reduction: str, terms:
     )
 
 
-def compare(here: Rank, dtype: torch.dtype, reduction: str, terms: dict, **options: Any) -> None:
+def compare(
+    here: Rank,
+    dtype: torch.dtype,
+    reduction: str,
+    terms: dict,
+    *,
+    sliced_target: bool = False,
+    **options: Any,
+) -> None:
+    """sliced_target: what is of each token is a slice too, as input is."""
     tensors = operands(here, dtype)
-    hidden, weight, bias, target, token_weight = tensors
+    hidden, weight, bias, target, token_weight, class_weight = tensors
     dim = options.get("sequence_dim")
 
     def own(each: Tensor) -> Tensor:
         return each if dim is None else slice_of(each, here, dim)
 
-    leaves = [own(hidden).clone().requires_grad_(), slice_of(weight, here, 0).clone().requires_grad_()]
+    def of_tokens(each: Tensor) -> Tensor:
+        return own(each).clone() if sliced_target else each
+
+    def of_classes(each: Tensor) -> Tensor:
+        return slice_of(each, here, 0).clone()
+
+    leaves = [own(hidden).clone().requires_grad_(), of_classes(weight).requires_grad_()]
     given = dict(terms)
     if "linear_bias" in given:
-        given["linear_bias"] = slice_of(bias, here, 0).clone().requires_grad_()
+        given["linear_bias"] = of_classes(bias).requires_grad_()
         leaves.append(given["linear_bias"])
     if "token_weight" in given:
-        given["token_weight"] = token_weight
+        given["token_weight"] = of_tokens(token_weight)
+    if "weight" in given:
+        given["weight"] = of_classes(class_weight)
+    if options.get("grad_weight_out"):
+        options["grad_weight_out"] = torch.ones_like(leaves[1], dtype=torch.float32, requires_grad=False)
     upstream = torch.linspace(-1, 2, TOKENS, device=here.device).view(SHAPE)
     upstream = upstream if reduction == "none" else upstream.mean()
     loss = linear_cross_entropy(
-        leaves[0], leaves[1], target, reduction=reduction, tp_group=here.group, **given, **options
+        leaves[0], leaves[1], of_tokens(target), reduction=reduction, tp_group=here.group, **given, **options
     )
-    found = loss.detach(), *torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+    dloss = of_tokens(upstream) if reduction == "none" else upstream
+    gradients = list(torch.autograd.grad(loss, leaves, dloss.to(loss.dtype), allow_unused=True))
+    if "grad_weight_out" in options:
+        assert gradients[1] is None
+        gradients[1] = options["grad_weight_out"] - 1
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     want, plain = (whole(tensors, kind, reduction, terms, upstream) for kind in (torch.float64, wide))
-    assert here.is_same(loss.detach())
-    assert_close("loss", found[0], want[0], plain[0])
+    if reduction == "none":
+        want, plain = ((of_tokens(each[0]), *each[1:]) for each in (want, plain))
+    if reduction != "none" or not sliced_target:
+        assert here.is_same(loss.detach())
+    assert_close("loss", loss.detach(), want[0], plain[0])
     rounding = 2.0**-8 if loss.is_cuda and dtype is torch.bfloat16 else 0.0
-    for index, (got, exact, other) in enumerate(zip(found[1:], want[1:], plain[1:], strict=True)):
+    for index, (got, exact, other) in enumerate(zip(gradients, want[1:], plain[1:], strict=True)):
         part = own if index == 0 else lambda each: slice_of(each, here, 0)
+        assert got is not None
         assert_close(f"gradient {index}", got, part(exact), part(other).to(dtype), rounding=rounding)
 
 
@@ -98,29 +128,60 @@ def terms_of_numbers(here: Rank) -> None:
             compare(here, dtype, reduction, every, window=16)
     for name in ("linear_bias", "softcap", "z_loss"):
         compare(here, torch.float32, "mean", {name: every[name]})
+    kept = {"linear_bias": True, "z_loss": 0.1, "token_weight": True}
+    compare(here, torch.bfloat16, "mean", kept, schedule="keep", workspace_mb=64)
+
+
+def terms_of_classes(here: Rank) -> None:
+    """Class weights and smoothing: what each rank has of the targets' weights, and of all classes."""
+    for reduction in REDUCTIONS:
+        compare(here, torch.float32, reduction, {"weight": True})
+        for dtype in here.dtypes:
+            every = {"weight": True, "label_smoothing": 0.2, "linear_bias": True, "z_loss": 0.1}
+            compare(here, dtype, reduction, every, window=16)
+    for dtype in here.dtypes:
+        compare(here, dtype, "mean", {"label_smoothing": 0.3})
+        compare(here, dtype, "mean", {"weight": True, "z_loss": 0.1}, schedule="keep", workspace_mb=64)
+    compare(here, torch.bfloat16, "sum", {"label_smoothing": 0.3}, schedule="keep", workspace_mb=64)
+
+
+def terms_of_slices(here: Rank) -> None:
+    every = {"linear_bias": True, "z_loss": 0.1, "token_weight": True, "weight": True, "label_smoothing": 0.1}
+    for reduction in REDUCTIONS:
+        for sliced_target in (False, True):
+            compare(here, torch.bfloat16, reduction, every, sequence_dim=1, sliced_target=sliced_target)
+            factors = {"token_weight": True, "weight": True}
+            dim = 1 if SHAPE[0] % here.ranks else 0
+            compare(here, torch.float32, reduction, factors, sequence_dim=dim, sliced_target=sliced_target)
+
+
+def terms_added_to_a_buffer(here: Rank) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(here, dtype, "sum", {"z_loss": 0.1, "linear_bias": True}, grad_weight_out=True)
+    compare(here, torch.float32, "sum", {"weight": True}, grad_weight_out=True, sequence_dim=1)
 
 
 def terms_that_are_refused(here: Rank) -> None:
-    hidden, weight, _, target, token_weight = operands(here, torch.float32)
+    hidden, weight, _, target, token_weight, _ = operands(here, torch.float32)
     shard = slice_of(weight, here, 0).clone().requires_grad_()
     for name, options in (
-        ("label_smoothing", {"label_smoothing": 0.1}),
-        ("weight", {"weight": torch.ones(48, device=here.device)}),
-        ("sequence_dim", {"softcap": 5.0, "sequence_dim": 0}),
-        ("grad_weight_out", {"z_loss": 0.1, "grad_weight_out": torch.zeros_like(shard, requires_grad=False)}),
+        ("weight", {"weight": torch.ones(48 * here.ranks, device=here.device)}),
         ("token_weight", {"token_weight": token_weight[:1]}),
         ("denominator", {"denominator": 0.0}),
         ("softcap", {"softcap": -1.0}),
         ("schedule", {"softcap": 1.0, "schedule": "grad_in_forward"}),
+        ("schedule", {"denominator": 2.0, "schedule": "grad_in_forward"}),
     ):
         given: dict[str, Any] = options
         with pytest.raises(ValueError, match=f"^{name}: got"):
             linear_cross_entropy(hidden, shard, target, tp_group=here.group, **given)
-    sliced = [each.repeat(here.ranks, 1) for each in (target, token_weight)]
-    with pytest.raises(ValueError, match=r"^token_weight: got one with a slice"):
-        linear_cross_entropy(
-            hidden, shard, target, tp_group=here.group, sequence_dim=0, token_weight=sliced[1][:4]
-        )
 
 
-CASES = (factors_of_rows, terms_of_numbers, terms_that_are_refused)
+CASES = (
+    factors_of_rows,
+    terms_of_numbers,
+    terms_of_classes,
+    terms_of_slices,
+    terms_added_to_a_buffer,
+    terms_that_are_refused,
+)
