@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cute_lce.launch import KERNELS
-from cute_lce.ops import select
-from cute_lce.parallel import call, numbers, tensor, terms, tokens
+from cute_lce.ops import autograd, select
+from cute_lce.parallel import numbers, ops, tokens
 from tests import emulator
 from tests.emulated.backward import device
 from tests.emulated.forward import Emulator
@@ -96,11 +96,12 @@ def ranks(arch: str, size: int, sms: int = 4) -> Iterator[tuple[Group, Emulator]
     group = Group(size)
     with contextlib.ExitStack() as stack:
         counts = stack.enter_context(device(arch, sms))
-        for module in (select, numbers, call, tensor):
-            kernels = mock.patch.object(module, "implementation", return_value=KERNELS)
-            stack.enter_context(kernels)
-        for module in (numbers, tensor, terms, tokens):
-            for name in ("gather", "start_sum"):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, getattr(group, name)))
+        for module in (select, numbers):
+            stack.enter_context(mock.patch.object(module, "implementation", return_value=KERNELS))
+        for module, name in ((numbers, "gather"), (numbers, "start_sum"), (tokens, "gather")):
+            stack.enter_context(mock.patch.object(module, name, getattr(group, name)))
+        gather_rows = mock.patch.object(ops, "gather_rows", lambda rows, *_: group.gather(rows))
+        stack.enter_context(gather_rows)
+        # What records allocations is a dispatch mode.
+        stack.enter_context(mock.patch.object(autograd, "is_plain_eager", return_value=True))
         yield group, counts

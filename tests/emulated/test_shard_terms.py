@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_lce import reference
+from cute_lce.arguments import Operands
 from cute_lce.implementation import StatsOperands
-from cute_lce.options import ComputeOptions, LossOptions
+from cute_lce.ops import Destination, TermTensors
+from cute_lce.options import ComputeOptions, LossOptions, TermOptions
 from cute_lce.parallel.call import Spread
 from cute_lce.parallel.numbers import numbers_of
+from cute_lce.parallel.terms import linear_cross_entropy
 from cute_lce.plan import memory
 from tests.device import forget_plans
 from tests.emulated import token_stats
@@ -21,7 +25,7 @@ from tests.emulated.backward import narrow_plans
 from tests.emulated.forward import ignoring
 from tests.emulated.ranks import ranks
 from tests.emulated.token_stats import Numbers
-from tests.numerics import assert_close, jumping, random_case
+from tests.numerics import Case, assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -202,3 +206,131 @@ def test_targets_in_no_shard(equal):
         assert torch.equal(values[name].isnan(), sick)
     assert torch.equal(gradients["dinput"].isnan().all(1), sick)
     assert gradients["dweight"].isnan().all()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Terms of a loss
+
+
+def train(
+    case: Case,
+    arch: str,
+    sizes: list[int],
+    given: dict[str, Any],
+    compute: ComputeOptions,
+    *,
+    reduction: str,
+    sequence_dim: int | None = None,
+    adds: bool = False,
+) -> tuple[list[Tensor], list[str]]:
+    """(loss, dinput, dweight, dbias of the whole, kernels launched). given: linear_cross_entropy's arguments
+    of the whole. adds: dweight, to zeros."""
+    tensors, numbers = TermTensors(**_named(TermTensors, given)), TermOptions(**_named(TermOptions, given))
+    loss = LossOptions(reduction, case.ignore_index)
+    upstream = case.upstream(reduction).float()
+
+    def on(rank: int) -> list[Tensor]:
+        start = sum(sizes[:rank])
+        rows = slice(start, start + sizes[rank])
+        spread = Spread(group, start, sequence_dim)  # pyright: ignore
+
+        def of_classes(each: Tensor | None) -> Tensor | None:
+            return None if each is None else each[rows].clone()
+
+        hidden = case.input if sequence_dim is None else case.input.chunk(len(sizes))[rank]
+        own = tensors._replace(linear_bias=of_classes(tensors.linear_bias), weight=of_classes(tensors.weight))
+        operands = Operands(hidden.clone(), case.linear_weight[rows].clone(), case.target.clone())
+        leaves = [operands.hidden, operands.weight]
+        leaves += [] if own.linear_bias is None else [own.linear_bias]
+        for each in leaves:
+            each.requires_grad_()
+        destination = None
+        if adds:
+            destination = Destination(torch.zeros_like(leaves[1], requires_grad=False), dummy=False)
+        found = linear_cross_entropy(operands, own, loss, numbers, compute, spread, destination)
+        gradients = torch.autograd.grad(found, leaves, upstream, allow_unused=adds)
+        total = found.detach()
+        assert torch.equal(group.gather(total)[0], total)
+        if destination is not None:
+            assert gradients[1] is None
+            gradients = gradients[0], destination.out, *gradients[2:]
+        return [total, *gradients]
+
+    with ranks(arch, len(sizes)) as (group, counts):
+        found = group.run(on)
+    total, dinput, *others = found[0]
+    if sequence_dim is not None:
+        dinput = torch.cat([each[1] for each in found])
+    joined = [torch.cat([each[2 + i] for each in found]) for i in range(len(others))]
+    return [total, dinput, *joined], counts.launched
+
+
+def _named(group: type, given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in group._fields if name in given}  # pyright: ignore
+
+
+def check_loss(case: Case, arch: str, sizes: list[int], given: dict, compute: ComputeOptions, **how: Any):
+    reduction = how["reduction"]
+    found, launched = train(case, arch, sizes, given, compute, **how)
+
+    def by_the_reference(kind: torch.dtype) -> tuple[Tensor, ...]:
+        terms = {name: each.to(kind) if isinstance(each, Tensor) else each for name, each in given.items()}
+        operands = case.input.to(kind), case.linear_weight.to(kind), case.target
+        upstream = case.upstream(reduction).to(kind)
+        return reference.gradients(
+            *operands, upstream, reduction=reduction, ignore_index=case.ignore_index, **terms
+        )
+
+    exact, plain = by_the_reference(torch.float64), by_the_reference(torch.float32)
+    names = ("loss", "dinput", "dweight", "dbias")
+    for name, got, want, base in zip(names[: len(exact)], found, exact, plain, strict=True):
+        # dlogits are rounded.
+        rounding = 0.0 if name in ("loss", "dbias") else torch.finfo(case.input.dtype).eps
+        assert_close(name, got, want, base.to(got.dtype), rounding=rounding)
+    return launched
+
+
+@each_of(("sm_90a", BF16))
+@pytest.mark.parametrize("z_loss", [0.1, pytest.param(-0.05, marks=full)])
+def test_a_kept_z_loss(arch, dtype, z_loss):
+    """The onehot's share depends on lse, of all shards, wherever the target is."""
+    case = ignoring(random_case(24, 64, 200, dtype, scale=4.0))
+    given = {"z_loss": z_loss, "linear_bias": torch.linspace(-1, 1, 200).to(dtype)}
+    launched = check_loss(case, arch, [128, 72], given, ComputeOptions("keep", 64), reduction="mean")
+    assert sum("Gemm" in name for name in launched) == 2 * (1 + 2)
+
+
+@each_of(("sm_90a", BF16))
+@pytest.mark.parametrize("schedule", ["auto", pytest.param("recompute", marks=full)])
+def test_smoothing_and_class_weights(arch, dtype, schedule):
+    """Of slices of the tokens, with a cap: nothing is kept."""
+    case = ignoring(random_case(24, 64, 200, dtype, scale=4.0))
+    given = {
+        "label_smoothing": 0.2,
+        "weight": torch.linspace(0.1, 3, 200),
+        "z_loss": 0.1,
+        "softcap": 9.0,
+        "linear_bias": torch.linspace(-1, 1, 200).to(dtype),
+        "token_weight": torch.linspace(0, 2, 24),
+    }
+    launched = check_loss(
+        *(case, arch, [130, 70], given, ComputeOptions(schedule)), reduction="mean", sequence_dim=0
+    )
+    assert not any("Finish" in name for name in launched)
+
+
+@full
+@each_of()
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_terms_of_shards(arch, dtype, reduction, smoothing):
+    """What cannot be kept of a shard is recomputed by the kernels unless it is asked for."""
+    case = ignoring(random_case(40, 72, 263, dtype, scale=4.0))
+    given = {
+        "label_smoothing": smoothing,
+        "z_loss": 0.1,
+        "linear_bias": torch.linspace(-1, 1, 263).to(dtype),
+        "denominator": torch.tensor(7.0),
+    }
+    for compute in (ComputeOptions("auto", 64), ComputeOptions("recompute", None, 64)):
+        check_loss(case, arch, [128, 128, 7], given, compute, reduction=reduction, adds=dtype is BF16)
