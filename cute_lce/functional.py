@@ -111,10 +111,10 @@ def linear_cross_entropy(
             of None: an expanded number, which takes memory where torch makes a new .grad of it, casts it
             (autocast) or adds it to another gradient.
         tp_group: a torch.distributed process group over whose ranks the vocabulary is sharded: linear_weight,
-            its gradient and grad_weight_out are this rank's rows, and input and target, which counts classes
-            of the whole vocabulary, are the same on every rank. So are the results, to the last bit; what a
-            call may allocate is each rank's. A target in no rank's shard makes its row nan. Not with
-            "grad_in_forward". docs/parallel.md has more.
+            its gradient, linear_bias, weight and grad_weight_out are this rank's rows, and input and target,
+            which counts classes of the whole vocabulary, are the same on every rank. So are the results, to
+            the last bit; what a call may allocate is each rank's. A target in no rank's shard makes its row
+            nan. Not with "grad_in_forward". docs/parallel.md has more.
         vocab_start: the first class of this rank's shard; None: the shards are equal, in rank order.
         sequence_dim: a dimension of the tokens that input is this rank's slice of, in rank order and equal;
             target is a slice too, or whole in it, and "none" has target's shape. "mean" and "sum" are of all
@@ -258,7 +258,7 @@ def _refuse_terms(terms: tuple, tensors: tuple) -> None:
     names = *TermOptions._fields, *ops.TermTensors._fields
     for name, value, default in zip(names, (*terms, *tensors), (*NO_TERMS, *_NO_TENSORS), strict=True):
         if value is not default and (default is None or value != default):
-            raise ValueError(f"{name}: got one in a call over several ranks, want {default} there")
+            raise ValueError(f"{name}: got one in a call with DTensors, want {default} there")
 
 
 def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:

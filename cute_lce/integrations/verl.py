@@ -48,7 +48,7 @@ def linear_cross_entropy(
 
     Errors as in cute_lce.linear_logprob, which names hidden input, weight linear_weight and labels target;
     TypeError for another dist_process_group, ValueError for a weight that is a DTensor. Memory as there:
-    never the logits. On a GPU the streaming path serves it.
+    never the logits. On a GPU the kernels serve it.
     """
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(tensor, Tensor):

@@ -74,14 +74,18 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
 
 def shard_of(spread: Spread, linear_weight: Tensor) -> Shard:
     """Of this rank's rows of the weight."""
-    group, start, margin = spread.tp_group, spread.vocab_start, spread.sm_margin
-    equal = start is None
-    if start is None:
-        start = group.rank() * linear_weight.shape[0]
+    group, margin = spread.tp_group, spread.sm_margin
     if margin is None:
         margin = ctas_of(group, linear_weight.device)
-    sliced = spread.sequence_dim is not None
-    return Shard(group, start, equal, sliced, spread.grad_input == "reduced", margin)
+    sliced, reduces = spread.sequence_dim is not None, spread.grad_input == "reduced"
+    start = first_class(spread, linear_weight.shape[0])
+    return Shard(group, start, spread.vocab_start is None, sliced, reduces, margin)
+
+
+def first_class(spread: Spread, V: int) -> int:
+    """Of this rank's shard of so many."""
+    given = spread.vocab_start
+    return spread.tp_group.rank() * V if given is None else given
 
 
 def call(

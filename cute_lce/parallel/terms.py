@@ -91,7 +91,7 @@ def _of_classes(
     """(the class weights (n,) of the targets, which each the rank has whose shard has the class, 0 in ignored
     rows; the number of all ranks' classes)."""
     (V,), group = class_weight.shape, spread.tp_group
-    here = operands.target.long() - call.shard_of(spread, operands.weight).start
+    here = operands.target.long() - call.first_class(spread, V)
     inside = (here >= 0) & (here < V) & ~ignored
     own = torch.where(inside, class_weight[here.clamp(0, V - 1)], 0)
     given = torch.cat((own, own.new_full((1,), V)))

@@ -161,6 +161,24 @@ def terms_added_to_a_buffer(here: Rank) -> None:
     compare(here, torch.float32, "sum", {"weight": True}, grad_weight_out=True, sequence_dim=1)
 
 
+def factors_in_one_graph(here: Rank) -> None:
+    """What changes no number of a token but its factor; other terms break the graph."""
+    hidden, weight, bias, target, token_weight, class_weight = operands(here, torch.float32)
+    shard, own_weight = slice_of(weight, here, 0).clone().requires_grad_(), slice_of(class_weight, here, 0)
+
+    def run(hidden: Tensor, **terms: Any) -> Tensor:
+        return linear_cross_entropy(hidden * 1.0, shard, target, tp_group=here.group, **terms)
+
+    backend = "inductor" if here.device != "cpu" else "aot_eager"
+    own, given = slice_of(hidden, here, 1), {"token_weight": token_weight, "weight": own_weight}
+    compiled = torch.compile(run, fullgraph=True, backend=backend, dynamic=False)
+    found = [torch.autograd.grad(each(own, sequence_dim=1, **given), shard)[0] for each in (compiled, run)]
+    torch.testing.assert_close(found[0], found[1])
+    with_bias = {"linear_bias": slice_of(bias, here, 0), "label_smoothing": 0.1}
+    broken = torch.compile(run, backend=backend, dynamic=False)(hidden, **with_bias)
+    torch.testing.assert_close(broken, run(hidden, **with_bias))
+
+
 def terms_that_are_refused(here: Rank) -> None:
     hidden, weight, _, target, token_weight, _ = operands(here, torch.float32)
     shard = slice_of(weight, here, 0).clone().requires_grad_()
@@ -183,5 +201,6 @@ CASES = (
     terms_of_classes,
     terms_of_slices,
     terms_added_to_a_buffer,
+    factors_in_one_graph,
     terms_that_are_refused,
 )

@@ -18,6 +18,7 @@ GLOO = {
     2: CASES,
     3: (
         logprob_cases.numbers_of_shards,
+        term_cases.terms_of_classes,
         tensor_cases.uneven_shards,
         tensor_cases.compacted_tokens,
         tensor_cases.targets_in_no_shard,

@@ -194,7 +194,8 @@ def test_ignored_rows_are_not_read(arch, dtype, schedule, monkeypatch):
         assert_close(name, got, want, base.to(got.dtype))
 
 
-@pytest.mark.parametrize("equal", [False, pytest.param(True, marks=full)])
+@full
+@pytest.mark.parametrize("equal", [False, True])
 def test_targets_in_no_shard(equal):
     """Or shards that are said to be equal, and are not: nan."""
     case = random_case(20, 64, 140, BF16)

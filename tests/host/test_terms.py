@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_lce import LinearCrossEntropy, linear_cross_entropy, reference
 from cute_lce.options import NO_TERMS, TermOptions
-from cute_lce.parallel import call as parallel_call
 from tests.numerics import assert_close, random_case
 
 N, D, V = 11, 8, 70
@@ -381,16 +380,6 @@ def test_defaults_are_no_terms():
         linear_cross_entropy(*given, label_smoothing=0, logit_scale=1, z_loss=0.0, softcap=None),
         linear_cross_entropy(*given),
     )
-
-
-@pytest.mark.parametrize("name", ["label_smoothing", "weight"])
-def test_several_ranks_refuse_terms(name, monkeypatch):
-    monkeypatch.setattr(parallel_call, "spread_of", lambda *arguments: object())
-    case, terms = case_of(torch.float64), values(torch.float64)
-    with pytest.raises(ValueError, match=f"{name}: got one in a call over several ranks"):
-        linear_cross_entropy(
-            case.input, case.linear_weight, case.target, vocab_start=0, **{name: terms[name]}
-        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
