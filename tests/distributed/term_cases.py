@@ -185,7 +185,7 @@ def terms_that_are_refused(here: Rank) -> None:
     for name, options in (
         ("weight", {"weight": torch.ones(48 * here.ranks, device=here.device)}),
         ("token_weight", {"token_weight": token_weight[:1]}),
-        ("denominator", {"denominator": 0.0}),
+        ("denominator", {"denominator": -1.0}),
         ("softcap", {"softcap": -1.0}),
         ("schedule", {"softcap": 1.0, "schedule": "grad_in_forward"}),
         ("schedule", {"denominator": 2.0, "schedule": "grad_in_forward"}),
