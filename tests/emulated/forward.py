@@ -27,7 +27,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def emulated(key: Key) -> emulator.Emulated:
     """The kernels of a key, bound to the emulator."""
     with tempfile.TemporaryDirectory() as folder:
-        found = emulator.build(trace(key, f"--keep-ptx --dump-dir {folder}"))
+        # The emulator reads PTX: ptxas need not optimise what it makes of it.
+        found = emulator.build(trace(key, f"--keep-ptx --dump-dir {folder} --ptxas-options '-O0'"))
     # It stays, and its hundred thousand objects would slow down every later collection.
     gc.collect()
     gc.freeze()

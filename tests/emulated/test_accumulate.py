@@ -22,6 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 full = pytest.mark.emulator_full
 both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
@@ -58,8 +59,11 @@ SHAPES = [(70, 104, 390), (40, 128, 130), (200, 72, 270)]
 
 
 @both
-@pytest.mark.parametrize("out_dtype", [FP32, BF16], ids=["to fp32", "to bf16"])
-@pytest.mark.parametrize("kept", [0, None], ids=["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("kept", "out_dtype"),
+    [(0, FP32), (None, BF16), pytest.param(0, BF16, marks=full), pytest.param(None, FP32, marks=full)],
+    ids=["recompute-to fp32", "keep-to bf16", "recompute-to bf16", "keep-to fp32"],
+)
 @pytest.mark.parametrize(
     "shape",
     [SHAPES[0], *(pytest.param(s, marks=full) for s in SHAPES[1:])],
@@ -73,7 +77,7 @@ def test_dweight_is_added(arch: str, out_dtype: torch.dtype, kept: int | None, s
     )
 
 
-@both
+@hopper_first
 @pytest.mark.parametrize("out_dtype", [FP32, BF16], ids=["to fp32", "to bf16"])
 def test_float16s_dweight_is_added(arch: str, out_dtype: torch.dtype):
     check_added(ignoring(random_case(70, 72, 200, FP16)), arch, out_dtype, window=130, sms=2)
@@ -150,15 +154,18 @@ def check(case: Case, arch: str, reduction: str = "mean", of: Case | None = None
             assert_close(name, mine, want, base)
 
 
-@both
-@dtypes
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [(BF16, "sm_90a"), (FP16, "sm_90a"), (BF16, "sm_100a"), pytest.param(FP16, "sm_100a", marks=full)],
+    ids=["bf16-sm_90a", "fp16-sm_90a", "bf16-sm_100a", "fp16-sm_100a"],
+)
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=full)])
 def test_chunks(arch: str, dtype: torch.dtype, reduction: str, small_chunks):
     """Two whole ones and a ragged one, ignored rows in each."""
     check(ignoring(random_case(150, 136, 390, dtype)), arch, reduction)
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=full)], ids=["bf16", "fp16"])
 def test_logit_scale(dtype: torch.dtype, small_chunks):
     case = ignoring(random_case(100, 72, 260, dtype, scale=4.0))
     check(replace(case, logit_scale=0.37), "sm_90a", "sum")
