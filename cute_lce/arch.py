@@ -22,6 +22,8 @@ BOXES = 2
 MOST_STAGES = 12
 ACCUMULATOR_STAGES = 2
 """Tiles in tensor memory: one is filled while the other is read (Blackwell)."""
+SLABS = (64, 32)
+"""Columns of a tile in tensor memory that an epilogue warp holds at once, in as many registers a thread."""
 
 WARPGROUP_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers of a thread of the load warpgroup, and of a consumer (Hopper)."""

@@ -10,7 +10,7 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
-from cute_lce.arch import ACCUMULATOR_STAGES, KernelConfig
+from cute_lce.arch import ACCUMULATOR_STAGES, SLABS, KernelConfig
 from cute_lce.kernels import gemm
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
@@ -23,7 +23,6 @@ LOAD_WARP = 5
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have finished reading it
 BOX_BARRIER = 3  # epilogues.store
-SLABS = (64, 32)  # columns of a tile that an epilogue warp holds at once, in as many registers of a thread
 HALF = 16 << 16  # from the first 16 of a warp's lanes of tensor memory to the others
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arch import SLABS
 from ..arguments import GradientOperands, Gradients, LossArguments, Operands, Rows, Statistics, Upstream
 from ..compile import cache
 from ..compile.frozen import freeze
@@ -36,8 +37,6 @@ from .device import (
 )
 from .rows import Compaction
 
-LEAST_SLAB = 32
-"""Columns of the narrowest slab of a tile in tensor memory (kernels/gemm_sm100.py)."""
 COUNTERS = 3
 """int32 progress counters of a stripe, one for each GEMM."""
 Memory = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
@@ -112,7 +111,6 @@ class KernelBackward:
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
-        compacted = compacts(problem, kept)
         # What shards are summed of stays in fp32, and of one split is the result.
         exact = request.shard and request.is_summed
         self.sums_are_results = exact and chosen.splits == 1
@@ -133,6 +131,14 @@ class KernelBackward:
         self.weight = None
         if problem.need_dweight and not (added and self.directly):
             self.weight = template(device, torch.float32 if added else dtype, problem.vocab, d)
+        self.compaction, self.all_rows, self.compacted = None, freeze(Rows(first=0, tokens=n)), None
+        self._reserve(hidden, target.dtype.itemsize, exact)
+
+    def _reserve(self, hidden: Tensor, target_bytes: int, exact: bool) -> None:
+        """The parts of the workspace, by their offsets. exact: whether sums of dinput stay in fp32."""
+        chosen, problem, kept = self.plan, self.problem, self.kept
+        n, d, itemsize = problem.n, problem.d, self.itemsize
+        compacted = compacts(problem, kept)
         parts = Parts()
         part = parts.reserve
         scales = kept > 0 or problem.half
@@ -140,29 +146,26 @@ class KernelBackward:
         self.weight_factor = part(4 if problem.half else 0)
         several = len(self.stripes) > 1 and not exact
         summed = problem.need_dinput and (several or chosen.splits > 1)
-        self.compaction, self.all_rows, self.compacted = None, freeze(Rows(first=0, tokens=n)), None
         if compacted:
             copied = kept < problem.vocab
-            nbytes = n * d * dtype.itemsize
-            self.compaction = Compaction(
-                parts, n, target.dtype.itemsize, nbytes if copied else 0, values=copied
-            )
+            nbytes = n * d * itemsize
+            self.compaction = Compaction(parts, n, target_bytes, nbytes if copied else 0, values=copied)
             if problem.need_dinput and not self.chunks and not summed and not exact:
                 # dinput by compacted tokens, where there are no sums of it.
                 self.compacted = part(nbytes)
-        self.scaled = part(n * d * dtype.itemsize if scales and problem.need_dweight else 0)
+        self.scaled = part(n * d * itemsize if scales and problem.need_dweight else 0)
         # The chunks are done with their part when the stripes take it.
         begin = parts.nbytes
         self.chunk_pitch = round_up(problem.vocab, 8)
         rows = max((chunk.tokens for chunk in chosen.chunks), default=0)
-        self.chunk_dlogits = part(rows * self.chunk_pitch * dtype.itemsize)
+        self.chunk_dlogits = part(rows * self.chunk_pitch * itemsize)
         self.chunk_sums = part(4 * rows * d * chosen.splits if chosen.splits > 1 else 0)
         if compacted and rows and chosen.splits == 1 and not exact:
-            self.compacted = part(rows * d * dtype.itemsize)
+            self.compacted = part(rows * d * itemsize)
         end, parts.nbytes = parts.nbytes, begin
-        self.dlogits = part(n * chosen.pitch * dtype.itemsize)
+        self.dlogits = part(n * chosen.pitch * itemsize)
         self.sums = part(4 * n * d * chosen.splits if summed and not rows else 0)
-        self.workspace = template(device, torch.uint8, max(parts.nbytes, end))
+        self.workspace = template(hidden.device, torch.uint8, max(parts.nbytes, end))
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
@@ -437,7 +440,7 @@ def _arguments_of_kept(loss: Any, arguments: Any) -> Any:
 def _column_sums(plan: backward_plan.BackwardPlan, n: int) -> int:
     """The most numbers that a launch stores of sums over tokens: of each class, by slabs of tokens."""
     config = plan.tokens
-    slab = LEAST_SLAB if config.row.tmem_columns else config.tile_n
+    slab = min(SLABS) if config.row.tmem_columns else config.tile_n
     launches = [(chunk.stripe.columns, chunk.tokens) for chunk in plan.chunks]
     launches += [(stripe.columns, n) for stripe in plan.stripes]
     return max(columns * round_up(tokens, config.cluster_columns) // slab for columns, tokens in launches)
