@@ -15,10 +15,11 @@ from cute_lce.arguments import Operands
 from cute_lce.implementation import StatsOperands
 from cute_lce.ops import Destination, TermTensors
 from cute_lce.options import ComputeOptions, LossOptions, TermOptions
+from cute_lce.parallel import tensor
 from cute_lce.parallel.call import Spread
 from cute_lce.parallel.numbers import numbers_of
 from cute_lce.parallel.terms import linear_cross_entropy
-from cute_lce.plan import memory
+from cute_lce.plan import memory, overlap
 from tests.device import forget_plans
 from tests.emulated import token_stats
 from tests.emulated.backward import narrow_plans
@@ -47,6 +48,7 @@ def run(
     compute: ComputeOptions | None = None,
     grad_input: str = "reduced",
     equal: bool = False,
+    sm_margin: int | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """(the numbers, which all ranks have, the gradients of the whole, kernels launched) of a vocabulary in
     shards of these sizes. A number that is differentiated has the upstream gradient of `numbers`."""
@@ -74,7 +76,7 @@ def run(
             None if whole.class_weight is None else whole.class_weight[rows].clone(),
             None if whole.temperature is None else whole.temperature.clone(),
         )
-        spread = Spread(group, None if equal else start, None, grad_input)  # pyright: ignore
+        spread = Spread(group, None if equal else start, None, grad_input, sm_margin)  # pyright: ignore
         found = numbers_of(own, options, loss, compute, spread)
         values = {name: getattr(found.stats, name) for name in options.outputs}
         # To the last bit, nan included.
@@ -165,7 +167,38 @@ def test_kept_rows_of_shards(arch, dtype):
     assert sum("Gemm" in name for name in launched) == 3 * (1 + 2)
 
 
-@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=full), pytest.param("sm_100a", marks=full)])
+@full
+@each_of()
+def test_a_cap_of_shards(arch, dtype):
+    """With memory to keep, whatever the kernels then do."""
+    case = ignoring(random_case(24, 64, 200, dtype, scale=6.0))
+    numbers = Numbers(case, softcap=5.0, temperature=torch.linspace(0.5, 2, 24))
+    check(numbers, arch, [128, 72], compute=ComputeOptions("auto", 64))
+
+
+@full
+@each_of()
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_dweight_beside_the_sum(arch, dtype, schedule, monkeypatch):
+    """The last stripe's, in two launches where its dlogits are there: the bias's gradient is not added to
+    anew, and no number of the forward is taken twice."""
+    monkeypatch.setattr(overlap, "START_CLOCKS", 0)
+    monkeypatch.setattr(overlap, "LAUNCH_CLOCKS", 0)
+    monkeypatch.setattr(tensor, "sum_seconds", lambda *_, **__: 8e-8)
+    case = ignoring(random_case(40, 72, 670, dtype))
+    outputs = (*RL, "total_nll") if schedule == "recompute" else ("logprob",)
+    numbers = Numbers(case, outputs, outputs, linear_bias=torch.linspace(-1, 1, 670).to(dtype))
+    gemms = []
+    for margin in (0, 2):
+        options = {"compute": ComputeOptions(schedule, 64), "sm_margin": margin}
+        launched = check(numbers, arch, [600, 70], **options)
+        gemms.append(sum("Gemm" in name for name in launched))
+    # Of float16's recomputed stripe there is none.
+    assert gemms[1] - gemms[0] == (dtype is BF16 or schedule == "keep")
+
+
+@full
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_parts_by_input(arch):
     case = ignoring(random_case(40, 72, 200, BF16, scale=4.0))
     check(Numbers(case, RL, RL), arch, [130, 70], grad_input="partial")

@@ -120,7 +120,7 @@ def check(case: Case, arch: str, sizes: list[int], kept: list[int], **options: A
     [
         ([0, 0], 0, BF16),
         ([0, 0], 70, BF16),
-        ([200, 130], 0, BF16),
+        pytest.param([200, 130], 0, BF16, marks=full),
         pytest.param([128, 0], 70, BF16, marks=full),
         ([0, 0], 0, FP16),
         pytest.param([128, 128], 70, FP16, marks=full),
