@@ -92,7 +92,8 @@ def terms_of(args: argparse.Namespace) -> Terms:
         logits = (*logits, "row_scale")
     weights = ("class_weight",) if args.class_weights and args.label_smoothing else ()
     forward = *logits, *weights, *("entropy",) * args.entropy, *("total",) * args.label_smoothing
-    keeps = None if args.softcap or args.entropy or weights else forward
+    smooth_cap = args.softcap and args.label_smoothing
+    keeps = None if args.entropy or weights or smooth_cap else forward
     if keeps is not None and (args.z_loss or args.label_smoothing):
         keeps = (*keeps, "proportion")
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights

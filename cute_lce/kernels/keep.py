@@ -244,6 +244,8 @@ class Finish:
                 if cutlass.const_expr("proportion" in loss.terms):
                     onehot *= ratio
                 entry = maths.dlogits(entry, onehot)
+                if cutlass.const_expr("softcap" in loss.terms):
+                    entry *= self._slope(loss, token, logit)
                 keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
 
     @cute.jit
@@ -261,6 +263,13 @@ class Finish:
         if onehot != 0:
             ratio = onehot / softmax
         return ratio
+
+    def _slope(self, loss, token: Int32, logit: Float32) -> Float32:
+        """That of the softcap which gave a token's logit; token: its origin."""
+        cap = loss.cap
+        if "row_scale" in loss.terms:
+            cap = numbers(loss.row_scale, token + 1)[token] * cap
+        return maths.cap_slope(logit / cap)
 
     @cute.jit
     def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:

@@ -1,5 +1,8 @@
 """What terms make of the products of a tile: logits, and the gradient by products (arguments.TERMS)."""
 
+import functools
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -50,6 +53,24 @@ def of_tokens(
 
 
 @cute.jit
+def _of_token(
+    address: Int64,
+    rows: Compacted,
+    n: Int32,
+    column: Int32,
+    slab: cutlass.Constexpr[int],
+    i: cutlass.Constexpr[int],
+    fragment: cutlass.Constexpr[Fragment],
+) -> Float32:
+    """That of the i-th token alone."""
+    own = Float32(0.0)
+    token, exists = fragment.owned_column(column, slab, i, n)
+    if exists:
+        own = numbers(address, n)[_of_operands(rows, token)]
+    return own
+
+
+@cute.jit
 def _of_operands(rows: Compacted, at: Int32) -> Int32:
     """Which of the operands' tokens the launch's token `at` is, compacted or not."""
     token = rows.first + at
@@ -77,6 +98,21 @@ class TileLogits:
             product = product + self.linear_bias[r]
         z, slope = maths.logit_and_slope(product, self.loss, row_stats.tanh)
         return z if scale is None else z * scale, slope
+
+
+def inverse_caps(
+    tensors, column: Int32, slab: int, i: int, fragment: Fragment
+) -> Callable[[int], Float32] | None:
+    """1 / cap of z, temperatures included, by the elements of a slab's i-th 32 columns; None where there is
+    no softcap. column: as in tile_logits."""
+    loss = tensors.loss
+    if "softcap" not in loss.terms:
+        return None
+    if "row_scale" not in loss.terms:
+        inverse = cute.arch.rcp_approx(Float32(loss.cap))
+        return lambda _: inverse
+    scale = _of_token(loss.row_scale, tensors.rows, cute.size(tensors.target), column, slab, i, fragment)
+    return functools.partial(spread, cute.arch.rcp_approx(scale * loss.cap))
 
 
 def tile_logits(

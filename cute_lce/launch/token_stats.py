@@ -58,7 +58,7 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
 def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the gradients of the numbers that `serves` accepts can be had from what a forward keeps: those
     whose onehot's share is known there."""
-    if options.softcap is not None or (options.label_smoothing and operands.class_weight is not None):
+    if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
         return False
     known = ("lse",) * bool(options.z_loss) + ("total_nll",) * bool(options.label_smoothing)
     known += ("entropy",) * (not options.entropy_grad and "logprob" in options.outputs)

@@ -27,14 +27,17 @@ def implementation(device: torch.device, dtype: torch.dtype) -> Implementation:
 
 def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) -> Statistics:
     """What serves a call with terms or linear_logprob: the kernels, if they recompute, or keep what its
-    gradients need. Raises ValueError by the name of the schedule where they would have to keep a softcap."""
+    gradients need. Raises ValueError by the name of the schedule for "keep" with a softcap and smoothing."""
     hidden = operands.hidden
     if implementation(hidden.device, hidden.dtype) is not KERNELS:
         return STATISTICS
     if not token_stats.serves(operands, options):
         return STATISTICS
-    if schedule == "keep" and options.softcap is not None:
-        raise ValueError("schedule: got 'keep' with a softcap, want 'recompute' or 'auto'")
+    if schedule == "keep" and options.softcap is not None and options.label_smoothing:
+        raise ValueError(
+            "schedule: got 'keep' with a softcap and label_smoothing, want 'recompute' or 'auto', or one of "
+            "the two terms"
+        )
     keeps = schedule == "keep" and token_stats.keeps(operands, options)
     return KERNEL_STATISTICS if keeps or schedule in ("auto", "recompute") else STATISTICS
 

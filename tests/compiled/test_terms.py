@@ -68,6 +68,10 @@ KEPT = (
     ("linear_bias", "logit_scale", "row_scale"),
     ("row_scale", "entropy"),
     ("linear_bias", "logit_scale", "total", "proportion"),
+    ("softcap",),
+    ("softcap", "row_scale", "entropy"),
+    ("linear_bias", "softcap", "proportion"),
+    ("linear_bias", "softcap", "row_scale", "proportion"),
 )
 
 

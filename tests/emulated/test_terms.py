@@ -225,19 +225,37 @@ def kept_numbers(dtype: torch.dtype) -> dict[str, Numbers]:
             temperature=ROW_SCALE,
             logit_scale=0.7,
         ),
+        "cap": Numbers(case, softcap=5.0, logit_scale=0.8, temperature=0.7),
+        "cap and": Numbers(
+            case,
+            **of_loss,
+            softcap=5.0,
+            class_weight=weight,
+            linear_bias=bias,
+            temperature=ROW_SCALE,
+            logit_scale=0.7,
+        ),
+        "cap and entropy": Numbers(
+            case,
+            ("logprob", "entropy"),
+            ("logprob",),
+            softcap=5.0,
+            temperature=ROW_SCALE,
+            entropy_grad=False,
+        ),
     }
+
+
+WITH_TERMS = "every", "temperatures", "z_loss", "bias", "entropy", "smoothing", "smoothing and"
+WITH_TERMS += "cap", "cap and", "cap and entropy"
+SHORT_KEPT = [("smoothing and", 128, "sm_90a", BF16), ("cap", 128, "sm_90a", BF16)]
 
 
 @pytest.mark.parametrize(
     ("which", "kept", "arch", "dtype"),
     [
-        pytest.param(*each, marks=[] if each == ("smoothing and", 128, "sm_90a", BF16) else [full])
-        for each in itertools.product(
-            ("every", "temperatures", "z_loss", "bias", "entropy", "smoothing", "smoothing and"),
-            (128, 201),
-            ("sm_90a", "sm_100a"),
-            (BF16, FP16),
-        )
+        pytest.param(*each, marks=[] if each in SHORT_KEPT else [full])
+        for each in itertools.product(WITH_TERMS, (128, 201), ("sm_90a", "sm_100a"), (BF16, FP16))
     ],
 )
 def test_kept(which, kept, arch, dtype):
@@ -249,11 +267,15 @@ def test_kept(which, kept, arch, dtype):
         {"temperature": ROW_SCALE * 1.02},
         {"class_weight": torch.linspace(0, 3, 201)},
         {"label_smoothing": 0.21},
+        {"softcap": 5.2},
     ):
-        if which == "every" and "label_smoothing" not in changed:
+        if which.startswith("cap") and "softcap" in changed:
             with pytest.raises(AssertionError):
                 token_stats.check(replace(numbers, **changed), run)
-        if which == "smoothing and" and "class_weight" not in changed:
+        if which == "every" and not {"label_smoothing", "softcap"} & {*changed}:
+            with pytest.raises(AssertionError):
+                token_stats.check(replace(numbers, **changed), run)
+        if which == "smoothing and" and not {"class_weight", "softcap"} & {*changed}:
             with pytest.raises(AssertionError):
                 token_stats.check(replace(numbers, **changed), run)
 
@@ -274,8 +296,24 @@ def test_kept_rows_that_rise_above_their_reference(arch, dtype, kept):
         Numbers(rising, **smoothed),
         Numbers(rising, ("logprob", "entropy"), ("logprob",), temperature=0.7, entropy_grad=False),
         Numbers(case, **smoothed, linear_bias=bias.to(dtype)),
+        Numbers(rising, softcap=200.0),
+        Numbers(rising, LOSS, z_loss=1e-3, softcap=100.0 if dtype is BF16 else 30.0, temperature=0.4),
+        Numbers(case, softcap=100.0, linear_bias=bias.to(dtype)),
     ):
         token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))
+
+
+@full
+@each_architecture()
+@pytest.mark.parametrize("kept", [128, 201])
+@pytest.mark.parametrize(
+    ("height", "cap"), [(60.0, 30.0), (300.0, 30.0), (1e4, 50.0), (60.0, 2.0), (3.0, 1e4)]
+)
+def test_kept_logits_about_their_cap(arch, dtype, kept, height, cap):
+    """Confident rows, logits of which most are far above the cap and have no slope, and far below."""
+    case = scaled(ignoring(random_case(21, 72, 201, dtype, scale=4.0)), height)
+    numbers = Numbers(case, softcap=cap)
+    token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))
 
 
 @full
@@ -313,6 +351,7 @@ def test_kept_of_any_schedule_of_warps(arch, seed):
         temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
         class_weight=torch.linspace(0, 2, V) if z_loss and not smoothing and seed % 5 == 2 else None,
         linear_bias=torch.linspace(-1, 1, V).to(dtype) if seed % 3 == 1 else None,
+        softcap=4.0 if not smoothing and seed % 2 == seed // 10 else None,
     )
     needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
     kept = V if seed % 2 else V // 256 * 128

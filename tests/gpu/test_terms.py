@@ -107,8 +107,8 @@ def test_pairs(dtype, schedule, reduction):
     case, every = case_of(dtype), terms_of(dtype)
     for names in (*((name,) for name in NAMES), *itertools.combinations(NAMES, 2), NAMES):
         terms = {name: every[name] for name in names}
-        if schedule == "keep" and "softcap" in names:
-            with pytest.raises(ValueError, match="schedule: got 'keep' with a softcap"):
+        if schedule == "keep" and {"softcap", "label_smoothing"} <= {*names}:
+            with pytest.raises(ValueError, match="schedule: got 'keep' with a softcap and label_smoothing"):
                 check(case, terms, reduction, schedule=schedule)
         else:
             check(case, terms, reduction, schedule=schedule)
@@ -161,6 +161,8 @@ KEPT = [
     ("linear_bias", "z_loss", "weight", "logit_scale", "token_weight"),
     ("label_smoothing",),
     ("label_smoothing", "linear_bias", "z_loss", "logit_scale", "token_weight"),
+    ("softcap",),
+    ("softcap", "linear_bias", "z_loss", "weight", "logit_scale", "token_weight"),
 ]
 
 
@@ -193,7 +195,9 @@ def test_kept_without_a_coefficient_of_the_softmax(dtype):
         check(near, {"z_loss": -1 / (2 * math.log(V))}, "mean", schedule="keep")
 
 
-@pytest.mark.parametrize("terms", [("z_loss",), ("linear_bias", "label_smoothing")], ids=" ".join)
+@pytest.mark.parametrize(
+    "terms", [("z_loss",), ("linear_bias", "label_smoothing"), ("linear_bias", "softcap")], ids=" ".join
+)
 def test_what_keeps_terms_compiles(terms):
     case, every = case_of(BF16), terms_of(BF16)
     given = {name: every[name] for name in terms}
@@ -236,8 +240,23 @@ def test_what_keeps_terms_keeps_to_its_workspace(schedule):
 
 
 @dtypes
+@pytest.mark.parametrize(("height", "softcap"), [(60.0, 30.0), (1e4, 50.0), (400.0, 200.0), (1.0, 1e4)])
+def test_a_kept_softcap_of_any_logits(dtype, height, softcap):
+    """Confident rows, logits far above their cap and below it; some rise above their reference."""
+    for n, d, V in SHAPES:
+        case = device_case(n, d, V, dtype)
+        if n > 1:
+            case.target[::3] = case.ignore_index
+        largest = (case.input.float() @ case.linear_weight.float().mT).abs().max()
+        case = replace(case, linear_weight=case.linear_weight * (height / largest))
+        for options in ({}, {"workspace_mb": 60}):
+            check(case, {"softcap": softcap}, "mean", schedule="keep", **options)
+
+
+@dtypes
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("schedule", ["keep", "auto"])
-def test_kept_temperatures(dtype, schedule):
+def test_kept_temperatures(dtype, schedule, softcap):
     """Of each row: the gradient of its log-probability, beside an entropy that is only read."""
     for n, d, V in SHAPES:
         case = device_case(n, d, V, dtype)
@@ -248,7 +267,7 @@ def test_kept_temperatures(dtype, schedule):
         def gradients(function, wide, case=case, temperature=temperature, **options):
             hidden, weight = (each.detach().to(wide) for each in (case.input, case.linear_weight))
             leaves = hidden.requires_grad_(), weight.requires_grad_()
-            stats = function(*leaves, case.target, temperature=temperature, **options)
+            stats = function(*leaves, case.target, temperature=temperature, softcap=softcap, **options)
             found = stats.logprob
             upstream = torch.linspace(-1, 2, case.target.numel(), device="cuda").to(found.dtype)
             numbers = found.detach(), stats.entropy.detach()

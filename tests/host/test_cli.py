@@ -304,7 +304,8 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(cache, "get", asked.append)
     plain, given = (), ("coefficients",)
-    bias, scale = ("linear_bias",), ("logit_scale",)
+    bias, scale, cap = ("linear_bias",), ("logit_scale",), ("softcap",)
+    added, capped = "bias_gradient", (*cap, "row_scale")
     smooth = ("total",), (*given, "uniform"), ("total", "proportion")
     smooth += (*given, "uniform", "shared"), ("shared",)
     for options, of_forward, of_backward, *of_kept in (
@@ -312,8 +313,16 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         ("--logit-scale", scale, scale, scale, scale),
         ("--z-loss", plain, given, ("proportion",), plain),
         ("--z-loss --logit-scale", scale, (*scale, *given), (*scale, "proportion"), plain),
-        ("--softcap", ("softcap",), ("softcap", *given)),
-        ("--softcap --logit-scale --z-loss", ("softcap",), ("softcap", *given)),
+        ("--softcap", cap, (*cap, *given), cap, plain),
+        ("--softcap --logit-scale --z-loss", cap, (*cap, *given), (*cap, "proportion"), plain),
+        ("--softcap --label-smoothing", (*cap, "total"), (*cap, *given, "uniform")),
+        (
+            "--softcap --linear-bias",
+            (*bias, *cap),
+            (*bias, *cap, *given, added),
+            (*bias, *cap),
+            (*given, added),
+        ),
         ("--entropy", ("entropy",), (*given, "gap")),
         ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
         ("--label-smoothing", *smooth),
@@ -326,7 +335,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
             (*given, "shared", "bias_gradient"),
         ),
         ("--temperatures", ("row_scale",), ("row_scale", *given), ("row_scale",), plain),
-        ("--temperatures --softcap", ("softcap", "row_scale"), ("softcap", "row_scale", *given)),
+        ("--temperatures --softcap", capped, (*capped, *given), capped, plain),
         (
             "--label-smoothing --class-weights",
             ("class_weight", "total"),

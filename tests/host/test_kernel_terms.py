@@ -116,6 +116,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
     [
         (linear_cross_entropy, {"label_smoothing": 0.1, "weight": torch.ones(300), "schedule": "keep"}),
         (linear_logprob, {"outputs": ("lse", "logprob"), "schedule": "keep"}),
+        (linear_logprob, {"outputs": ("lse", "logprob"), "schedule": "keep", "softcap": 30.0}),
         (linear_logprob, {"outputs": ("entropy", "logprob"), "schedule": "keep"}),
         (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 30.0, "schedule": "grad_in_forward"}),
@@ -125,6 +126,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
     ids=[
         "weighted smoothing kept",
         "lse kept",
+        "capped lse kept",
         "entropy kept",
         "z_loss at once",
         "softcap at once",
@@ -142,6 +144,7 @@ def test_others_are_the_streaming_paths(asked, call, options):
     [
         ("auto", {"softcap": 30.0}, ("linear_bias", "softcap", GIVEN, "bias_gradient")),
         ("keep", {}, (GIVEN, "bias_gradient")),
+        ("keep", {"softcap": 30.0}, (GIVEN, "bias_gradient")),
     ],
 )
 def test_the_gradient_of_a_bias(asked, schedule, terms, backward):
@@ -160,6 +163,9 @@ KEPT = [
         ("logit_scale", "proportion"),
     ),
     (linear_cross_entropy, {"linear_bias": torch.ones(300, dtype=BF16)}, ("linear_bias",)),
+    (linear_cross_entropy, {"softcap": 30.0}, ("softcap",)),
+    (linear_cross_entropy, {"softcap": 30.0, "z_loss": 1e-4}, ("softcap", "proportion")),
+    (linear_logprob, {"softcap": 30.0, "temperature": torch.ones(40)}, ("softcap", "row_scale")),
     (linear_logprob, {"temperature": torch.ones(40)}, ("row_scale",)),
     (linear_cross_entropy, {"label_smoothing": 0.1}, ("total", "proportion")),
     (linear_logprob, {"outputs": ("logprob", "entropy"), "entropy_grad": False}, ("entropy",)),
@@ -169,7 +175,17 @@ KEPT = [
 @pytest.mark.parametrize(
     ("call", "terms", "forward"),
     KEPT,
-    ids=["z_loss", "weighted", "bias", "temperatures", "smoothing", "entropy"],
+    ids=[
+        "z_loss",
+        "weighted",
+        "bias",
+        "cap",
+        "cap z_loss",
+        "cap temperatures",
+        "temperatures",
+        "smoothing",
+        "entropy",
+    ],
 )
 def test_what_the_kernels_keep(asked, call, terms, forward):
     """Of all columns the backward is that of a call without terms, but for what smoothing adds."""
@@ -184,7 +200,9 @@ def test_what_the_kernels_keep(asked, call, terms, forward):
     [
         ({"z_loss": 1e-4, "outputs": ("logprob", "lse")}, 131072),
         ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 131072),
-        ({"softcap": 30.0}, 0),
+        ({"softcap": 30.0}, 131072),
+        ({"softcap": 30.0, "label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 0),
+        ({"softcap": 30.0, "outputs": ("lse",)}, 0),
         ({"outputs": ("lse",)}, 0),
         ({"outputs": ("logprob", "entropy")}, 0),
     ],
@@ -202,6 +220,8 @@ def test_auto_keeps_what_it_can(asked, options, kept, workspace):
     assert found == ("keep" if kept else "recompute", kept)
 
 
-def test_a_softcap_is_not_kept(asked):
-    with pytest.raises(ValueError, match="schedule: got 'keep' with a softcap, want 'recompute' or 'auto'"):
-        train(linear_cross_entropy, softcap=30.0, schedule="keep")
+def test_a_softcap_is_not_kept_with_smoothing(asked):
+    with pytest.raises(
+        ValueError, match="schedule: got 'keep' with a softcap and label_smoothing, want 'recompute'"
+    ):
+        train(linear_cross_entropy, softcap=30.0, label_smoothing=0.1, schedule="keep")
