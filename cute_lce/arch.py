@@ -198,7 +198,7 @@ class Architecture:
     l2_bytes_per_clock: that an SM loads from L2 while all do.
     data_sheet: peaks for `cute-lce plan`.
     term_columns: (term, tile_n of the widest tiles of tokens whose epilogues have registers for it).
-    kept_columns: the same of a forward that keeps; "a+b": where both are terms.
+    kept_columns: the same of a forward that keeps.
     tilings: for few tokens first.
     """
 
@@ -296,7 +296,7 @@ class Gpu(NamedTuple):
     def serving(self, terms: tuple[str, ...], keeps: bool = False) -> Gpu:
         """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
         limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
-        columns = [most for names, most in limits if {*names.split("+")} <= {*terms}]
+        columns = [most for term, most in limits if term in terms]
         return self._replace(columns=min(columns)) if columns else self
 
 
@@ -371,7 +371,7 @@ _SM_90A = Architecture(
         ("linear_bias", 176),
         ("bias_gradient", 160),
     ),
-    kept_columns=(("entropy", 128), ("total", 128), ("softcap+row_scale", 128)),
+    kept_columns=(("entropy", 128), ("total", 128)),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(

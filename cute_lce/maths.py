@@ -89,6 +89,11 @@ def cap_slope(ratio):
     return 1.0 - ratio * ratio
 
 
+def slope_of_capped(z, inverse_square, fma):
+    """`cap_slope` of the ratio that became z. inverse_square: 1 / cap^2, with the temperature's."""
+    return fma(z * -inverse_square, z, 1.0)
+
+
 TANH_SERIES = (-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
 """Of tanh(x) / x - 1 by powers of x^2, the highest first."""
 TANH_SMALL = 0.35

@@ -37,7 +37,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
-from cute_lce.kernels.logits import TileLogits, has_own_logits, numbers
+from cute_lce.kernels.logits import TileLogits, has_own_logits, inverse_square, numbers
 from cute_lce.kernels.row_stats import fma, to_logits
 from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.maths import LOG2_E
@@ -269,7 +269,7 @@ class Finish:
         cap = loss.cap
         if "row_scale" in loss.terms:
             cap = numbers(loss.row_scale, token + 1)[token] * cap
-        return maths.cap_slope(logit / cap)
+        return maths.slope_of_capped(logit, inverse_square(cap), fma)
 
     @cute.jit
     def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:

@@ -100,19 +100,25 @@ class TileLogits:
         return z if scale is None else z * scale, slope
 
 
-def inverse_caps(
+def cap_factors(
     tensors, column: Int32, slab: int, i: int, fragment: Fragment
 ) -> Callable[[int], Float32] | None:
-    """1 / cap of z, temperatures included, by the elements of a slab's i-th 32 columns; None where there is
-    no softcap. column: as in tile_logits."""
+    """maths.slope_of_capped's inverse_square, by the elements of a slab's i-th 32 columns; None where there
+    is no softcap. column: as in tile_logits."""
     loss = tensors.loss
     if "softcap" not in loss.terms:
         return None
     if "row_scale" not in loss.terms:
-        inverse = cute.arch.rcp_approx(Float32(loss.cap))
-        return lambda _: inverse
+        factor = inverse_square(loss.cap)
+        return lambda _: factor
     scale = _of_token(loss.row_scale, tensors.rows, cute.size(tensors.target), column, slab, i, fragment)
-    return functools.partial(spread, cute.arch.rcp_approx(scale * loss.cap))
+    return functools.partial(spread, inverse_square(scale * loss.cap))
+
+
+def inverse_square(cap: Float32) -> Float32:
+    """maths.slope_of_capped's. cap: temperatures included."""
+    inverse = Float32(1.0) / cap
+    return inverse * inverse
 
 
 def tile_logits(

@@ -20,7 +20,7 @@ def exp(exponent):
 
 def tanh(x):
     """tanh(x): 2^-21, and near 0 2^-23, relative to it; tanh.approx errs by 2^-11."""
-    small = maths.small_tanh(x, lambda a, b, c: cute.math.fma(Float32(a), b, Float32(c)))
+    small = maths.small_tanh(x, fma)
     distance = cute.math.absf(x)
     large = cute.math.copysign(maths.large_tanh(distance, exp, cute.arch.rcp_approx), x)
     return Float32(cutlass.select_(distance < maths.TANH_SMALL, small, large))
@@ -49,9 +49,9 @@ def to_logits(products: cute.Tensor, loss):
         products.store(maths.logits(products.load(), loss))
 
 
-def fma(a, b: float, c):
-    """a b + c in one instruction."""
-    return cute.math.fma(a, Float32(b), c)
+def fma(a, b, c):
+    """a b + c in one instruction; numbers or Float32."""
+    return cute.math.fma(Float32(a), Float32(b), Float32(c))
 
 
 def finite_max(row_max: Float32) -> Float32:

@@ -311,6 +311,8 @@ def test_kept_rows_that_rise_above_their_reference(arch, dtype, kept):
 )
 def test_kept_logits_about_their_cap(arch, dtype, kept, height, cap):
     """Confident rows, logits of which most are far above the cap and have no slope, and far below."""
+    # Above its caps by more, most of what float16 keeps is subnormal.
+    height = min(height, 300.0) if dtype is FP16 else height
     case = scaled(ignoring(random_case(21, 72, 201, dtype, scale=4.0)), height)
     numbers = Numbers(case, softcap=cap)
     token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))

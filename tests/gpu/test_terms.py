@@ -247,6 +247,8 @@ def test_a_kept_softcap_of_any_logits(dtype, height, softcap):
         case = device_case(n, d, V, dtype)
         if n > 1:
             case.target[::3] = case.ignore_index
+        # Above its caps by more, most of what float16 keeps is subnormal.
+        height = min(height, 400.0) if dtype is FP16 else height
         largest = (case.input.float() @ case.linear_weight.float().mT).abs().max()
         case = replace(case, linear_weight=case.linear_weight * (height / largest))
         for options in ({}, {"workspace_mb": 60}):

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16
 
 from cute_lce import maths
-from cute_lce.arguments import KEPT_TILE, LossArguments
+from cute_lce.arguments import KEPT_TILE
 from cute_lce.kernels.epilogues.statistics import (
     ForwardEpilogue,
     ForwardState,
@@ -24,7 +24,7 @@ from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_ignored
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
 from cute_lce.kernels.keep import KeepTensors
-from cute_lce.kernels.logits import inverse_caps
+from cute_lce.kernels.logits import cap_factors
 from cute_lce.kernels.row_stats import fma
 
 AT_ONCE = 2
@@ -83,7 +83,7 @@ class KeepEpilogue:
         of = self.forward.total_of(tensors.forward, row)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
-            for owned in self._at_once(tensors.forward.loss):
+            for owned in self._at_once(state):
                 self._keep(tensors, staging, state, frag, row, column, slab, owned, of)
         else:
             self.forward.accumulate(state.forward, frag, slab, of)
@@ -132,7 +132,7 @@ class KeepEpilogue:
                 in_place=True,
                 gaps=more.gap is not None,
                 of=of,
-                inverse_cap=inverse_caps(tensors.forward, column, slab, i, fragment),
+                cap_factor=cap_factors(tensors.forward, column, slab, i, fragment),
             )
             terms[i], *others = fold(leaf, add_each)
             if cutlass.const_expr(more.gap is not None):
@@ -147,10 +147,10 @@ class KeepEpilogue:
                 zero_ignored(fragment, state.ignored, frag, slab, i)
         store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned)
 
-    def _at_once(self, loss: LossArguments) -> list[range]:
-        """Which of the columns that a lane owns are kept together: with a softcap or sums of terms, one."""
-        owned = range(self.fragment.owned)
-        step = 1 if any(term in loss.terms for term in ("softcap", "entropy", "total")) else AT_ONCE
+    def _at_once(self, state: KeepState) -> list[range]:
+        """Which of the columns that a lane owns are kept together: beside what terms sum, one."""
+        owned, sums = range(self.fragment.owned), (state.forward.gap, state.forward.total)
+        step = AT_ONCE if all(each is None for each in sums) else 1
         return [owned[first : first + step] for first in owned[::step]]
 
     def _more(self, state: KeepState, of: TotalOf | None) -> More:

@@ -332,20 +332,20 @@ def exponentials(
     in_place: bool,
     gaps: bool = False,
     of: TotalOf | None = None,
-    inverse_cap: Callable[[int], Float32] | None = None,
+    cap_factor: Callable[[int], Float32] | None = None,
 ):
     """The sum of 2^x, with x = z log2 e - base, of a thread's elements of a column, element first + j of a
     row; with `gaps` also that of x 2^x, with `of` that of x times the rows' weights.
 
     base: of the column that this lane owns among the 32 with elements first, first + 1, ...
-    in_place: whether the exponentials replace the fragment's elements; with `inverse_cap`, of
-    each j, times the slope of the softcap that gave z, of which the sums know nothing.
+    in_place: whether the exponentials replace the fragment's elements; with `cap_factor`, of
+    each j, times the slope of the softcap that gave z (maths.slope_of_capped), which is not in the sums.
     """
     c, several = first + j, 1 + gaps + (of is not None)
     if c >= fragment.count:
         return (Float32(0.0),) * several
     base = spread(base, j)
-    inverse = None if inverse_cap is None else inverse_cap(j)
+    factor = None if cap_factor is None else cap_factor(j)
     sums: list[list] = [[] for _ in range(several)]
     for r in range(len(fragment.rows)):
         exponent = maths.kept_exponent(frag[r, c], base, fma)
@@ -360,5 +360,7 @@ def exponentials(
         for values, value in zip(sums, each, strict=True):
             values.append(value)
         if in_place:
-            frag[r, c] = term if inverse is None else term * maths.cap_slope(frag[r, c] * inverse)
+            z, frag[r, c] = frag[r, c], term
+            if factor is not None:
+                frag[r, c] = term * maths.slope_of_capped(z, factor, row_stats.fma)
     return tuple(row_stats.tree(values, lambda a, b: a + b) for values in sums)
