@@ -86,8 +86,8 @@ def linear_cross_entropy(
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
             them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then requires a
             linear_weight that needs no gradient, and no linear_bias that does.
-            With a softcap, and with label_smoothing and class weights, the kernels recompute, which "auto"
-            then is; "keep" is refused with the first and the streaming path's with the others, as
+            With label_smoothing and a softcap or class weights at once the kernels recompute, which "auto"
+            then is; "keep" is refused with the cap and the streaming path's with the weights, as
             "grad_in_forward" is with a softcap, label_smoothing, a linear_bias or a z_loss.
             "auto" picks one that can serve the call: on the kernels what is predicted to be the fastest
             ("grad_in_forward" only in eager calls without grad_weight_out), on the streaming path

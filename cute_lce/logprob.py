@@ -63,10 +63,8 @@ def linear_logprob(
         TokenStats: each field that outputs names, the others None.
 
     Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob, lse and entropy, and
-    recompute the logits (without a softcap what logprob's gradient needs may be kept, if neither lse nor an
-    entropy with a gradient is beside it); the streaming path serves all others. What the kernels serve is
-    refused with "keep" and a softcap. Any
-    combination of the differentiable numbers may have an upstream gradient, and one without costs nothing. A
+    recompute the logits (what logprob's gradient needs may be kept, if neither lse nor an entropy with a
+    gradient is beside it); the streaming path serves all others. Any combination of the differentiable numbers may have an upstream gradient, and one without costs nothing. A
     temperature that requires a gradient is refused.
     """
     if workspace_mb is None:
