@@ -64,8 +64,9 @@ def linear_logprob(
 
     Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob, lse and entropy, and
     recompute the logits (what logprob's gradient needs may be kept, if neither lse nor an entropy with a
-    gradient is beside it); the streaming path serves all others. Any combination of the differentiable numbers may have an upstream gradient, and one without costs nothing. A
-    temperature that requires a gradient is refused.
+    gradient is beside it); the streaming path serves all others. Any combination of the differentiable
+    numbers may have an upstream gradient, and one without costs nothing. A temperature that requires a
+    gradient is refused.
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB

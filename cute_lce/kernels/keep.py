@@ -18,8 +18,9 @@ in a tile: Fragment.unit), it is stored relative to K + step j, and j is noted i
 such rows, and those whose sum exceeds the headroom, to one K, and subtracts the onehot. Scaling by a power of
 two is exact except for what becomes subnormal; the target's own entry is rounded once. Where terms give the
 softmax a coefficient of its own, v is times that, and the onehot times its own coefficient over it, which is
-at most 1 / LEAST_SHARE. With a softcap E' is times its slope, at most 1; K and all sums know nothing of it. In bf16 such rows are
-rare; in fp16 they are those whose guess is 2^9.5 times too small, 0.1% of the probability for the target.
+at most 1 / LEAST_SHARE. With a softcap E' is times its slope, at most 1, of which K and the sums know
+nothing. In bf16 raised rows are rare; in fp16 they are those whose guess is 2^9.5 times too small, 0.1% of
+the probability for the target.
 
 K is limited to +-far, which also stands for a target's logit of -inf, and j to MOST_STEPS. So a kept logit
 may lie 2^23 in base 2, 5.8 million nats, above its row's K, and reach 2.9 million nats if the target's logit
