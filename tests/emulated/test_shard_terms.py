@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_lce import reference
 from cute_lce.arguments import Operands
 from cute_lce.implementation import StatsOperands
+from cute_lce.launch import choose
 from cute_lce.ops import Destination, TermTensors
 from cute_lce.options import ComputeOptions, LossOptions, TermOptions
 from cute_lce.parallel import tensor
@@ -332,6 +333,17 @@ def test_a_kept_z_loss(arch, dtype, z_loss):
     given = {"z_loss": z_loss, "linear_bias": torch.linspace(-1, 1, 200).to(dtype)}
     launched = check_loss(case, arch, [128, 72], given, ComputeOptions("keep", 64), reduction="mean")
     assert sum("Gemm" in name for name in launched) == 2 * (1 + 2)
+
+
+@full
+@each_of()
+def test_some_columns_are_kept(arch, dtype, monkeypatch):
+    """A kept stripe, and a recomputed one whose dweight waits."""
+    monkeypatch.setattr(choose, "choose", lambda *_: ("keep", 128))
+    case = ignoring(random_case(24, 64, 330, dtype, scale=4.0))
+    given = {"z_loss": 0.1, "linear_bias": torch.linspace(-1, 1, 330).to(dtype)}
+    launched = check_loss(case, arch, [200, 130], given, ComputeOptions("keep", 64), reduction="none")
+    assert sum("Gemm" in name for name in launched) == 2 * (1 + 2 + 3)
 
 
 @each_of(("sm_90a", BF16))
