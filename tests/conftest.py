@@ -25,11 +25,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _kernels_of(item: pytest.Item) -> str:
     """The kernels that a test of compiled code compiles: of forwards its file's, of others those of its
-    parameters; of emulated code, whose tests share few kernels, their architecture. "" for any other."""
+    parameters; of emulated code, whose tests share few kernels, their architecture, and so of GEMMs that
+    are mutated. "" for any other."""
     if "tests/compiled/test_sm" in item.nodeid:
         return item.nodeid.partition("::")[0]
     if "tests/compiled/" in item.nodeid:
         return item.name.partition("[")[2]
+    if "test_mutations.py::test_some" in item.nodeid:
+        return next((place for place in ("Hopper", "Blackwell") if item.name.endswith(f", {place}]")), "")
     if "tests/emulated/" in item.nodeid:
         names = {arch: (arch, f"test_{arch.replace('_', '')[:-1]}.py") for arch in ARCHITECTURES}
         return next((arch for arch, of in names.items() if any(name in item.nodeid for name in of)), "")

@@ -196,25 +196,29 @@ RUNS: dict[
 }
 
 
+@functools.cache
+def _expected(
+    arch: str,
+    run: Callable[[str, int], tuple[Key, list[Tensor]]],
+    right: Callable[[str, list[Tensor]], None],
+) -> tuple[Key, list[Tensor]]:
+    """Of the kernels as they are: `build` calls it before any mutation."""
+    key, results = run(arch, 0)
+    right(arch, results)
+    return key, results
+
+
 def _subject(arch: str, which: str, **options) -> Subject:
     """which: of RUNS."""
     run, right = RUNS[which]
 
-    @functools.cache
-    def expected() -> list[Tensor]:
-        """Of the kernels as they are: `build` calls it before any mutation."""
-        results = run(arch, 0)[1]
-        right(arch, results)
-        return results
-
     def build(folder: str) -> Emulated:
         from tests.emulated.forward import emulated
 
-        expected()
-        return emulated(run(arch, 0)[0])
+        return emulated(_expected(arch, run, right)[0])
 
     def check(program: Emulated, seed: int) -> bool:
-        return _same(run(arch, seed)[1], expected())
+        return _same(run(arch, seed)[1], _expected(arch, run, right)[1])
 
     def mine(entry: str) -> bool:
         if which == "keep":
