@@ -66,7 +66,7 @@ def linear_logprob(
     recompute the logits (what logprob's gradient needs may be kept, if neither lse nor an entropy with a
     gradient is beside it); the streaming path serves all others. Any combination of the differentiable
     numbers may have an upstream gradient, and one without costs nothing. A temperature that requires a
-    gradient is refused.
+    gradient is refused. torch.func's transforms are served as by linear_cross_entropy.
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB
