@@ -57,7 +57,8 @@ def linear_logprob(
         schedule: "recompute", "keep" or "auto", as in linear_cross_entropy.
         tp_group, vocab_start, grad_input: as in linear_cross_entropy: the vocabulary is sharded over a group,
             and linear_weight and linear_bias are this rank's rows. outputs are then of "logprob", "entropy"
-            and "lse"; torch.compile's graph breaks there, except for "logprob" alone.
+            and "lse"; torch.compile's graph breaks there, except for "logprob" alone without linear_bias,
+            softcap and a tensor of temperatures.
 
     Returns:
         TokenStats: each field that outputs names, the others None.

@@ -219,5 +219,6 @@ def divided(total: Tensor, denominator: Tensor) -> Tensor:
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:
-    """torch's: over the valid rows, or their classes' weights; 0 where that is 0."""
-    return torch.where(count != 0, total / torch.where(count != 0, count, 1), 0)
+    """torch's: over the valid rows, or their classes' weights; 0 where that is 0, but for a total of nan."""
+    counts = count != 0
+    return torch.where(counts | total.isnan(), total / torch.where(counts, count, 1), 0)

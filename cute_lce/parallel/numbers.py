@@ -94,11 +94,13 @@ def _check_ranks(
         for name, each in operands._asdict().items()
         if name in ("linear_bias", "class_weight", "temperature")
     }
+    values = None if operands.temperature is None else ranks.digest(operands.temperature)
     needs = request.need_dinput, request.need_dweight
     ranks.check(
         *(operands[:3], needs, loss, compute, spread),
         options=tuple(options),
         **others,
+        **{"temperature's values": values},
         need_dbias=request.need_dbias,
     )
 

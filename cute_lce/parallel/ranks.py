@@ -43,9 +43,9 @@ def check(
         **others,
     }
     if not sliced:
-        facts["input's values"] = _digest(input)
+        facts["input's values"] = digest(input)
     if not sliced or target.shape != input.shape[:-1]:
-        facts["target's values"] = _digest(target)
+        facts["target's values"] = digest(target)
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, facts, group=group)
     for name in facts:
@@ -54,6 +54,6 @@ def check(
             raise ValueError(f"tp_group: its ranks differ in {name}: got {found}, want the same on each")
 
 
-def _digest(tensor: Tensor) -> int:
-    # As bytes, in which nan is equal to itself.
+def digest(tensor: Tensor) -> int:
+    """Of a tensor's values, as bytes, in which nan is equal to itself."""
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

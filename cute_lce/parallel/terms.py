@@ -11,12 +11,13 @@ from torch import Tensor
 from ..arguments import Operands
 from ..implementation import RowLoss, Stats, StatsOperands, StatsOptions, outputs_of
 from ..ops import Destination, TermTensors
+from ..ops.call import needs_gradient
 from ..ops.plain import is_plain_eager
 from ..ops.terms import check_term_tensors, checked, divided, mean
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..streaming.products import accumulate_dtype
 from ..streaming.rows import is_ignored
-from . import call, ops
+from . import call, ops, ranks
 from .call import Spread
 from .numbers import numbers_of
 from .tokens import tokens_of
@@ -38,6 +39,8 @@ def linear_cross_entropy(
     (hidden, weight, _), linear_bias = checked(given, tensors.linear_bias)
     check_term_tensors(operands, tensors)
     call.refuse_grad_in_forward(compute)
+    if ranks.CHECK_RANKS:
+        _check_ranks(operands, tensors, loss, terms, compute, spread)
     flat = Operands(hidden.reshape(-1, hidden.shape[-1]), weight, call.flatten_watched(target, tokens, group))
     spread = spread._replace(sequence_dim=None if tokens.dim is None else 0)
     ignored, acc = is_ignored(flat.target, loss.ignore_index), accumulate_dtype(hidden.dtype)
@@ -71,6 +74,26 @@ def linear_cross_entropy(
     if tensors.denominator is not None:
         return divided(total, tensors.denominator)
     return mean(total, (~ignored).sum() if target_weight is None else target_weight.sum())
+
+
+@torch.compiler.disable()
+def _check_ranks(
+    operands: Operands,
+    tensors: TermTensors,
+    loss: LossOptions,
+    terms: TermOptions,
+    compute: ComputeOptions,
+    spread: Spread,
+) -> None:
+    """Before the first collective of the terms, which not all ranks would make."""
+    values = {
+        f"{name}'s values": None if tensor is None else ranks.digest(tensor)
+        for name in ("token_weight", "denominator")
+        for tensor in [getattr(tensors, name)]
+    }
+    given = tuple(name for name, tensor in tensors._asdict().items() if tensor is not None)
+    needs = needs_gradient(operands.hidden, operands.weight)
+    ranks.check(operands, needs, loss, compute, spread, **values, terms=(given, tuple(terms)))
 
 
 def _plain(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from cute_lce import linear_cross_entropy, reference
+from cute_lce.parallel import ranks as checks
 from tests.distributed.calls import slice_of
 from tests.distributed.ranks import Rank
 from tests.numerics import assert_close, random_case
@@ -195,7 +197,40 @@ def terms_that_are_refused(here: Rank) -> None:
             linear_cross_entropy(hidden, shard, target, tp_group=here.group, **given)
 
 
+def weights_of_targets_in_no_shard(here: Rank) -> None:
+    """nan, although nothing is left to divide by."""
+    hidden, weight, _, target, _, class_weight = operands(here, torch.float32)
+    shard, own = slice_of(weight, here, 0).clone().requires_grad_(), slice_of(class_weight, here, 0)
+    choices: tuple[dict[str, Any], ...] = ({}, {"z_loss": 0.1})
+    for options in choices:
+        nowhere = torch.full_like(target, 10**6)
+        loss = linear_cross_entropy(hidden, shard, nowhere, tp_group=here.group, weight=own, **options)
+        assert loss.isnan()
+        ignored = torch.full_like(target, -100)
+        loss = linear_cross_entropy(hidden, shard, ignored, tp_group=here.group, weight=own, **options)
+        assert loss == 0
+
+
+def terms_that_differ(here: Rank) -> None:
+    """CUTE_LCE_CHECK_RANKS=1: the same error on every rank, before a collective that one would not make."""
+    hidden, weight, _, target, token_weight, class_weight = operands(here, torch.float32)
+    shard, own = slice_of(weight, here, 0), slice_of(class_weight, here, 0)
+    with mock.patch.object(checks, "CHECK_RANKS", True):
+        for name, given in (
+            ("token_weight's values", {"token_weight": token_weight + here.rank}),
+            ("denominator's values", {"denominator": 2.0 + here.rank}),
+            ("terms", {"weight": None if here.rank else own, "z_loss": 0.1}),
+        ):
+            options: dict[str, Any] = given
+            with pytest.raises(ValueError, match=f"differ in {name}"):
+                linear_cross_entropy(hidden, shard, target, tp_group=here.group, **options)
+        given = {"token_weight": token_weight, "weight": own, "z_loss": 0.1}
+        linear_cross_entropy(hidden, shard, target, tp_group=here.group, **given)
+
+
 CASES = (
+    weights_of_targets_in_no_shard,
+    terms_that_differ,
     factors_of_rows,
     terms_of_numbers,
     terms_of_classes,
