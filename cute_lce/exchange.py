@@ -31,12 +31,14 @@ class Merged(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """What numbers of a row are made of, acc (n,) but for `weight`: sums over a set of columns.
+    """What numbers of a row are made of, acc (n,) but for those named: sums over a set of columns.
 
     row_max, row_sum: as in Results. target_logit: nan where the target is not among the columns. mean_gap:
     sum p (row_max - z) with p the softmax over these columns, of use where row_sum is not 0. total_gap: sum
     of class_weight (row_max - z), with 0 for a row_max of -inf; weight (): sum of class_weight, or the number
-    of columns. None for what is not asked for.
+    of columns. square_sum: as row_sum, of squares of exponentials. mean_logit: of z. argmax int64: the first
+    column with the largest z; is_top1 bool: whether it is the target. topk_logit (n, K): z of given ids, of
+    use where topk_known bool (n, K): whether an id is among the columns. None for what is not asked for.
     """
 
     row_max: Tensor
@@ -45,6 +47,12 @@ class RowSums(NamedTuple):
     mean_gap: Tensor | None = None
     total_gap: Tensor | None = None
     weight: Tensor | None = None
+    square_sum: Tensor | None = None
+    mean_logit: Tensor | None = None
+    argmax: Tensor | None = None
+    is_top1: Tensor | None = None
+    topk_logit: Tensor | None = None
+    topk_known: Tensor | None = None
 
 
 Merge = Callable[[RowSums], RowSums]

@@ -159,7 +159,7 @@ def linear_cross_entropy(
     terms = label_smoothing, softcap, z_loss
     tensors: tuple[Any, Any, Any, Any] = linear_bias, weight, token_weight, denominator
     if ops.has_heads(linear_weight):
-        if over_group != _ON_ONE_DEVICE:
+        if over_group != ON_ONE_DEVICE:
             raise _refuse_group(over_group)
         given = dict(zip(_NAMES, (*values, *terms, *tensors), strict=True))
         given |= {"grad_weight_out": grad_weight_out, "grad_weight_dummy": grad_weight_dummy}
@@ -169,7 +169,7 @@ def linear_cross_entropy(
     plain = ops.is_plain_eager(input, linear_weight, target)
     loss, compute = _remembered_options(values) if plain else _options(*values)
     spread = None
-    if over_group != _ON_ONE_DEVICE:
+    if over_group != ON_ONE_DEVICE:
         spread = _parallel().spread_of(*over_group)
     destination = None
     if grad_weight_out is not None or grad_weight_dummy is not False:
@@ -213,14 +213,14 @@ _NAMES = (
 )
 """What a head's call is given by name: fields of the options, then of the terms, numbers and tensors."""
 _NO_TENSORS = (None, None, None, None)
-_ON_ONE_DEVICE = (None, None, None, "reduced", None)
+ON_ONE_DEVICE = (None, None, None, "reduced", None)
 """The arguments about a group."""
 
 
 def _refuse_group(over_group: tuple) -> ValueError:
     """The error for several heads, by the name of the first that is given."""
     names = "tp_group", "vocab_start", "sequence_dim", "grad_input", "sm_margin"
-    each = zip(names, over_group, _ON_ONE_DEVICE, strict=True)
+    each = zip(names, over_group, ON_ONE_DEVICE, strict=True)
     name, got, want = next(found for found in each if found[1] != found[2])
     got = "a group" if name == "tp_group" else repr(got)
     return ValueError(f"{name}: got {got} with several heads, want {want!r}: a group takes one head")

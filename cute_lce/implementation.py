@@ -310,10 +310,6 @@ class Stats(NamedTuple):
     onehot_ratio: Tensor | None = None
 
 
-SHARDED = ("logprob", "lse", "entropy", "total_nll")
-"""The numbers that RowSums suffice for."""
-
-
 class StatsUpstream(NamedTuple):
     """The upstream gradients of the differentiable numbers; None for one that there is none of."""
 
@@ -413,7 +409,8 @@ class Statistics(Protocol):
     def forward(
         self, operands: StatsOperands, options: StatsOptions, request: Request, merge: Merge | None = None
     ) -> Stats:
-        """merge: where the request is of a shard, whose outputs are of SHARDED. It is called once."""
+        """merge: where the request is of a shard, from whose first class topk_ids count as its targets do.
+        It is called once."""
         ...
 
     def backward(

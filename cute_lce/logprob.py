@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops, options
-from .functional import check_types
+from .functional import ON_ONE_DEVICE, check_types
 from .implementation import StatsOperands
 from .ops.logprob import Wanted
 from .options import ComputeOptions, LossOptions, TermOptions, TokenStats
@@ -37,7 +37,9 @@ def linear_logprob(
     window: int | None = None,
     tp_group: ProcessGroup | None = None,
     vocab_start: int | None = None,
+    sequence_dim: int | None = None,
     grad_input: str = "reduced",
+    sm_margin: int | None = None,
 ) -> TokenStats:
     """Numbers of each token from its logits, in one pass over them and without them in memory.
 
@@ -55,10 +57,11 @@ def linear_logprob(
             They may repeat, and be the target; one outside [0, V) gives 0 and has no gradient.
         entropy_grad: whether entropy is differentiable.
         schedule: "recompute", "keep" or "auto", as in linear_cross_entropy.
-        tp_group, vocab_start, grad_input: as in linear_cross_entropy: the vocabulary is sharded over a group,
-            and linear_weight and linear_bias are this rank's rows. outputs are then of "logprob", "entropy"
-            and "lse"; torch.compile's graph breaks there, except for "logprob" alone without linear_bias,
-            softcap and a tensor of temperatures.
+        tp_group, vocab_start, sequence_dim, grad_input, sm_margin: as in linear_cross_entropy: the vocabulary
+            is sharded over a group, and linear_weight and linear_bias are this rank's rows. With
+            sequence_dim temperature, topk_ids and the numbers have target's shape, whole or a slice.
+            argmax and topk_ids are classes of the whole vocabulary. torch.compile's graph breaks there,
+            except for "logprob" alone without linear_bias, softcap and a tensor of temperatures.
 
     Returns:
         TokenStats: each field that outputs names, the others None.
@@ -74,7 +77,8 @@ def linear_logprob(
     check_types(input, linear_weight, target)
     names = tuple(outputs) if isinstance(outputs, list) else outputs
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
-    if tp_group is not None or vocab_start is not None or grad_input != "reduced":
+    over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
+    if over_group != ON_ONE_DEVICE:
         from .parallel import call, logprob
 
         found = logprob.linear_logprob(
@@ -83,7 +87,7 @@ def linear_logprob(
             LossOptions("none", ignore_index, logit_scale),
             TermOptions(softcap=softcap),
             ComputeOptions(schedule, workspace_mb, window),
-            call.spread_of(tp_group, vocab_start, None, grad_input, None),
+            call.spread_of(*over_group),
         )
         return TokenStats(**dict(zip(names, found, strict=True)))
     plain = ops.is_plain_eager(input, linear_weight, target)

@@ -55,7 +55,8 @@ def linear_logprob(
     if call.is_plain:
         return [-plain_losses(call.plain_operands, call.plain_loss, call.compute).view(target.shape)]
     _, how = decide(call.operands, call.options, call.compute, "none", None)
-    return call.named(stats_of(call.operands, how))
+    numbers = call.named(stats_of(call.operands, how))
+    return [each.view((*target.shape, *each.shape[1:])) for each in numbers]
 
 
 class Wanted(NamedTuple):
@@ -68,10 +69,9 @@ class Wanted(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A checked call: operands in two dimensions, target's shape, and what is computed of them."""
+    """A checked call: operands with one dimension of tokens, and what is computed of them."""
 
     operands: StatsOperands
-    shape: torch.Size
     options: StatsOptions
     compute: ComputeOptions
 
@@ -93,43 +93,55 @@ class Call(NamedTuple):
         return LossOptions("none", options.ignore_index, options.logit_scale / options.temperature)
 
     def named(self, found: Stats) -> list[Tensor]:
-        """The outputs in their order and in target's shape."""
+        """The outputs in their order, of tokens in one dimension."""
         if found.entropy is not None and not self.options.entropy_grad:
             found = found._replace(entropy=found.entropy.detach())
-        numbers = (getattr(found, name) for name in self.options.outputs)
-        return [each.view((*self.shape, *each.shape[1:])) for each in numbers]
+        return [getattr(found, name) for name in self.options.outputs]
 
 
 def call_of(
     given: StatsOperands, wanted: Wanted, loss: LossOptions, terms: TermOptions, compute: ComputeOptions
 ) -> Call:
     """Check a call, and cast and flatten its tensors. given: as the caller has them."""
+    operands, options = checked_call(given, wanted, loss, terms, compute, given.target)
+    hidden, weight, target = flatten(Operands(*operands[:3]))
+    n, temperature, topk_ids = hidden.shape[0], given.temperature, given.topk_ids
+    tensors = operands._replace(
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        temperature=None if temperature is None else temperature.reshape(n),
+        topk_ids=None if topk_ids is None else topk_ids.reshape(n, topk_ids.shape[-1]),
+    )
+    return Call(tensors, options, compute)
+
+
+def checked_call(
+    given: StatsOperands,
+    wanted: Wanted,
+    loss: LossOptions,
+    terms: TermOptions,
+    compute: ComputeOptions,
+    as_input: Tensor,
+) -> tuple[StatsOperands, StatsOptions]:
+    """The tensors after autocast, and what is computed of them. as_input: target, or a part of it that has
+    the shape of input's tokens, which are then a part of target's."""
     check_outputs(wanted.outputs)
     check_positive("temperature", wanted.temperature_number)
     if not isinstance(wanted.entropy_grad, bool):
         raise TypeError(f"entropy_grad: got {type(wanted.entropy_grad).__name__}, want a bool")
     if compute.schedule == "grad_in_forward":
         raise ValueError("schedule: got 'grad_in_forward', want 'recompute', 'keep' or 'auto'")
-    operands, linear_bias = checked(Operands(*given[:3]), given.linear_bias)
-    temperature, topk_ids = given.temperature, given.topk_ids
-    _check(operands, temperature, topk_ids, wanted.outputs)
-    flat = flatten(operands)
-    n = flat.hidden.shape[0]
+    (hidden, weight, _), linear_bias = checked(Operands(*given[:2], as_input), given.linear_bias)
+    operands = given._replace(hidden=hidden, weight=weight, linear_bias=linear_bias)
+    _check(operands, wanted.outputs)
     numbers = loss.ignore_index, loss.logit_scale, terms.softcap, wanted.temperature_number
-    tensors = StatsOperands(
-        *flat,
-        linear_bias,
-        temperature=None if temperature is None else temperature.reshape(n),
-        topk_ids=None if topk_ids is None else topk_ids.reshape(n, topk_ids.shape[-1]),
-    )
-    options = StatsOptions(*numbers, tuple(wanted.outputs), entropy_grad=wanted.entropy_grad)
-    return Call(tensors, operands.target.shape, options, compute)
+    return operands, StatsOptions(*numbers, tuple(wanted.outputs), entropy_grad=wanted.entropy_grad)
 
 
-def _check(
-    operands: Operands, temperature: Tensor | None, topk_ids: Tensor | None, outputs: tuple[str, ...]
-) -> None:
+def _check(operands: StatsOperands, outputs: tuple[str, ...]) -> None:
     shape, device = tuple(operands.target.shape), operands.hidden.device
+    temperature, topk_ids = operands.temperature, operands.topk_ids
     if temperature is not None:
         check_term("temperature", temperature, shape, DTYPES, device)
         refuse_gradient("temperature", temperature)

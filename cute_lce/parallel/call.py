@@ -214,28 +214,29 @@ def flatten_watched(target: Tensor, tokens: Tokens, group: ProcessGroup) -> Tens
     """Tokens.flatten, whose collective is an op's."""
     if tokens.whole:
         return tokens.flatten(target, group)
-    return ops.gather_rows(target.reshape(-1), group.group_name, group.size()).view(-1)
+    return ops.gather_rows(tokens.rows(target), group.group_name, group.size()).flatten(0, 1)
 
 
 def of_target(rows: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
-    """Losses (n,), rank by rank where input is a slice, in target's shape; those of a slice have upstream
-    gradients that are gathered."""
+    """Numbers (n,) or (n, K), rank by rank where input is a slice, in target's shape; those of a slice have
+    upstream gradients that are gathered."""
     if tokens.whole:
         return tokens.restore(rows, group)
-    return _Own.apply(rows, group.group_name, group.size(), group.rank()).view(tokens.shape)
+    own = _Own.apply(rows, group.group_name, group.size(), group.rank())
+    return own.view((*tokens.shape, *rows.shape[1:]))
 
 
 class _Own(torch.autograd.Function):
-    """This rank's of all ranks' rows (n,), each of which has a gradient on its own rank."""
+    """This rank's of all ranks' rows (n, ...), each of which has a gradient on its own rank."""
 
     @staticmethod
     def forward(ctx, rows, group, count, rank):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group, ctx.count = group, count
-        return rows.view(count, -1)[rank].clone()
+        return rows.unflatten(0, (count, -1))[rank].clone()
 
     @staticmethod
     def backward(ctx, dloss):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ops.gather_rows(dloss, ctx.group, ctx.count).view(-1), None, None, None
+        return ops.gather_rows(dloss, ctx.group, ctx.count).flatten(0, 1), None, None, None
 
 
 _SPREAD = (

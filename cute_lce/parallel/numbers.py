@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import IGNORED
+from ..arguments import ELSEWHERE, IGNORED
 from ..exchange import RowSums
 from ..implementation import (
     AllGradients,
@@ -33,6 +33,8 @@ from ..streaming import STATISTICS
 from . import ranks
 from .call import Spread, shard_of
 from .collectives import gather, start_sum
+from .gathered import merged as merged_others
+from .gathered import parts_of
 from .tensor import Shard, request_of
 
 
@@ -53,8 +55,7 @@ def numbers_of(
     destination: Destination | None = None,
 ) -> Numbers:
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
-    perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank. The outputs
-    are names of implementation.SHARDED."""
+    perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
     serving, compute = _serving(operands, options, compute)
     _, how = decide(operands, options, compute, loss.reduction, destination, serving)
     if ranks.CHECK_RANKS:
@@ -92,15 +93,18 @@ def _check_ranks(
     others = {
         name: None if each is None else str(each.dtype)
         for name, each in operands._asdict().items()
-        if name in ("linear_bias", "class_weight", "temperature")
+        if name in ("linear_bias", "class_weight", "temperature", "topk_ids")
     }
-    values = None if operands.temperature is None else ranks.digest(operands.temperature)
+    values = {
+        f"{name}'s values": None if each is None else ranks.digest(each)
+        for name, each in (("temperature", operands.temperature), ("topk_ids", operands.topk_ids))
+    }
     needs = request.need_dinput, request.need_dweight
     ranks.check(
         *(operands[:3], needs, loss, compute, spread),
         options=tuple(options),
         **others,
-        **{"temperature's values": values},
+        **values,
         need_dbias=request.need_dbias,
     )
 
@@ -129,17 +133,18 @@ class _ShardedStats(torch.autograd.Function):
         options = how.options._replace(ignore_index=IGNORED)
         if shard.sliced:
             hidden = gather(hidden.contiguous(), shard.group).flatten(0, 1)
-        operands = operands._replace(hidden=hidden, target=exchange.targets.local)
+        operands = operands._replace(hidden=hidden, target=exchange.targets.local, topk_ids=exchange.topk_ids)
         found = how.serving.forward(operands, options, how.request, exchange.merge)
         ctx.how = how._replace(options=options)
         ctx.set_materialize_grads(False)
         saved = (getattr(found, name) for name in StatsSaved._fields)
-        ctx.save_for_backward(*operands, *saved, exchange.elsewhere)
+        ctx.save_for_backward(*operands, *saved, exchange.elsewhere, exchange.ids_elsewhere)
         if how.destination is not None:
             ctx.destination, ctx.kind = how.destination, kind_of(how.destination.out)
             ctx.dtype = weight.dtype
-        if exchange.weight is not None:
-            ctx.mark_non_differentiable(exchange.weight)
+        fixed = [exchange.weight]
+        fixed += [getattr(found, name) for name in options.outputs if name not in StatsUpstream._fields]
+        ctx.mark_non_differentiable(*(each for each in fixed if each is not None))
         return *(getattr(found, name) for name in options.outputs), exchange.weight
 
     @staticmethod
@@ -149,14 +154,16 @@ class _ShardedStats(torch.autograd.Function):
             return None, *_by_operands(None, None, None)
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
-        how, (*tensors, elsewhere) = ctx.how, ctx.saved_tensors
+        how, (*tensors, elsewhere, ids_elsewhere) = ctx.how, ctx.saved_tensors
         count, shard = len(StatsOperands._fields), how.shard
         operands, saved = StatsOperands(*tensors[:count]), StatsSaved(*tensors[count:])
-        upstream = StatsUpstream(**dict(zip(how.options.outputs, dresults[:-1], strict=True)))
+        by_name = dict(zip(how.options.outputs, dresults[:-1], strict=True))
+        upstream = StatsUpstream(**{name: by_name.get(name) for name in StatsUpstream._fields})
+        # Of logits of other shards this one has the lse.
         if upstream.total_nll is not None:
-            # lse counts as often as the group has classes.
-            dlse = upstream.total_nll * elsewhere
-            upstream = upstream._replace(lse=dlse if upstream.lse is None else upstream.lse + dlse)
+            upstream = _with_lse(upstream, upstream.total_nll * elsewhere)
+        if upstream.topk_logprob is not None:
+            upstream = _with_lse(upstream, -torch.where(ids_elsewhere, upstream.topk_logprob, 0).sum(1))
         dtype = operands.hidden.dtype
 
         def add_up(dinput: Tensor):
@@ -177,6 +184,10 @@ class _ShardedStats(torch.autograd.Function):
         return None, *_by_operands(*found)
 
 
+def _with_lse(upstream: StatsUpstream, dlse: Tensor) -> StatsUpstream:
+    return upstream._replace(lse=dlse if upstream.lse is None else upstream.lse + dlse)
+
+
 def _by_operands(dinput: Tensor | None, dweight: Tensor | None, dbias: Tensor | None):
     return dinput, dweight, None, dbias, None, None, None
 
@@ -184,33 +195,48 @@ def _by_operands(dinput: Tensor | None, dweight: Tensor | None, dbias: Tensor | 
 class _Exchange:
     """What the ranks exchange in a forward, once.
 
-    targets: of this shard. weight (): Numbers'; elsewhere (): that without this shard's; None before `merge`,
-    and where total_nll is not asked for.
+    targets, topk_ids: counted from this shard's first class. weight (): Numbers'; elsewhere (): that without
+    this shard's; ids_elsewhere (n, K): which ids are other shards' classes; None before `merge`, and where
+    they are not asked for.
     """
 
     def __init__(self, operands: StatsOperands, how: _How):
         hidden, weight, target = operands[:3]
-        self._implementation, self._group = implementation(hidden.device, hidden.dtype), how.shard.group
+        self._implementation, self._shard = implementation(hidden.device, hidden.dtype), how.shard
+        self._target, self._ids, self._columns = target, operands.topk_ids, weight.shape[0]
+        start = how.shard.start
         self.targets = self._implementation.localize(
-            target, how.options.ignore_index, how.shard.start, weight.shape[0], how.shard.equal
+            target, how.options.ignore_index, start, self._columns, how.shard.equal
         )
+        self.topk_ids: Tensor | None = None
+        if self._ids is not None:
+            inside = (self._ids >= start) & (self._ids < start + self._columns)
+            self.topk_ids = torch.where(inside, self._ids - start, ELSEWHERE)
         self.weight: Tensor | None = None
         self.elsewhere: Tensor | None = None
+        self.ids_elsewhere: Tensor | None = None
 
     def merge(self, own: RowSums) -> RowSums:
         """See exchange.Merge."""
-        row_max, row_sum, target_logit, mean_gap, total_gap, weight = own
+        row_max, row_sum, target_logit, mean_gap, total_gap, weight, *_ = own
         parts = [self.targets.header.to(row_max.dtype), row_max, row_sum, target_logit]
         if mean_gap is not None:
             parts.append(mean_gap)
         if total_gap is not None and weight is not None:
             parts += [total_gap, weight.view(1)]
-        gathered = gather(torch.cat(parts), self._group)
+        sums, others = torch.cat(parts), parts_of(own, self._shard.start, self._columns)
+        size, n = sums.shape[0], row_max.shape[0]
+        gathered = gather(torch.cat([sums, *others]) if others else sums, self._shard.group)
         merged = self._implementation.merge_sums(
             gathered, self.targets, entropy=mean_gap is not None, total=total_gap is not None
         )
-        if weight is None:
-            return merged
-        self.weight = gathered[:, -1].sum()
-        self.elsewhere = self.weight - weight
-        return merged._replace(weight=self.weight)
+        if others:
+            given = gathered[:, size:], gathered[:, 1 : n + 1], own, merged, self._target, self._ids
+            merged = merged_others(*given, equal=self._shard.equal)
+        if own.topk_known is not None and merged.topk_known is not None:
+            self.ids_elsewhere = merged.topk_known & ~own.topk_known
+        if weight is not None:
+            self.weight = gathered[:, size - 1].sum()
+            self.elsewhere = self.weight - weight
+            merged = merged._replace(weight=self.weight)
+        return merged

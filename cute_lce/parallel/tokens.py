@@ -6,6 +6,7 @@ order instead of the hidden states.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,22 +28,26 @@ class Tokens(NamedTuple):
     whole: bool = True
 
     def flatten(self, target: Tensor, group: ProcessGroup) -> Tensor:
-        """A tensor of target's shape as (n,), rank by rank where input is a slice."""
+        """A tensor of target's shape, or (..., K), as (n,) or (n, K), rank by rank where input is a slice."""
         if self.dim is None:
-            return target.reshape(-1)
+            return self.rows(target)
         if not self.whole:
-            return gather(target.contiguous(), group).view(-1)
-        ranks = group.size()
-        return target.unflatten(self.dim, (ranks, -1)).movedim(self.dim, 0).reshape(-1)
+            return gather(self.rows(target).contiguous(), group).flatten(0, 1)
+        each = target.unflatten(self.dim, (group.size(), -1)).movedim(self.dim, 0)
+        return each.flatten(0, len(self.shape))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """A tensor of target's shape, or (..., K), with one dimension of tokens."""
+        return tensor.reshape(math.prod(self.shape), *tensor.shape[len(self.shape) :])
 
     def restore(self, rows: Tensor, group: ProcessGroup) -> Tensor:
-        """(n,) in target's shape: the inverse, where target is whole."""
+        """(n,) or (n, K) in target's shape: the inverse, where target is whole."""
+        sizes, more = list(self.shape), rows.shape[1:]
         if self.dim is None:
-            return rows.view(self.shape)
+            return rows.view((*sizes, *more))
         ranks = group.size()
-        sizes = list(self.shape)
         sizes[self.dim] //= ranks
-        return rows.view(ranks, *sizes).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return rows.view(ranks, *sizes, *more).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 
 def tokens_of(input: Tensor, target: Tensor, sequence_dim: int | None, group: ProcessGroup) -> Tokens:

@@ -44,11 +44,11 @@ def merge_sums(gathered: Tensor, targets: LocalTargets, *, entropy: bool, total:
         weights = maths.rescaled(row_sums, row_maxima, reference, torch.exp)
         gaps = more[:, :n] + (reference - row_maxima)
         # A shard without any probability may have any gap.
-        mean_gap = _folded(torch.where(weights > 0, weights * gaps, 0)) / row_sum
+        mean_gap = folded(torch.where(weights > 0, weights * gaps, 0)) / row_sum
         more = more[:, n:]
     if total:
         rises = reference - _finite(row_maxima)
-        total_gap = _folded(more[:, :n] + rises * more[:, n : n + 1])
+        total_gap = folded(more[:, :n] + rises * more[:, n : n + 1])
     return RowSums(row_max, row_sum, target_logit, mean_gap, total_gap)
 
 
@@ -69,7 +69,7 @@ def _finite(row_max: Tensor) -> Tensor:
     return row_max.masked_fill(row_max == -torch.inf, 0)
 
 
-def _folded(terms: Tensor) -> Tensor:
+def folded(terms: Tensor) -> Tensor:
     """The sum over shards, in their order."""
     total = terms[0]
     for term in terms[1:]:
@@ -81,7 +81,7 @@ def fold(row_max: Tensor, row_sum: Tensor, target_logit: Tensor) -> tuple[Tensor
     """Statistics (shards, n) of disjoint sets of columns as those of their union, (n,). A target logit
     becomes nan unless exactly one shard has one."""
     highest = row_max.amax(0)
-    total = _folded(maths.rescaled(row_sum, row_max, _finite(highest), torch.exp))
+    total = folded(maths.rescaled(row_sum, row_max, _finite(highest), torch.exp))
     logit = target_logit[0]
     for other in target_logit[1:]:
         logit = torch.where(logit.isnan(), other, logit)

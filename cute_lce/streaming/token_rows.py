@@ -38,11 +38,11 @@ def forward(
     def of_some(own: RowSums) -> RowSums:
         # The ranks' sums are of all rows.
         assert merge is not None
-        others = {"row_max": 0, "row_sum": 1, "target_logit": torch.nan, "mean_gap": 0, "total_gap": 0}
+        others = {"row_sum": 1, "target_logit": torch.nan}
         every = {
-            name: of_all_rows(each, rows, n, others[name])
+            name: of_all_rows(each, rows, n, others.get(name, 0))
             for name, each in own._asdict().items()
-            if name in others and each is not None
+            if name != "weight" and each is not None
         }
         merged = merge(own._replace(**every))
         return merged._replace(**{name: getattr(merged, name)[rows] for name in every})

@@ -76,6 +76,7 @@ class _Running:
         self._class_weight = None if operands.class_weight is None else operands.class_weight.to(acc)
         # Not -inf, with which a window of -inf would become nan.
         self.row_max = torch.full_like(rows, torch.finfo(acc).min)
+        self._columns = operands.weight.shape[0]
         self.row_sum, self.gap_sum, self.square_sum, self.logit_sum = (torch.zeros_like(rows) for _ in "abcd")
         # The sum of class_weight (row_max - z), and of class_weight.
         self.weighted_gap, self.weight_sum = torch.zeros_like(rows), rows.new_zeros(())
@@ -116,12 +117,23 @@ class _Running:
     def sums(self, nowhere: Tensor | None) -> RowSums:
         """nowhere: rows whose target is no class; None: they are not known."""
         row_sum = self.row_sum if nowhere is None else self.row_sum.masked_fill(nowhere, torch.nan)
-        mean_gap = total_gap = weight = None
+        found = RowSums(self.row_max, row_sum, self.target_logit)
         if "entropy" in self._outputs:
-            mean_gap = self.gap_sum / row_sum
+            found = found._replace(mean_gap=self.gap_sum / row_sum)
         if "total_nll" in self._outputs:
-            total_gap, weight = self.weighted_gap, self.weight_sum
-        return RowSums(self.row_max, row_sum, self.target_logit, mean_gap, total_gap, weight)
+            found = found._replace(total_gap=self.weighted_gap, weight=self.weight_sum)
+        if "log_sum_sq_probs" in self._outputs:
+            found = found._replace(square_sum=self.square_sum)
+        if "mean_logit" in self._outputs:
+            found = found._replace(mean_logit=self.logit_sum / self._columns)
+        if "argmax" in self._outputs or "is_top1" in self._outputs:
+            is_top1 = self.argmax == self._classes
+            is_top1 = is_top1 if nowhere is None else is_top1 & ~nowhere
+            found = found._replace(argmax=self.argmax, is_top1=is_top1)
+        if self._ids is not None:
+            known = _are_classes(self._ids, self._columns)
+            found = found._replace(topk_logit=self.topk_logit, topk_known=known)
+        return found
 
 
 def _ids_in_window(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +181,7 @@ def forward(
     if merge is not None:
         elsewhere = ~_are_classes(target, V)
         own = merge(own._replace(target_logit=own.target_logit.masked_fill(elsewhere, torch.nan)))
-    return _numbers(own, running, operands, options, valid)._replace(kept=kept)
+    return _numbers(own, options, valid)._replace(kept=kept)
 
 
 def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
@@ -180,33 +192,33 @@ def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
     return hidden.masked_fill(ignored.unsqueeze(1), 0)
 
 
-def _numbers(
-    sums: RowSums, running: _Running, operands: StatsOperands, options: StatsOptions, valid: Tensor
-) -> Stats:
-    row_max, log_row_sum, V = sums.row_max, sums.row_sum.log(), operands.weight.shape[0]
-    entropy = total_nll = None
+def _numbers(sums: RowSums, options: StatsOptions, valid: Tensor) -> Stats:
+    row_max, log_row_sum = sums.row_max, sums.row_sum.log()
+    entropy = total_nll = log_sum_sq_probs = None
     if sums.mean_gap is not None:
         entropy = maths.entropy(log_row_sum, sums.mean_gap)
     if sums.total_gap is not None and sums.weight is not None:
         total_nll = sums.weight * log_row_sum + sums.total_gap
+    if sums.square_sum is not None:
+        log_sum_sq_probs = maths.log_sum_sq_probs(log_row_sum, sums.square_sum.log())
     found = Stats(
         logprob=maths.logprob(log_row_sum, row_max, sums.target_logit),
         lse=maths.lse(log_row_sum, row_max),
         entropy=entropy,
         total_nll=total_nll,
-        argmax=running.argmax,
-        is_top1=running.argmax == operands.target,
-        log_sum_sq_probs=maths.log_sum_sq_probs(log_row_sum, running.square_sum.log()),
-        mean_logit=running.logit_sum / V,
+        argmax=sums.argmax,
+        is_top1=sums.is_top1,
+        log_sum_sq_probs=log_sum_sq_probs,
+        mean_logit=sums.mean_logit,
     )
     wanted = {
         name: torch.where(valid, value, torch.zeros_like(value))
         for name, value in found._asdict().items()
         if name in options.outputs and value is not None
     }
-    if running.topk_logit is not None and operands.topk_ids is not None:
-        each = maths.logprob(log_row_sum.unsqueeze(1), row_max.unsqueeze(1), running.topk_logit)
-        wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & _are_classes(operands.topk_ids, V), each, 0)
+    if sums.topk_logit is not None and sums.topk_known is not None:
+        each = maths.logprob(log_row_sum.unsqueeze(1), row_max.unsqueeze(1), sums.topk_logit)
+        wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & sums.topk_known, each, 0)
     return Stats(
         **wanted,
         row_max=row_max,

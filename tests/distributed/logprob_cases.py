@@ -197,7 +197,12 @@ def refused_numbers(here: Rank) -> None:
     hidden, weight, _, target, _ = operands(here, torch.float32, 32 * here.ranks)
     shard = slice_of(weight, here, 0)
     for name, options in (
-        ("outputs", {"outputs": ("argmax",)}),
+        ("outputs", {"outputs": ("argmax", "loss")}),
+        ("topk_ids", {"outputs": ("topk_logprob",)}),
+        ("temperature", {"temperature": torch.ones(2, device=here.device)}),
+        ("sequence_dim", {"sequence_dim": 2}),
+        ("sm_margin", {"sm_margin": -1}),
+        ("sequence_dim", {"tp_group": None, "sequence_dim": 0}),
         ("schedule", {"schedule": "grad_in_forward"}),
         ("vocab_start", {"vocab_start": -1}),
         ("vocab_start", {"tp_group": None, "vocab_start": 0}),

@@ -11,13 +11,28 @@ import pytest
 import torch
 
 from cute_lce import linear_cross_entropy
-from tests.distributed import dtensor_cases, logprob_cases, ranks, tensor_cases, term_cases
+from tests.distributed import (
+    dtensor_cases,
+    logprob_cases,
+    number_cases,
+    ranks,
+    tensor_cases,
+    term_cases,
+)
 
-CASES = (*tensor_cases.CASES, *dtensor_cases.CASES, *logprob_cases.CASES, *term_cases.CASES)
+CASES = (
+    *tensor_cases.CASES,
+    *dtensor_cases.CASES,
+    *logprob_cases.CASES,
+    *number_cases.CASES,
+    *term_cases.CASES,
+)
 GLOO = {
     2: CASES,
     3: (
         logprob_cases.numbers_of_shards,
+        number_cases.every_number,
+        number_cases.numbers_of_slices,
         term_cases.terms_of_classes,
         tensor_cases.uneven_shards,
         tensor_cases.compacted_tokens,
@@ -28,6 +43,8 @@ GLOO = {
         tensor_cases.uneven_shards,
         tensor_cases.losses_of_any_number_of_ranks,
         tensor_cases.slices_of_tokens,
+        number_cases.every_number,
+        number_cases.numbers_of_slices,
         dtensor_cases.fully_sharded_and_tensor_parallel,
         dtensor_cases.tokens_and_vocabulary_sharded,
     ),

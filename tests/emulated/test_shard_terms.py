@@ -15,9 +15,11 @@ from cute_lce.arguments import Operands
 from cute_lce.implementation import StatsOperands
 from cute_lce.launch import choose
 from cute_lce.ops import Destination, TermTensors
+from cute_lce.ops.logprob import Wanted
 from cute_lce.options import ComputeOptions, LossOptions, TermOptions
 from cute_lce.parallel import tensor
 from cute_lce.parallel.call import Spread
+from cute_lce.parallel.logprob import linear_logprob
 from cute_lce.parallel.numbers import numbers_of
 from cute_lce.parallel.terms import linear_cross_entropy
 from cute_lce.plan import memory, overlap
@@ -242,6 +244,82 @@ def test_targets_in_no_shard(equal):
         assert torch.equal(values[name].isnan(), sick)
     assert torch.equal(gradients["dinput"].isnan().all(1), sick)
     assert gradients["dweight"].isnan().all()
+
+
+@each_of(("sm_90a", BF16))
+@pytest.mark.parametrize("sliced_target", [True, pytest.param(False, marks=full)])
+def test_slices_of_tokens(arch, dtype, sliced_target):
+    """linear_logprob: of targets and temperatures that are slices, or whole."""
+    case = ignoring(random_case(24, 72, 137, dtype, scale=4.0))
+    numbers = Numbers(case, RL, RL, temperature=torch.linspace(0.3, 3, 24))
+    whole = numbers.operands
+
+    def on(rank: int) -> list[Tensor]:
+        tokens, rows = slice(12 * rank, 12 * rank + 12), slice(70 * rank, 70 * rank + 70)
+
+        def own(each: Tensor) -> Tensor:
+            return (each[tokens] if sliced_target else each).clone()
+
+        leaves = [whole.hidden[tokens].clone().requires_grad_(), whole.weight[rows].clone().requires_grad_()]
+        assert whole.temperature is not None
+        temperature = own(whole.temperature)
+        given = StatsOperands(leaves[0], leaves[1], own(whole.target), temperature=temperature)
+        found = linear_logprob(
+            given,
+            Wanted(RL, True, 1.0),
+            LossOptions("none", case.ignore_index),
+            TermOptions(),
+            ComputeOptions("recompute"),
+            Spread(group, 70 * rank, 0),  # pyright: ignore
+        )
+        upstream = [own(each) for each in numbers.upstream.values()]
+        return [*(each.detach() for each in found), *torch.autograd.grad(found, leaves, upstream)]
+
+    with ranks(arch, 2) as (group, counts):
+        first, second = group.run(on)
+    assert sum("Gemm" in name for name in counts.launched) == 2 * (1 + 3)
+    exact = token_stats.by_torch(numbers, torch.float64, rounded=False)
+    plain = token_stats.by_torch(numbers, torch.float32, rounded=True)
+    for index, name in enumerate((*RL, "dinput", "dweight")):
+        joins = sliced_target or index >= len(RL)
+        got = torch.cat([first[index], second[index]]) if joins else first[index]
+        want, base = ({**each[0], **each[1]}[name] for each in (exact, plain))
+        assert_close(name, got, want, base.to(got.dtype))
+
+
+def test_numbers_that_only_the_streaming_path_has():
+    """Beside sums that the kernels merge."""
+    case = ignoring(random_case(20, 64, 140, BF16))
+    outputs = ("logprob", "topk_logprob", "argmax", "is_top1", "log_sum_sq_probs", "mean_logit")
+    ids = torch.arange(60).view(20, 3) * 5 % 150
+
+    def on(rank: int) -> list[Tensor]:
+        shard = case.linear_weight[70 * rank : 70 * rank + 70].clone()
+        given = StatsOperands(case.input.clone(), shard, case.target.clone(), topk_ids=ids.clone())
+        return linear_logprob(
+            given,
+            Wanted(outputs, True, 1.0),
+            LossOptions("none", case.ignore_index),
+            TermOptions(),
+            ComputeOptions(),
+            Spread(group),  # pyright: ignore
+        )
+
+    with ranks("sm_90a", 2) as (group, counts):
+        found = group.run(on)
+    assert [name for name in counts.launched if "Merge" in name]
+    options: dict[str, Any] = {"ignore_index": case.ignore_index, "topk_ids": ids}
+    exact, plain = (
+        reference.linear_logprob(case.input.to(kind), case.linear_weight.to(kind), case.target, **options)
+        for kind in (torch.float64, torch.float32)
+    )
+    for name, first, second in zip(outputs, *found, strict=True):
+        want, base = getattr(exact, name), getattr(plain, name)
+        assert torch.equal(first, second)
+        if first.is_floating_point():
+            assert_close(name, first, want, base)
+        else:
+            assert torch.equal(first, want)
 
 
 # ----------------------------------------------------------------------------------------------------------
