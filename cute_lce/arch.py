@@ -176,11 +176,13 @@ class Tilings:
     dweight: of the gradient by weight's GEMM.
     dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. One goes
         with the tilings of `tokens` whose clusters have as many columns.
+    forward: more of a forward's that keeps nothing.
     """
 
     tokens: tuple[Tiling, ...]
     dweight: tuple[Tiling, ...]
     dhidden: tuple[Tiling, ...] = ()
+    forward: tuple[Tiling, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +223,18 @@ class Architecture:
     @functools.cached_property
     def configs(self) -> tuple[Configs, ...]:
         """The configurations that go with `tilings`."""
-        kinds = [(each.tokens, each.dweight, each.dhidden) for each in self.tilings]
+        kinds = [(each.tokens, each.dweight, each.dhidden, each.forward) for each in self.tilings]
         return tuple(Configs(*(tuple(map(self._configure, some)) for some in each)) for each in kinds)
 
     @functools.cached_property
     def token_configs(self) -> tuple[KernelConfig, ...]:
-        """All configurations of GEMMs whose B are tokens."""
+        """All configurations of GEMMs whose B are tokens, but for those of forwards alone."""
         return tuple(dict.fromkeys(config for configs in self.configs for config in configs.tokens))
+
+    @functools.cached_property
+    def forward_configs(self) -> tuple[KernelConfig, ...]:
+        """All configurations of forwards that keep nothing."""
+        return tuple(dict.fromkeys(config for configs in self.configs for config in configs.forwards(False)))
 
     @functools.cached_property
     def dweight_configs(self) -> tuple[KernelConfig, ...]:
@@ -254,11 +261,16 @@ _TILING = tuple(Tiling.__dataclass_fields__)
 
 class Configs(NamedTuple):
     """What a call chooses from: configurations of GEMMs whose B are tokens, narrow tiles first, of the
-    gradient by weight's, and more of the gradient by hidden's."""
+    gradient by weight's, and more of the gradient by hidden's and of a forward's that keeps nothing."""
 
     tokens: tuple[KernelConfig, ...]
     dweight: tuple[KernelConfig, ...]
     dhidden: tuple[KernelConfig, ...] = ()
+    forward: tuple[KernelConfig, ...] = ()
+
+    def forwards(self, keeps: bool) -> tuple[KernelConfig, ...]:
+        """Those of a forward."""
+        return self.tokens if keeps else (*self.tokens, *self.forward)
 
     def pairs_for(self, tokens: int) -> list[tuple[KernelConfig, KernelConfig]]:
         """Of `pairs` those for so many tokens: the narrowest that holds all of them, or all."""
@@ -278,7 +290,10 @@ class Configs(NamedTuple):
         """Without tiles of tokens that are wider; 0: all."""
         if not columns:
             return self
-        return self._replace(tokens=tuple(each for each in self.tokens if each.tile_n <= columns))
+        tokens, forward = (
+            tuple(each for each in some if each.tile_n <= columns) for some in (self.tokens, self.forward)
+        )
+        return self._replace(tokens=tokens, forward=forward)
 
 
 class Gpu(NamedTuple):
@@ -392,6 +407,8 @@ _SM_90A = Architecture(
                 replace(_HOPPER, tile_n=128),
             ),
             dhidden=(_HOPPER_TALL,),
+            # One tile for as many tokens, where two side by side would be of 112.
+            forward=(replace(_HOPPER, tile_n=208, pingpong=False),),
         ),
     ),
 )

@@ -50,21 +50,21 @@ SUM_BYTES_PER_CLOCK = 14000
 
 class Epilogue(NamedTuple):
     """clocks: of a tile, for each of its columns; scarce: where more than SCARCE_REGISTERS of a thread hold
-    accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements."""
+    accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
+    exposed: clocks of one that does not hide, for each column of its tile."""
 
     clocks: float
     scarce: float
     stored: int
+    exposed: float = 3.2
 
 
 SCARCE_REGISTERS = 160
-STATISTICS = Epilogue(65.0, 65.0, 0)
+STATISTICS = Epilogue(65.0, 65.0, 0, exposed=17.6)
 EXPONENTIALS = Epilogue(90.0, 126.0, 2)
 """Of a forward that keeps, and of dlogits."""
 DINPUT, SUMS = Epilogue(60.0, 60.0, 2), Epilogue(120.0, 120.0, 4)
 DWEIGHT = Epilogue(22.4, 22.4, 2)
-EXPOSED_CLOCKS = 3.2
-"""Of an epilogue that does not hide, for each column of its tile."""
 
 
 def dinput_epilogue(splits: int) -> Epilogue:
@@ -104,9 +104,8 @@ class Gemm:
         self._mma = multiplied * MMA_CLOCKS * (EASED if loaded <= EASY_BYTES * multiplied else 1.0)
         self._loaded = loaded / self.rates.l2
         self._stored = own_m * own_n / self.rates.l2
-        # Clocks of an epilogue that does not hide: tensor memory holds two tiles, registers one.
-        shares = config.turns == 1 and not config.row.tmem_columns
-        self._exposed = config.tile_n * EXPOSED_CLOCKS if shares else 0.0
+        # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
+        self._exposes = config.turns == 1 and not config.row.tmem_columns
         self._tiles: dict[tuple[int, Epilogue], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
@@ -121,12 +120,13 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
-        bound, tile = "epilogues", tile - self._exposed
+        exposed = self._exposed(epilogue)
+        bound, tile = "epilogues", tile - exposed
         if tile <= depth * self._mma:
             bound = "MMAs"
         elif tile <= depth * self._loaded + epilogue.stored * self._stored:
             bound = "L2"
-        if self._moved(m, n, k, epilogue.stored) > rounds * (tile + self._exposed):
+        if self._moved(m, n, k, epilogue.stored) > rounds * (tile + exposed):
             bound = "DRAM"
         return f"{bound}; {tiles} tiles fill {tiles / (rounds * self.clusters):.0%} of {rounds} rounds"
 
@@ -149,7 +149,11 @@ class Gemm:
         own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
-        return tile + self._exposed if self._exposed else max(tile, own)
+        return tile + self._exposed(epilogue) if self._exposes else max(tile, own)
+
+    def _exposed(self, epilogue: Epilogue) -> float:
+        """Clocks of a tile's epilogue in which no MMA runs."""
+        return self.config.tile_n * epilogue.exposed if self._exposes else 0.0
 
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""

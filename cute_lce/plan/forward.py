@@ -113,13 +113,15 @@ def _windows(clusters: int, tiles: int, columns: int, partials: int) -> list[tup
 
 
 def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> KernelConfig:
-    """The tiles with which a forward's GEMM takes the fewest clocks. Of equally fast ones the widest, or the
-    narrowest of those that hold all tokens. window: as in Limits."""
+    """The tiles with which a forward's GEMM takes the fewest clocks. Of equally fast ones two side by side,
+    which read the weight once, then the widest, or the narrowest of those that hold all tokens. window: as in
+    Limits."""
     epilogue = EXPONENTIALS if keeps else STATISTICS
 
-    def cost(config: KernelConfig) -> tuple[float, int]:
+    def cost(config: KernelConfig) -> tuple[float, int, int]:
         gemm = Gemm(gpu, config, n * d * vocab)
         columns = ceil_div(n, gemm.columns)
-        return columns * gemm.tile(d, epilogue) / gemm.rows, config.tile_n if columns == 1 else -config.tile_n
+        clocks = columns * gemm.tile(d, epilogue) / gemm.rows
+        return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 
-    return min(gpu.row.configs_for(n, window, gpu.columns).tokens, key=cost)
+    return min(gpu.row.configs_for(n, window, gpu.columns).forwards(keeps), key=cost)

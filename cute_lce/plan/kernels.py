@@ -82,7 +82,7 @@ def kernels(
     forward, keeps, backwards = terms or Terms()
     for configs in row.configs:
         for names, keep in ((forward, False), *(((keeps, True),) if keeps is not None else ())):
-            for config in configs.within(Gpu(arch, 1).serving(names, keep).columns).tokens:
+            for config in configs.within(Gpu(arch, 1).serving(names, keep).columns).forwards(keep):
                 keys[ForwardKey(config, dtype, target_dtype, keep, names)] = None
         for names in backwards:
             pairs = configs.within(Gpu(arch, 1).serving(names).columns).pairs

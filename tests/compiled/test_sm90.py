@@ -15,11 +15,17 @@ from cute_lce.plan.kernels import ForwardKey
 from tests.compiled import cubin
 
 # By tile_n and cluster_n.
-TILES = {(config.tile_n, config.cluster_n): config for config in architecture("sm_90a").token_configs}
+TILES = {(config.tile_n, config.cluster_n): config for config in architecture("sm_90a").forward_configs}
 WIDEST = TILES[192, 1]
 # The narrowest, one whose columns are no multiple of the 32 among which lanes share them, two side by side,
-# the widest.
-CONFIGS = {"narrowest": TILES[32, 1], "ragged": TILES[112, 1], "two": TILES[176, 2], "widest": WIDEST}
+# one that warpgroups share, the widest in turns.
+CONFIGS = {
+    "narrowest": TILES[32, 1],
+    "ragged": TILES[112, 1],
+    "two": TILES[176, 2],
+    "whole": TILES[208, 1],
+    "widest": WIDEST,
+}
 # Not chosen by any plan, but a caller's: A multicast as well, and other tiles.
 MORE = {
     "shared": replace(WIDEST, tile_m=256, pingpong=False, stages=3),
@@ -156,7 +162,7 @@ def test_exponentials_are_single_instructions(name: str):
     config, kernel = CONFIGS[name], gemm(name)
     found = kernel.ptx_of(r"ex2\.\S+")
     assert found == ["ex2.approx.ftz.f32"] * len(found)
-    elements = config.tile_m * config.tile_n // 128
+    elements = config.accumulator_registers
     # And one to merge two statistics: of the eight lanes that share a column, each 4, 2 and 1 of its eight,
     # then with those of the tiles before.
     folds = -(-config.tile_n // 32)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 FEW, MANY = architecture("sm_90a").configs
 # By the tokens of a tile, and how many tiles are side by side.
-CHOSEN = {(config.tile_n, config.cluster_n): config for config in (*FEW.tokens, *MANY.tokens)}
+CHOSEN = {(config.tile_n, config.cluster_n): config for config in (*FEW.tokens, *MANY.forwards(False))}
 WIDEST = FEW.tokens[-1]
 # The form of the gradients' GEMMs.
 SHARED = replace(WIDEST, tile_n=128, pingpong=False)

@@ -100,7 +100,7 @@ def forwards(gpu: Gpu) -> None:
         for dtype in (BF16, FP16):
             case = random_case(n, d, V, dtype).to("cuda")
             case.target[1::3] = case.ignore_index
-            for config in gpu.row.token_configs:
+            for config in gpu.row.forward_configs:
                 for few in (gpu.sms, FEW):
                     forward(case, config, window, few)
             torch.cuda.synchronize()

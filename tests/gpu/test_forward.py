@@ -182,11 +182,11 @@ def test_windows(window):
 
 
 @poisoned
-@pytest.mark.parametrize("index", range(len(architecture("sm_90a").token_configs)))
+@pytest.mark.parametrize("index", range(len(architecture("sm_90a").forward_configs)))
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_config(index, dtype, monkeypatch):
     """Whichever a plan chooses at other sizes, paced and with few clusters too."""
-    configs = launch.device.gpu_of(torch.device("cuda", 0)).row.token_configs
+    configs = launch.device.gpu_of(torch.device("cuda", 0)).row.forward_configs
     chosen = configs[index]
     monkeypatch.setattr(plans, "choose_config", lambda *_: chosen)
     try:

@@ -178,7 +178,7 @@ def test_the_callers_window():
 
 def test_the_callers_config():
     widest = H100.row.configs[0].tokens[-1]
-    for config in (*H100.row.token_configs, dataclasses.replace(widest, cluster_n=2)):
+    for config in (*H100.row.forward_configs, dataclasses.replace(widest, cluster_n=2)):
         plan = forward.plan(H100, 4096, 4096, 128256, config=config)
         assert plan.config == config
         assert plan.gemm.clusters == 132 // (config.cluster_m * config.cluster_n)
@@ -191,7 +191,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
     gpu = whole(arch)
     epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
     for n in range(1, 5001):
-        configs = gpu.row.configs_for(n, 0).tokens
+        configs = gpu.row.configs_for(n, 0).forwards(keeps)
         chosen = forward.choose_config(gpu, n, 4096, 1000, keeps, 0)
         assert chosen in configs
         columns = ceil_div(n, chosen.cluster_columns)
@@ -212,14 +212,14 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("d", [8, 64, 512, 16384])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_of_equally_fast_tiles_the_widest_or_the_narrowest_that_holds_all_tokens(
+def test_of_equally_fast_tiles_those_side_by_side_the_widest_or_the_narrowest_that_holds_all_tokens(
     arch: str, d: int, keeps: bool
 ):
     """At depths where epilogues decide, columns of several widths may take the same clocks."""
     gpu = whole(arch)
     epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
     for n in range(1, 2001, 7):
-        configs = gpu.row.configs_for(n, 0).tokens
+        configs = gpu.row.configs_for(n, 0).forwards(keeps)
         columns = {config: ceil_div(n, config.cluster_columns) for config in configs}
         clocks = {
             config: columns[config]
@@ -228,6 +228,8 @@ def test_of_equally_fast_tiles_the_widest_or_the_narrowest_that_holds_all_tokens
             for config in configs
         }
         tied = [config for config in configs if clocks[config] == min(clocks.values())]
+        most = max(config.cluster_n for config in tied)
+        tied = [config for config in tied if config.cluster_n == most]
         several = [config for config in tied if columns[config] > 1]
         wanted = max(several, key=lambda config: config.tile_n) if several else tied[0]
         assert forward.choose_config(gpu, n, d, 1000, keeps, 0) == wanted, n
@@ -244,9 +246,8 @@ def test_ragged_numbers_of_tokens_waste_little(keeps: bool):
         if n <= 192:
             assert columns * chosen.cluster_columns - n < 32
             continue
-        gemms = [
-            cost.Gemm(H100, config, n * 4096 * 1000) for config in H100.row.configs_for(n, window=0).tokens
-        ]
+        configs = H100.row.configs_for(n, window=0).forwards(keeps)
+        gemms = [cost.Gemm(H100, config, n * 4096 * 1000) for config in configs]
         # For each of the vocabulary's rows.
         clocks = {gemm.config: gemm.tile(4096, epilogue) / gemm.rows for gemm in gemms}
         least = min(clocks[gemm.config] / gemm.columns for gemm in gemms)
@@ -306,7 +307,7 @@ def test_calls_choose_among_the_configurations_for_their_number_of_tokens(arch: 
         problem, limits = Problem(n, 8 * ceil_div(d, 8), vocab), Limits(window)
         configs = gpu.row.configs_for(n, window)
         for kept in (0, vocab):
-            assert forward.plan(gpu, *problem[:3], limits, kept=kept).config in configs.tokens
+            assert forward.plan(gpu, *problem[:3], limits, kept=kept).config in configs.forwards(kept > 0)
             plan = backward.plan(gpu, problem, kept, limits)
             assert plan.tokens in configs.tokens
             assert (plan.tokens, plan.dhidden) in configs.pairs
@@ -345,10 +346,8 @@ def test_workspace(arch: str):
         partials = plan.gemm.windows * plan.config.partials_per_window
         bytes_ = 8 + 8 * plan.n * partials + 4 * plan.n + 8 * ceil_div(plan.n, 8)
         assert plan.workspace_floats * 4 == bytes_
-        # The four warps of each warpgroup that takes turns, in each CTA of a cluster.
-        assert plan.config.partials_per_window == 4 * plan.config.cluster_m * (
-            2 if plan.config.pingpong else 1
-        )
+        # The four warps of each warpgroup, in each CTA of a cluster.
+        assert plan.config.partials_per_window == 4 * plan.config.cluster_m * plan.config.warpgroups
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -389,10 +388,12 @@ def test_hopper_configs_are_what_the_kernel_takes():
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_few_variants_are_compiled(arch: str):
-    """One compile serves all n, d and V: what `forward` chooses is always among `token_configs`."""
-    assert all(len(configs.tokens) <= 9 for configs in architecture(arch).configs)
-    assert len(set(architecture(arch).token_configs)) <= 15
-    assert {plan.config for plan in sweep(arch)} <= set(architecture(arch).token_configs)
+    """One compile serves all n, d and V: what `forward` chooses is always among `forward_configs`."""
+    row = architecture(arch)
+    assert all(len(configs.tokens) <= 9 for configs in row.configs)
+    assert len(set(row.token_configs)) <= 15
+    assert len(set(row.forward_configs)) <= 16
+    assert {plan.config for plan in sweep(arch)} <= set(row.forward_configs)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
