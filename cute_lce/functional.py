@@ -124,6 +124,9 @@ def linear_cross_entropy(
         sm_margin: SMs that the GEMM of linear_weight's gradient leaves to that sum while it is predicted to
             run; None: as many as the group's collectives take. The streaming path leaves none.
 
+    DTensors: their placements say what tp_group, vocab_start and sequence_dim say otherwise, which are then
+    None; docs/parallel.md has those that are taken.
+
     Several heads: linear_weight may be K weights, a list (or nn.ParameterList) of (V_k, d) or a tensor
     (K, V, d). Then target is (..., K), input (..., d), which the heads share, or (..., K, d), and
     token_weight target's shape; linear_bias, weight and grad_weight_out are lists of K or tensors of one
@@ -161,12 +164,18 @@ def linear_cross_entropy(
     if ops.has_heads(linear_weight):
         if over_group != ON_ONE_DEVICE:
             raise _refuse_group(over_group)
-        given = dict(zip(_NAMES, (*values, *terms, *tensors), strict=True))
-        given |= {"grad_weight_out": grad_weight_out, "grad_weight_dummy": grad_weight_dummy}
+        given = _named(*values, *terms, *tensors, grad_weight_out, grad_weight_dummy)
         return ops.linear_cross_entropy_of_heads(linear_cross_entropy, input, linear_weight, target, given)
     if not isinstance(linear_weight, Tensor):
         raise TypeError(f"linear_weight: got {type(linear_weight).__name__}, want a torch.Tensor")
     plain = ops.is_plain_eager(input, linear_weight, target)
+    if not plain and is_distributed(input, linear_weight, target):
+        from .parallel import dtensor
+
+        check_types(input, linear_weight, target)
+        given = _named(*values, *terms, *tensors, grad_weight_out, grad_weight_dummy)
+        operands, group = Operands(input, linear_weight, target), named_over_group(over_group)
+        return dtensor.linear_cross_entropy(linear_cross_entropy, operands, group, given)
     loss, compute = _remembered_options(values) if plain else _options(*values)
     spread = None
     if over_group != ON_ONE_DEVICE:
@@ -182,8 +191,6 @@ def linear_cross_entropy(
     if spread is not None:
         if not plain:
             check_types(input, linear_weight, target)
-            if _is_distributed(Operands(input, linear_weight, target)):
-                raise ValueError("tp_group: got a group beside a DTensor, want None: its placements say it")
         if terms != NO_TERMS or tensors != _NO_TENSORS:
             from .parallel import terms as over_ranks
 
@@ -210,17 +217,27 @@ def linear_cross_entropy(
 _NAMES = (
     *(*LossOptions._fields, *ComputeOptions._fields),
     *(*TermOptions._fields, *ops.TermTensors._fields),
+    *("grad_weight_out", "grad_weight_dummy"),
 )
-"""What a head's call is given by name: fields of the options, then of the terms, numbers and tensors."""
+"""Arguments of a call: fields of the options, then of the terms, numbers and tensors, and a buffer's."""
 _NO_TENSORS = (None, None, None, None)
 ON_ONE_DEVICE = (None, None, None, "reduced", None)
 """The arguments about a group."""
 
 
+def _named(*given: Any) -> dict[str, Any]:
+    return dict(zip(_NAMES, given, strict=True))
+
+
+def named_over_group(over_group: tuple) -> dict[str, Any]:
+    """Those arguments by their names."""
+    names = "tp_group", "vocab_start", "sequence_dim", "grad_input", "sm_margin"
+    return dict(zip(names, over_group, strict=True))
+
+
 def _refuse_group(over_group: tuple) -> ValueError:
     """The error for several heads, by the name of the first that is given."""
-    names = "tp_group", "vocab_start", "sequence_dim", "grad_input", "sm_margin"
-    each = zip(names, over_group, ON_ONE_DEVICE, strict=True)
+    each = zip(named_over_group(over_group), over_group, ON_ONE_DEVICE, strict=True)
     name, got, want = next(found for found in each if found[1] != found[2])
     got = "a group" if name == "tp_group" else repr(got)
     return ValueError(f"{name}: got {got} with several heads, want {want!r}: a group takes one head")
@@ -237,9 +254,6 @@ def call_with_terms(
 ) -> Tensor:
     """linear_cross_entropy of the fields of ops.TermTensors, of which denominator may be a number, and of
     TermOptions. plain: ops.is_plain_eager of the operands."""
-    if not plain and _is_distributed(operands):
-        _refuse_terms(terms, tensors)
-        return _of_dtensors(operands, loss, compute)
     linear_bias, weight, token_weight, denominator = tensors
     denominator = denominator_of(denominator, operands.hidden)
     given = ops.TermTensors(linear_bias, weight, token_weight, denominator)
@@ -251,14 +265,6 @@ def call_with_terms(
     return _fused_linear_cross_entropy(
         *operands, **given._asdict(), **loss._asdict(), **named, **compute._asdict()
     )
-
-
-def _refuse_terms(terms: tuple, tensors: tuple) -> None:
-    """Raise ValueError, by its name, for a term in a call with DTensors."""
-    names = *TermOptions._fields, *ops.TermTensors._fields
-    for name, value, default in zip(names, (*terms, *tensors), (*NO_TERMS, *_NO_TENSORS), strict=True):
-        if value is not default and (default is None or value != default):
-            raise ValueError(f"{name}: got one in a call with DTensors, want {default} there")
 
 
 def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:
@@ -277,22 +283,9 @@ def _parallel() -> Any:
     return call
 
 
-def _is_distributed(operands: Operands) -> bool:
+def is_distributed(*operands: Any) -> bool:
     """Whether one of them is a DTensor, whose class this does not import."""
     return any(hasattr(tensor, "device_mesh") for tensor in operands)
-
-
-def _of_dtensors(operands: Operands, loss: LossOptions, compute: ComputeOptions) -> Tensor:
-    """A call with DTensors: each rank's with its own parts."""
-    from .parallel import dtensor
-
-    local = dtensor.local_call(operands, loss)
-    plain = ops.is_plain_eager(*local.operands)
-    if local.spread is None:
-        found = call_with_terms(local.operands, _NO_TENSORS, loss, NO_TERMS, compute, plain)
-    else:
-        found = _parallel().call(*local.operands, loss, compute, local.spread, plain)
-    return local.global_loss(found)
 
 
 def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.Destination:

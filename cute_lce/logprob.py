@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from . import ops, options
-from .functional import ON_ONE_DEVICE, check_types
+from .arguments import Operands
+from .functional import ON_ONE_DEVICE, check_types, is_distributed, named_over_group
 from .implementation import StatsOperands
 from .ops.logprob import Wanted
 from .options import ComputeOptions, LossOptions, TermOptions, TokenStats
@@ -61,7 +62,8 @@ def linear_logprob(
             is sharded over a group, and linear_weight and linear_bias are this rank's rows. With
             sequence_dim temperature, topk_ids and the numbers have target's shape, whole or a slice.
             argmax and topk_ids are classes of the whole vocabulary. torch.compile's graph breaks there,
-            except for "logprob" alone without linear_bias, softcap and a tensor of temperatures.
+            except for "logprob" alone without linear_bias, softcap and a tensor of temperatures. DTensors
+            as in linear_cross_entropy.
 
     Returns:
         TokenStats: each field that outputs names, the others None.
@@ -78,6 +80,25 @@ def linear_logprob(
     names = tuple(outputs) if isinstance(outputs, list) else outputs
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
+    plain = ops.is_plain_eager(input, linear_weight, target)
+    if not plain and is_distributed(input, linear_weight, target):
+        from .parallel import dtensor
+
+        given = {
+            "temperature": temperature,
+            "outputs": outputs,
+            "topk_ids": topk_ids,
+            "entropy_grad": entropy_grad,
+            "linear_bias": linear_bias,
+            "ignore_index": ignore_index,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "schedule": schedule,
+            "workspace_mb": workspace_mb,
+            "window": window,
+        }
+        operands = Operands(input, linear_weight, target)
+        return dtensor.linear_logprob(linear_logprob, operands, named_over_group(over_group), given)
     if over_group != ON_ONE_DEVICE:
         from .parallel import call, logprob
 
@@ -90,7 +111,6 @@ def linear_logprob(
             call.spread_of(*over_group),
         )
         return TokenStats(**dict(zip(names, found, strict=True)))
-    plain = ops.is_plain_eager(input, linear_weight, target)
     run = ops.linear_logprob if plain else _fused_linear_logprob
     found = run(
         input,

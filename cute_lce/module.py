@@ -93,19 +93,31 @@ class LinearCrossEntropy(nn.Linear):
         if target is None:
             return self._logits(input)
         if self.num_heads is not None:
-            options = {**self.options._asdict(), **self.terms._asdict(), **self.compute._asdict()}
-            tensors = {"linear_bias": self.bias, "weight": weight, "token_weight": token_weight}
-            return functional.linear_cross_entropy(
-                input, self.weight, target, **tensors, denominator=denominator, **options
-            )
+            return self._by_name(input, target, weight, token_weight, denominator)
         plain = is_plain_eager(input, self.weight, target)
         compute = with_default_workspace(self.compute)
         tensors = self.bias, weight, token_weight, denominator
         if plain and self.terms == NO_TERMS and tensors == (None,) * 4:
             return linear_cross_entropy(input, self.weight, target, self.options, compute, watched=False)
         check_types(input, self.weight, target)
+        if not plain and functional.is_distributed(input, self.weight, target):
+            return self._by_name(input, target, *tensors[1:])
         operands = Operands(input, self.weight, target)
         return call_with_terms(operands, tensors, self.options, self.terms, compute, plain)
+
+    def _by_name(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        token_weight: Tensor | None,
+        denominator: Tensor | float | None,
+    ) -> Tensor:
+        options = {**self.options._asdict(), **self.terms._asdict(), **self.compute._asdict()}
+        tensors = {"linear_bias": self.bias, "weight": weight, "token_weight": token_weight}
+        return functional.linear_cross_entropy(
+            input, self.weight, target, **tensors, denominator=denominator, **options
+        )
 
     def _logits(self, input: Tensor) -> Tensor:
         if self.num_heads is not None:

@@ -91,6 +91,8 @@ def check_term(
     """Check a tensor besides the operands. Raises TypeError and ValueError, by its name."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor or None")
+    if hasattr(tensor, "device_mesh"):
+        raise ValueError(f"{name}: got a DTensor beside ordinary operands, want an ordinary tensor")
     if tensor.is_nested or tensor.layout is not torch.strided:
         what = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise ValueError(f"{name}: got {what}, want a dense tensor")

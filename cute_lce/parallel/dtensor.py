@@ -3,13 +3,18 @@
     linear_weight   Shard(0) on one dimension of the mesh, which is the tensor parallel one, else Replicate
     input           there Replicate, or Shard of a dimension of the tokens; on others either of the two
     target          as input; where the vocabulary is sharded, it may be replicated beside a slice
+    of each class   (linear_bias, weight) linear_weight's, or Replicate on all, as an ordinary tensor is
+    of each token   (token_weight, temperature, topk_ids) target's; an ordinary tensor where target is one
+    denominator     Replicate on all, or an ordinary tensor or number
 
-Nothing is redistributed: what has other placements is refused, and the error says to what to redistribute it.
+No tokens and no linear_weight are redistributed: what has other placements is refused, and the error says to
+what to redistribute it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,63 +23,198 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..arguments import Operands
-from ..options import LossOptions
-from .call import Spread
+from ..options import TokenStats
+
+Placements = tuple[Placement, ...]
 
 
-class Local(NamedTuple):
-    """A rank's part of a call: its operands, how it is spread, and the placements of its loss.
+def linear_cross_entropy(
+    call: Callable[..., Tensor], operands: Operands, over_group: dict[str, Any], given: dict[str, Any]
+) -> Tensor:
+    """The loss. call: functional.linear_cross_entropy, of ordinary tensors. over_group, given: its arguments
+    about a group, and the others."""
+    layout = _layout(operands, over_group)
+    reduction = given["reduction"]
+    if layout.summed and reduction == "mean" and given["denominator"] is None:
+        raise ValueError(
+            "reduction: got 'mean' of tokens that are sharded over the mesh, whose count no rank knows; want "
+            "a denominator, 'sum' (a Partial loss) or 'none'"
+        )
+    own = {
+        "linear_bias": layout.of_classes("linear_bias", given["linear_bias"]),
+        "weight": layout.of_classes("weight", given["weight"]),
+        "token_weight": layout.of_tokens("token_weight", given["token_weight"]),
+        "denominator": layout.of_all("denominator", given["denominator"]),
+        "grad_weight_out": layout.of_gradient("grad_weight_out", given["grad_weight_out"]),
+    }
+    loss = call(*layout.own(operands), **{**given, **own}, **layout.over_group)
+    return layout.result(loss, of_tokens=reduction == "none")
 
-    spread: None: the vocabulary is whole. placements: None: the loss is an ordinary tensor; shape: of the
-    tokens of all ranks.
+
+def linear_logprob(
+    call: Callable[..., TokenStats], operands: Operands, over_group: dict[str, Any], given: dict[str, Any]
+) -> TokenStats:
+    """The same of cute_lce.linear_logprob."""
+    layout = _layout(operands, over_group)
+    own = {
+        "linear_bias": layout.of_classes("linear_bias", given["linear_bias"]),
+        "temperature": layout.of_tokens("temperature", given["temperature"]),
+        "topk_ids": layout.of_tokens("topk_ids", given["topk_ids"]),
+    }
+    found = call(*layout.own(operands), **{**given, **own}, **layout.over_group)
+    return TokenStats(*(None if each is None else layout.result(each, of_tokens=True) for each in found))
+
+
+class _Layout(NamedTuple):
+    """Where the ranks' parts of a call's tensors are.
+
+    weight, inputs, targets: placements, one a dimension of the mesh. gradients: those of linear_weight's
+    gradient; grad_inputs: of input's. summed: dimensions of the mesh whose ranks have tokens of their own and
+    all of each one's classes. ordinary: the operands that are ordinary tensors; where input is one, so are
+    the results. shape: of all ranks' tokens, classes: their number. over_group: arguments of a rank's call.
     """
 
-    operands: Operands
-    spread: Spread | None
     mesh: DeviceMesh
-    placements: tuple[Placement, ...] | None
+    weight: Placements
+    inputs: Placements
+    targets: Placements
+    gradients: Placements
+    grad_inputs: Placements
+    summed: tuple[int, ...]
+    ordinary: tuple[str, ...]
     shape: torch.Size
+    classes: int
+    over_group: dict[str, Any]
 
-    def global_loss(self, loss: Tensor) -> Tensor:
-        if self.placements is None:
-            return loss
-        shape = self.shape if loss.dim() else loss.shape
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            loss, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+    def own(self, operands: Operands) -> Operands:
+        """This rank's."""
+        input, linear_weight, target = operands
+        return Operands(
+            input.to_local(grad_placements=self.grad_inputs) if isinstance(input, DTensor) else input,
+            linear_weight.to_local(grad_placements=self.gradients),  # pyright: ignore[reportAttributeAccessIssue]
+            target.to_local() if isinstance(target, DTensor) else target,
         )
 
+    def of_classes(self, name: str, tensor: Any) -> Any:
+        """This rank's classes of a tensor (V,). The gradient of one with linear_weight's placements is as
+        linear_weight's, that of any other is whole on every rank."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if not isinstance(tensor, DTensor):
+            if tuple(tensor.shape) != (self.classes,):
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)}, want all classes, {(self.classes,)}, or a "
+                    f"DTensor with linear_weight's placements, {self.weight}"
+                )
+            everywhere = (Replicate(),) * self.mesh.ndim
+            tensor = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
+            return tensor.redistribute(placements=self.weight).to_local(grad_placements=self.gradients)
+        _check_mesh(name, tensor, self.mesh)
+        if not _same(tensor.placements, self.weight):
+            if not all(placement.is_replicate() for placement in tensor.placements):
+                raise ValueError(
+                    f"{name}: got placements {tensor.placements}, want linear_weight's, {self.weight}, or "
+                    "Replicate() on each dimension of the mesh: redistribute it"
+                )
+            tensor = tensor.redistribute(placements=self.weight)
+        return tensor.to_local(grad_placements=self.gradients)
 
-def local_call(operands: Operands, loss: LossOptions) -> Local:
-    """What each rank calls. Raises ValueError for placements other than the above, by name."""
+    def of_tokens(self, name: str, tensor: Any) -> Any:
+        """This rank's tokens of a tensor of target's shape, or (..., K)."""
+        if isinstance(tensor, DTensor):
+            _check_mesh(name, tensor, self.mesh)
+            if not _same(tensor.placements, self.targets):
+                raise ValueError(
+                    f"{name}: got placements {tensor.placements}, want target's, {self.targets}: "
+                    "redistribute it"
+                )
+            return tensor.to_local()
+        is_sharded = any(placement.is_shard() for placement in self.targets)
+        if isinstance(tensor, Tensor) and is_sharded and "target" not in self.ordinary:
+            raise ValueError(
+                f"{name}: got an ordinary tensor beside a target that is sharded over the mesh, want a "
+                f"DTensor of its placements, {self.targets}"
+            )
+        return tensor
+
+    def of_all(self, name: str, tensor: Any) -> Any:
+        """A tensor () that all ranks have."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            raise ValueError(
+                f"{name}: got placements {tensor.placements}, want Replicate() on each dimension of the "
+                "mesh: redistribute it"
+            )
+        return tensor.to_local()
+
+    def of_gradient(self, name: str, tensor: Any) -> Any:
+        """This rank's rows of what linear_weight's gradient is added to."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        _check_mesh(name, tensor, self.mesh)
+        if not _same(tensor.placements, self.gradients):
+            raise ValueError(
+                f"{name}: got placements {tensor.placements}, want those of linear_weight's gradient, "
+                f"{self.gradients}, or an ordinary tensor of this rank's rows"
+            )
+        return tensor.to_local()
+
+    def result(self, found: Tensor, *, of_tokens: bool) -> Tensor:
+        """Of all ranks."""
+        if "input" in self.ordinary:
+            return found
+        if of_tokens:
+            placements, shape = self.targets, (*self.shape, *found.shape[len(self.shape) :])
+        else:
+            every = range(self.mesh.ndim)
+            placements, shape = tuple(Partial() if i in self.summed else Replicate() for i in every), ()
+        shape = torch.Size(shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(found, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _layout(operands: Operands, over_group: dict[str, Any]) -> _Layout:
+    """Raises ValueError for placements other than the above, by name."""
     input, linear_weight, target = operands
+    for name in ("tp_group", "vocab_start", "sequence_dim"):
+        if over_group[name] is not None:
+            got = "a group" if name == "tp_group" else over_group[name]
+            raise ValueError(f"{name}: got {got} beside a DTensor, want None: its placements say it")
     if not isinstance(linear_weight, DTensor):
         raise ValueError(
             "linear_weight: got an ordinary tensor beside a DTensor, want a DTensor on the same mesh "
             "(torch.distributed.tensor.distribute_tensor)"
         )
-    mesh = linear_weight.device_mesh
+    mesh, weight = linear_weight.device_mesh, tuple(linear_weight.placements)
     dim = _vocabulary_dim(linear_weight)
-    tokens = _token_placements(input, mesh, dim)
-    classes = _target_placements(input, target, tokens, mesh, dim)
-    partial = [i for i, placement in enumerate(tokens) if i != dim and placement.is_shard()]
-    if partial and loss.reduction == "mean":
-        raise ValueError(
-            "reduction: got 'mean' of tokens that are sharded over the mesh, whose count no rank knows; want "
-            "'sum' (a Partial loss) or 'none'"
-        )
-    gradients = [
-        Partial() if i in partial else placement for i, placement in enumerate(linear_weight.placements)
-    ]
-    weight = linear_weight.to_local(grad_placements=gradients)
-    hidden = input.to_local(grad_placements=tokens) if isinstance(input, DTensor) else input
-    here = target.to_local() if isinstance(target, DTensor) else target
-    placements = _loss_placements(input, classes, partial, loss)
-    own = None if dim is None else _spread(linear_weight, input, dim, tokens)
-    return Local(Operands(hidden, weight, here), own, mesh, placements, input.shape[:-1])
+    inputs = _token_placements(input, mesh)
+    targets = _target_placements(input, target, inputs, mesh, dim)
+    summed = tuple(i for i, placement in enumerate(inputs) if i != dim and placement.is_shard())
+    grad_inputs = inputs
+    if dim is not None:
+        over_group = {**over_group, **_group_of(linear_weight, input, dim, inputs[dim])}
+        if over_group["grad_input"] == "partial":
+            grad_inputs = *inputs[:dim], Partial(), *inputs[dim + 1 :]
+    return _Layout(
+        mesh=mesh,
+        weight=weight,
+        inputs=inputs,
+        targets=targets,
+        gradients=tuple(Partial() if i in summed else placement for i, placement in enumerate(weight)),
+        grad_inputs=grad_inputs,
+        summed=summed,
+        ordinary=tuple(
+            name for name, tensor in (("input", input), ("target", target)) if not isinstance(tensor, DTensor)
+        ),
+        shape=input.shape[:-1],
+        classes=linear_weight.shape[0],
+        over_group=over_group,
+    )
 
 
-def _spread(weight: DTensor, input: Tensor, dim: int, tokens: tuple[Placement, ...]) -> Spread:
+def _group_of(weight: DTensor, input: Tensor, dim: int, placement: Placement) -> dict[str, Any]:
+    """A rank's arguments about the group. placement: of input, over the ranks of the vocabulary."""
     mesh = weight.device_mesh
     ranks, rows = mesh.size(dim), weight.shape[0]
     # As torch splits: all but the last ranks have ceil(V / ranks).
@@ -83,7 +223,6 @@ def _spread(weight: DTensor, input: Tensor, dim: int, tokens: tuple[Placement, .
             f"linear_weight: got {rows} classes over {ranks} ranks, some without any, want more classes"
         )
     _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-    placement = tokens[dim]
     sequence_dim = None
     if isinstance(placement, Shard):
         sequence_dim = placement.dim % input.dim()
@@ -92,7 +231,7 @@ def _spread(weight: DTensor, input: Tensor, dim: int, tokens: tuple[Placement, .
                 f"input: got {input.shape[sequence_dim]} tokens in dimension {sequence_dim} over {ranks} "
                 "ranks, want equal shards: redistribute it to Replicate()"
             )
-    return Spread(mesh.get_group(dim), offset[0], sequence_dim)
+    return {"tp_group": mesh.get_group(dim), "vocab_start": offset[0], "sequence_dim": sequence_dim}
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:
@@ -110,7 +249,7 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
     return found[0] if found else None
 
 
-def _token_placements(input: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[Placement, ...]:
+def _token_placements(input: Tensor, mesh: DeviceMesh) -> Placements:
     """Of input, one a dimension of the mesh; an ordinary tensor is replicated."""
     if not isinstance(input, DTensor):
         return (Replicate(),) * mesh.ndim
@@ -127,8 +266,8 @@ def _token_placements(input: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple
 
 
 def _target_placements(
-    input: Tensor, target: Tensor, tokens: tuple[Placement, ...], mesh: DeviceMesh, dim: int | None
-) -> tuple[Placement, ...]:
+    input: Tensor, target: Tensor, tokens: Placements, mesh: DeviceMesh, dim: int | None
+) -> Placements:
     """Of target; an ordinary tensor is replicated, or where the vocabulary is sharded a slice as input is."""
     sharded = [i for i, placement in enumerate(tokens) if i != dim and placement.is_shard()]
     if not isinstance(target, DTensor):
@@ -140,21 +279,16 @@ def _target_placements(
         return tokens if target.shape != input.shape[:-1] else (Replicate(),) * mesh.ndim
     _check_mesh("target", target, mesh)
     for i, (own, inputs) in enumerate(zip(target.placements, tokens, strict=True)):
-        if own != inputs and not (i == dim and own.is_replicate()):
+        if not _same((own,), (inputs,)) and not (i == dim and own.is_replicate()):
             raise ValueError(
                 f"target: got placements {target.placements}, want input's, {tokens}: redistribute it"
             )
     return tuple(target.placements)
 
 
-def _loss_placements(
-    input: Tensor, classes: tuple[Placement, ...], partial: list[int], loss: LossOptions
-) -> tuple[Placement, ...] | None:
-    if not isinstance(input, DTensor):
-        return None
-    if loss.reduction == "none":
-        return classes
-    return tuple(Partial() if i in partial else Replicate() for i in range(len(classes)))
+def _same(one: Placements, other: Placements) -> bool:
+    """A _StridedShard equals a Shard for torch."""
+    return all(type(a) is type(b) and a == b for a, b in zip(one, other, strict=True))
 
 
 def _check_mesh(name: str, tensor: DTensor, mesh: DeviceMesh) -> None:

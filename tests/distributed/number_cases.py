@@ -48,7 +48,7 @@ def operands(here: Rank, dtype: torch.dtype, V: int) -> dict[str, Tensor]:
 def whole(given: dict[str, Tensor], kind: torch.dtype, outputs: tuple[str, ...], terms: dict, upstream: dict):
     """By the reference: (numbers, gradients by input, linear_weight and linear_bias)."""
     wide = {name: each.to(kind) if each.is_floating_point() else each for name, each in given.items()}
-    leaves = [wide.pop(name).requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
+    leaves = [wide.pop(name).clone().requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
     found = reference.linear_logprob(
         *leaves[:2], wide.pop("target"), linear_bias=leaves[2], **{**wide, **terms}
     )

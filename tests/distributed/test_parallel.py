@@ -13,6 +13,7 @@ import torch
 from cute_lce import linear_cross_entropy
 from tests.distributed import (
     dtensor_cases,
+    dtensor_term_cases,
     logprob_cases,
     number_cases,
     ranks,
@@ -23,6 +24,7 @@ from tests.distributed import (
 CASES = (
     *tensor_cases.CASES,
     *dtensor_cases.CASES,
+    *dtensor_term_cases.CASES,
     *logprob_cases.CASES,
     *number_cases.CASES,
     *term_cases.CASES,
@@ -38,6 +40,7 @@ GLOO = {
         tensor_cases.compacted_tokens,
         tensor_cases.targets_in_no_shard,
         dtensor_cases.a_sharded_weight,
+        dtensor_term_cases.terms_beside_a_sharded_weight,
     ),
     4: (
         tensor_cases.uneven_shards,
@@ -47,6 +50,8 @@ GLOO = {
         number_cases.numbers_of_slices,
         dtensor_cases.fully_sharded_and_tensor_parallel,
         dtensor_cases.tokens_and_vocabulary_sharded,
+        dtensor_term_cases.terms_on_two_dimensions,
+        dtensor_term_cases.numbers_of_dtensors,
     ),
 }
 
