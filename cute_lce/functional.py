@@ -275,9 +275,9 @@ def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:
     return input.new_full((), denominator, dtype=torch.float64)
 
 
-@functools.cache
 def _parallel() -> Any:
-    """Imported when asked for: torch may be built without torch.distributed."""
+    """Imported when asked for: torch may be built without torch.distributed. Not functools.cache's, of which
+    torch.compile warns."""
     from .parallel import call
 
     return call

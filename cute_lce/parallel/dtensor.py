@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..arguments import Operands
 from ..options import TokenStats
@@ -217,12 +216,12 @@ def _group_of(weight: DTensor, input: Tensor, dim: int, placement: Placement) ->
     """A rank's arguments about the group. placement: of input, over the ranks of the vocabulary."""
     mesh = weight.device_mesh
     ranks, rows = mesh.size(dim), weight.shape[0]
-    # As torch splits: all but the last ranks have ceil(V / ranks).
-    if -(-rows // ranks) * (ranks - 1) >= rows:
+    # As torch splits: all but the last ranks have so many.
+    each = -(-rows // ranks)
+    if each * (ranks - 1) >= rows:
         raise ValueError(
             f"linear_weight: got {rows} classes over {ranks} ranks, some without any, want more classes"
         )
-    _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
     sequence_dim = None
     if isinstance(placement, Shard):
         sequence_dim = placement.dim % input.dim()
@@ -231,7 +230,8 @@ def _group_of(weight: DTensor, input: Tensor, dim: int, placement: Placement) ->
                 f"input: got {input.shape[sequence_dim]} tokens in dimension {sequence_dim} over {ranks} "
                 "ranks, want equal shards: redistribute it to Replicate()"
             )
-    return {"tp_group": mesh.get_group(dim), "vocab_start": offset[0], "sequence_dim": sequence_dim}
+    start = each * mesh.get_local_rank(dim)
+    return {"tp_group": mesh.get_group(dim), "vocab_start": start, "sequence_dim": sequence_dim}
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:

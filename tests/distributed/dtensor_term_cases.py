@@ -269,6 +269,22 @@ def a_module_with_terms(here: Rank) -> None:
         assert_close("dbias", whole(head.bias.grad), exact[3], plain[3])
 
 
+def dtensors_in_one_graph(here: Rank) -> None:
+    """What changes no number of a token but its factor."""
+    mesh, given = mesh_of(here), operands(here)
+    tokens = {name: place(given[name], mesh, [Shard(1)]) for name in ("input", "target", "token_weight")}
+    weight = place(given["linear_weight"], mesh, [Shard(0)]).requires_grad_()
+    backend = "inductor" if here.device != "cpu" else "aot_eager"
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend, dynamic=False)
+    for factors in ({}, {"token_weight": tokens["token_weight"], "denominator": 20.0}):
+        found = []
+        for function in (linear_cross_entropy, compiled):
+            loss = function(tokens["input"], weight, tokens["target"], **factors)
+            found.append((loss.detach(), *torch.autograd.grad(loss, weight)))
+        for eager, graph in zip(*found, strict=True):
+            torch.testing.assert_close(whole(graph), whole(eager))
+
+
 def terms_whose_placements_are_refused(here: Rank) -> None:
     mesh, given = mesh_of(here), operands(here)
     rows, everywhere, sliced = [Shard(0)], [Replicate()], [Shard(1)]
@@ -315,5 +331,6 @@ CASES = (
     numbers_of_dtensors,
     parts_and_buffers,
     a_module_with_terms,
+    dtensors_in_one_graph,
     terms_whose_placements_are_refused,
 )
