@@ -93,10 +93,18 @@ def draw(seed: int, count: int) -> tuple[Shape, ...]:
     return tuple(shapes)
 
 
+CHUNK_TOKENS = 1024
+"""Of "grad_in_forward" in an ample workspace, at least."""
+
+
 def ample(shape: Shape) -> int:
     """MiB that hold whatever a call may use: 16-bit logits and an eighth of them, gradients by input in
-    float32 (several, where few tokens make them small), copies of the hidden rows."""
-    return math.ceil((2.25 * shape.n * shape.vocab + 16 * shape.n * shape.d) / 2**20) + 512
+    float32 (several, where few tokens make them small), copies of the hidden rows; or both gradients in
+    float32 and a chunk of tokens."""
+    n, d, vocab = shape.n, shape.d, shape.vocab
+    kept = 2.25 * n * vocab + 16 * n * d
+    accumulated = 4 * (n + vocab) * d + 2.25 * min(n, CHUNK_TOKENS) * vocab + 16 * n * d
+    return math.ceil(max(kept, accumulated) / 2**20) + 512
 
 
 def parse(text: str) -> tuple[Shape, ...]:

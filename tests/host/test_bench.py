@@ -528,6 +528,7 @@ def test_an_ample_workspace_holds_the_logits_of_each_shape(tmp_path):
     assert run.main([*argv, "--workspace-mb", "ample", "20", "--out", str(out)]) == 0
     assert [r["workspace_mb"] for r in json.loads(out.read_text())] == [513, 20, 526, 20]
     assert shapes.ample(shapes.Shape(9000, 8, 70000)) > 2 * 9000 * 70000 / 2**20 + 512
+    assert shapes.ample(shapes.Shape(4096, 4096, 131072)) > 2173  # what its grad_in_forward asks for
 
 
 def test_bars_of_the_tables_are_found():
