@@ -75,7 +75,8 @@ with slope 1, or of a softcap 1 - tanh^2, and coefficients of each token: `softm
 does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at most HALF_SCALE, and
 row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by row_factor in any dtype.
 shared: of what was kept, by the products of each kept class the gradient is more by shared (n,); weight_sum
-(d,) is the sum of these classes' rows, hidden_sum (d,) that of the tokens' hidden states times shared.
+(d,) is the sum of these classes' rows, hidden_sum (d,) that of the tokens' hidden states times shared; 0 in
+a launch whose classes were not kept.
 bias_gradient: dbias (V,), the gradient's sums over tokens: written by launches whose tokens are all or the
 first ones, else added to. with_dhidden: whether only by those that compute dhidden (0 or 1). column_sums:
 scratch, a number for each slab of tokens (Fragment) and class of a launch.

@@ -199,7 +199,7 @@ class KernelBackward:
             hidden, weight, target = aligned(saved.operands)
         dinput, dweight, scratch, counters = memory
         start = scratch.data_ptr()
-        arguments = loss_arguments(loss)
+        arguments = loss_arguments(_of_recomputed(loss))
         upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
         statistics = Statistics(
             row_max=saved.row_max.data_ptr(),
@@ -432,9 +432,18 @@ def _halves(step: _Step) -> tuple[_Step, _Step]:
 
 def _arguments_of_kept(loss: Any, arguments: Any) -> Any:
     """A loss's arguments for what was kept, which has row factors of its own. arguments: for the rest."""
-    if "coefficients" not in loss.terms:
+    if "coefficients" in loss.terms:
+        loss = loss._replace(row_factor=loss.kept_factor)
+    elif "shared" not in loss.terms:
         return arguments
-    return loss_arguments(loss._replace(row_factor=loss.kept_factor))
+    return loss_arguments(loss)
+
+
+def _of_recomputed(loss: Any) -> Any:
+    """A loss for what was not kept, to which nothing is added."""
+    if "shared" not in loss.terms:
+        return loss
+    return loss._replace(shared=0, weight_sum=0, hidden_sum=0)
 
 
 def _column_sums(plan: backward_plan.BackwardPlan, n: int) -> int:

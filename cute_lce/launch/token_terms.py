@@ -73,11 +73,12 @@ class Tensors(NamedTuple):
         )
 
     def with_target_weight(self, target: Tensor) -> Tensors:
-        """With the class weights of the targets, whatever those of ignored rows."""
+        """With the class weights of the targets, 0 where a target is no class of these: a shard subtracts no
+        onehot of others' from what it keeps."""
         if self.class_weight is None:
             return self
         inside = target.long().clamp(0, self.class_weight.shape[0] - 1)
-        return self._replace(target_weight=self.class_weight[inside])
+        return self._replace(target_weight=torch.where(inside == target, self.class_weight[inside], 0))
 
 
 def _vector(tensor: Tensor | None) -> Tensor | None:

@@ -29,7 +29,6 @@ from ..ops.autograd import NO_DOUBLE_BACKWARD, add_to_destination, apply_of, kin
 from ..ops.select import implementation, statistics
 from ..ops.terms import decide
 from ..options import ComputeOptions, LossOptions
-from ..streaming import STATISTICS
 from . import ranks
 from .call import Spread, shard_of
 from .collectives import gather, start_sum
@@ -56,7 +55,7 @@ def numbers_of(
 ) -> Numbers:
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
     perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
-    serving, compute = _serving(operands, options, compute)
+    serving = statistics(operands, options, compute.schedule)
     _, how = decide(operands, options, compute, loss.reduction, destination, serving)
     if ranks.CHECK_RANKS:
         _check_ranks(operands, options, how.request, loss, compute, spread)
@@ -64,21 +63,6 @@ def numbers_of(
     request = request_of(how.request, operands.hidden, shard)
     *found, weight = _eager(_How(options, request, shard, serving, how.destination), operands)
     return Numbers(Stats(**dict(zip(options.outputs, found, strict=True))), weight)
-
-
-def _serving(
-    operands: StatsOperands, options: StatsOptions, compute: ComputeOptions
-) -> tuple[Statistics, ComputeOptions]:
-    """What serves a shard. The kernels keep no rows of one whose onehot's share depends on another shard's
-    class weight, and no smoothed ones: what is added to kept rows would be to those of a stripe whose dweight
-    waits, too."""
-    serving = statistics(operands, options, compute.schedule)
-    may_keep = not options.label_smoothing and (not options.z_loss or operands.class_weight is None)
-    if serving is STATISTICS or may_keep:
-        return serving, compute
-    if compute.schedule == "keep":
-        return STATISTICS, compute
-    return serving, compute._replace(schedule="recompute")
 
 
 @torch.compiler.disable()

@@ -414,13 +414,30 @@ def test_a_kept_z_loss(arch, dtype, z_loss):
     assert sum("Gemm" in name for name in launched) == 2 * (1 + 2)
 
 
+SMOOTHED = {"z_loss": 0.05, "label_smoothing": 0.9}
+WEIGHED = {"z_loss": -0.02, "weight": torch.linspace(0.1, 3, 330)}
+
+
+@each_of(("sm_90a", BF16))
+@pytest.mark.parametrize("terms", [SMOOTHED, WEIGHED], ids=["smoothed", "weighed"])
+def test_kept_smoothing_and_class_weights(arch, dtype, terms):
+    """The onehot's share depends on the class weight of a target that one shard has; and what smoothing adds
+    to each kept class."""
+    case = ignoring(random_case(24, 64, 330, dtype, scale=4.0))
+    given = {**terms, "linear_bias": torch.linspace(-1, 1, 330).to(dtype)}
+    compute = ComputeOptions("keep", 64)
+    launched = check_loss(case, arch, [200, 130], given, compute, reduction="mean", sequence_dim=0)
+    assert sum("Gemm" in name for name in launched) == 2 * (1 + 2)
+
+
 @full
 @each_of()
-def test_some_columns_are_kept(arch, dtype, monkeypatch):
+@pytest.mark.parametrize("terms", [{"z_loss": 0.1}, SMOOTHED, WEIGHED], ids=["plain", "smoothed", "weighed"])
+def test_some_columns_are_kept(arch, dtype, terms, monkeypatch):
     """A kept stripe, and a recomputed one whose dweight waits."""
     monkeypatch.setattr(choose, "choose", lambda *_: ("keep", 128))
     case = ignoring(random_case(24, 64, 330, dtype, scale=4.0))
-    given = {"z_loss": 0.1, "linear_bias": torch.linspace(-1, 1, 330).to(dtype)}
+    given = {**terms, "linear_bias": torch.linspace(-1, 1, 330).to(dtype)}
     launched = check_loss(case, arch, [200, 130], given, ComputeOptions("keep", 64), reduction="none")
     assert sum("Gemm" in name for name in launched) == 2 * (1 + 2 + 3)
 
@@ -449,7 +466,7 @@ def test_smoothing_and_class_weights(arch, dtype, schedule):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_terms_of_shards(arch, dtype, reduction, smoothing):
-    """What cannot be kept of a shard is recomputed by the kernels unless it is asked for."""
+    """By whatever schedule."""
     case = ignoring(random_case(40, 72, 263, dtype, scale=4.0))
     given = {
         "label_smoothing": smoothing,

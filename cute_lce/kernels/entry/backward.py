@@ -235,7 +235,7 @@ class Backward:
         """What the gradient by tokens has besides the product of what was kept."""
         if "shared" not in loss.terms:
             return None
-        return Shared(tokens=_of_kept(loss.shared, source), rows=tokens, features=Int64(loss.weight_sum), d=d)
+        return Shared(tokens=loss.shared, rows=tokens, features=loss.weight_sum, d=d)
 
     def _dweight_tensors(
         self,
@@ -251,18 +251,13 @@ class Backward:
         """Of the rows of a stripe."""
         more = {}
         if "shared" in loss.terms:
-            more = {"shared": _of_kept(loss.hidden_sum, source), "d": d}
+            more = {"shared": loss.hidden_sum, "d": d}
         kind = dtype if self.added is None else self.added
         dweight = matrix(kind, gradients.dweight + Int64(first) * d * (kind.width // 8), columns, d, d)
         if self.added is Float32:
             return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor, **more)
         before = None if self.added is None else dweight
         return DweightTensors(out=output(dweight), before=before, factor=factor, **more)
-
-
-def _of_kept(address: Int64, source: GradientOperands) -> Int64:
-    """The address, or 0 where the stripe was not kept."""
-    return Int64(cutlass.select_(source.kept_scale != 0, Int64(address), Int64(0)))
 
 
 def compile_backward(
