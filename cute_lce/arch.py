@@ -376,7 +376,7 @@ _SM_90A = Architecture(
     l2_bytes_per_clock=42,
     data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
     term_columns=(
-        ("softcap", 176),
+        ("softcap", 160),
         ("entropy", 160),
         ("total", 160),
         ("gap", 176),
@@ -386,7 +386,7 @@ _SM_90A = Architecture(
         ("linear_bias", 176),
         ("bias_gradient", 160),
     ),
-    kept_columns=(("entropy", 128), ("total", 128)),
+    kept_columns=(("softcap", 128), ("entropy", 128), ("total", 128)),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(

@@ -35,7 +35,17 @@ NOTE_BYTES = 2
 TERMS: dict[str, dict[str, Any]] = {
     "linear_bias": {"linear_bias": Address},
     "logit_scale": {"logit_scale": Float32},
-    "softcap": {"inverse_cap": Float32, "cap": Float32},
+    "softcap": {
+        "cap": Float32,
+        "inverse_square": Float32,
+        "edge": Float32,
+        "edge_square": Float32,
+        "doubled": Float32,
+        "series_0": Float32,
+        "series_1": Float32,
+        "series_2": Float32,
+        "series_3": Float32,
+    },
     "row_scale": {"row_scale": Address},
     "class_weight": {"class_weight": Address},
     "entropy": {"more_partials": Address, "mean_gap": Address},
@@ -57,7 +67,8 @@ TERMS: dict[str, dict[str, Any]] = {
 operands' tokens, (n,).
 
 Of logits, of a product x: linear_bias (V,): x + linear_bias. logit_scale: logit_scale x. softcap:
-cap tanh(inverse_cap x), which holds a scale and a temperature too. row_scale (n,): multiplies z.
+cap tanh(|s| x / c), with c the option, a scale s, and both a temperature and s's sign in `cap`: all are of
+maths.softcap_numbers. row_scale (n,): multiplies z.
 
 Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). total: total_gap (n,), the sum of
 row_max - z, times class_weight (V,) if that is a term. more_partials (partials of a row, n, numbers):

@@ -6,6 +6,7 @@ and the like. In kernels `exp` is exp2 of the argument times LOG2_E; the differe
 is exact where it matters.
 """
 
+import math
 from dataclasses import dataclass
 
 LOG2_E = 1.4426950408889634
@@ -60,14 +61,6 @@ def logits(product, loss):
     return product
 
 
-def logit_and_slope(product, loss, tanh):
-    """(what `logits` gives, its derivative by what a softcap was applied to, or None)."""
-    if "softcap" in loss.terms:
-        ratio = cap_ratio(product, loss.inverse_cap, tanh)
-        return capped(ratio, loss.cap), cap_slope(ratio)
-    return logits(product, loss), None
-
-
 def product_gradient(gradient, loss):
     """The gradient by a product, of one by its logit. Coefficients (arguments.TERMS) are by products."""
     scales = "logit_scale" in loss.terms and "coefficients" not in loss.terms
@@ -94,25 +87,54 @@ def slope_of_capped(z, inverse_square, fma):
     return fma(z * -inverse_square, z, 1.0)
 
 
-TANH_SERIES = (-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
-"""Of tanh(x) / x - 1 by powers of x^2, the highest first."""
-TANH_SMALL = 0.35
-"""Up to here the series errs by 2^-26; beyond it exponentials do by little more than their own rounding."""
+CAP_EDGE = 0.4
+TANH_SERIES = (-0.047553604158490206, 0.1098840377432647, -0.2944986157225769, 0.9498723124565699)
+"""tanh(y) / y by powers of y^2 - CAP_EDGE^2, the highest first: the minimax polynomial of |y| <= CAP_EDGE,
+whose relative error is 2^-23.3."""
 
 
-def small_tanh(x, fma):
-    """tanh(x) of |x| < TANH_SMALL, where a difference of exponentials would lose digits."""
-    square = x * x
-    total = TANH_SERIES[0]
-    for coefficient in TANH_SERIES[1:]:
-        total = fma(total, square, coefficient)
-    return fma(x * square, total, x)
+def softcap_numbers(softcap, logit_scale, temperature):
+    """What kernels read of softcap tanh(logit_scale x / softcap) / temperature (arguments.TERMS), a dict."""
+    inverse = abs(logit_scale / softcap)
+    cap = math.copysign(softcap / temperature, logit_scale)
+    edge, highest = CAP_EDGE / inverse, len(TANH_SERIES) - 1
+    series = {
+        f"series_{highest - i}": coefficient * cap * inverse ** (2 * (highest - i) + 1)
+        for i, coefficient in enumerate(TANH_SERIES)
+    }
+    return {
+        "cap": cap,
+        "inverse_square": cap**-2,
+        "edge": edge,
+        "edge_square": edge**2,
+        "doubled": 2 * LOG2_E * inverse,
+        **series,
+    }
 
 
-def large_tanh(distance, exp, reciprocal):
-    """tanh(|x|). distance: |x|."""
-    falling = exp(distance * -2.0)
-    return (1.0 - falling) * reciprocal(1.0 + falling)
+def softcap_fits(softcap, logit_scale, temperature):
+    """Whether `softcap_numbers` are normal numbers of fp32, as they are of caps from 10^-5 to 10^6."""
+    inverse, cap = abs(logit_scale / softcap), softcap / temperature
+    if not (2.0**-24 <= inverse <= 2.0**24 and 2.0**-40 <= cap <= 2.0**40):
+        return False
+    numbers = softcap_numbers(softcap, logit_scale, temperature).values()
+    return all(2.0**-126 <= abs(number) <= 2.0**127 for number in numbers)
+
+
+def beyond_edge(x, edge_square, fma):
+    """x^2 - edge^2: its sign bit is set where |x| < edge, and not for inf or nan."""
+    return fma(x, x, -edge_square)
+
+
+def small_capped(x, beyond, loss, fma):
+    """The softcap of |x| <= edge. beyond: beyond_edge of x."""
+    total = fma(loss.series_3, beyond, loss.series_2)
+    return x * fma(fma(total, beyond, loss.series_1), beyond, loss.series_0)
+
+
+def large_capped(distance, loss, exp2, reciprocal, fma):
+    """The softcap of |x| >= edge, where it loses few digits by being a difference. distance: |x|."""
+    return fma(reciprocal(1.0 + exp2(distance * loss.doubled)), -2.0 * loss.cap, loss.cap)
 
 
 def smoothed(nll, total_nll, smoothing, classes):

@@ -38,7 +38,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
-from cute_lce.kernels.logits import TileLogits, has_own_logits, inverse_square, numbers
+from cute_lce.kernels.logits import has_own_logits, inverse_square, logit, numbers
 from cute_lce.kernels.row_stats import fma, to_logits
 from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.maths import LOG2_E
@@ -146,9 +146,8 @@ class References:
         if "row_scale" in loss.terms:
             token = origin(tokens, row)
             scale = numbers(loss.row_scale, token + 1)[token]
-        logits = TileLogits(loss, bias, scale)
         for k in range(cute.size(totals)):
-            totals[k] = logits.of(totals[k], k, scale)[0]
+            totals[k] = logit(totals[k], loss, None if bias is None else bias[k], scale)
 
 
 class Finish:

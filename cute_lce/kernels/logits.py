@@ -87,17 +87,90 @@ class TileLogits:
 
     def __init__(self, loss: LossArguments, linear_bias, row_scale):
         self.loss, self.linear_bias, self.row_scale = loss, linear_bias, row_scale
+        self.edge_square = None
+        if "softcap" in loss.terms:
+            self.edge_square = cute.make_rmem_tensor(1, Float32)
+            self.edge_square[0] = loss.edge_square
+
+    def apply(self, frag: cute.Tensor, columns: range):
+        """Products of these columns, one of `together`, become logits, but for `scale`."""
+        rows = range(cute.size(frag, mode=[0]))
+        if self.linear_bias is not None:
+            for c in columns:
+                for r in rows:
+                    frag[r, c] = frag[r, c] + self.linear_bias[r]
+        if self.edge_square is not None:
+            _cap(frag, self.loss, self.edge_square, columns)
+        else:
+            for c in columns:
+                for r in rows:
+                    frag[r, c] = maths.logits(frag[r, c], self.loss)
+
+    @staticmethod
+    def together(count: int) -> list[range]:
+        """The columns of a fragment, in their order."""
+        return [range(first, min(first + TOGETHER, count)) for first in range(0, count, TOGETHER)]
 
     def scale(self, c: int):
-        """What the logits of column c are multiplied by behind the cap."""
+        """What the logits of column c are multiplied by behind the cap; None: 1."""
         return None if self.row_scale is None else spread(self.row_scale[c // SHARED], c)
 
-    def of(self, product, r: int, scale):
-        """(z, its derivative by what the softcap was applied to, or None)."""
-        if self.linear_bias is not None:
-            product = product + self.linear_bias[r]
-        z, slope = maths.logit_and_slope(product, self.loss, row_stats.tanh)
-        return z if scale is None else z * scale, slope
+
+TOGETHER = 4
+"""Columns of a thread's elements, with four rows 512 logits of a warp, that are capped by the series alone if
+all are small. Fewer would be so more often, where some logits reach the edge; a vote is 3 instructions."""
+
+
+@cute.jit
+def _cap(frag: cute.Tensor, loss: LossArguments, edge_square: cute.Tensor, columns: cutlass.Constexpr[range]):
+    """Softcap the elements of these columns.
+
+    edge_square (1,): loss.edge_square, computed anew where a vote fails: ptxas would otherwise move work of
+    the next columns ahead of the branch, and spill.
+    """
+    rows = cute.size(frag, mode=[0])
+    beyond = cute.make_rmem_tensor((rows, len(columns)), Float32)
+    small = Int32(-1)
+    for c in cutlass.range_constexpr(len(columns)):
+        for r in cutlass.range_constexpr(rows):
+            x = frag[r, columns[c]]
+            beyond[r, c] = maths.beyond_edge(x, edge_square[0], row_stats.fma)
+            small &= beyond[r, c].bitcast(Int32)
+    # Sign bits: all are set if all are small.
+    if cute.arch.vote_any_sync(small >= 0):
+        edge_square[0] = loss.edge * loss.edge
+        for c in cutlass.range_constexpr(len(columns)):
+            for r in cutlass.range_constexpr(rows):
+                frag[r, columns[c]] = _capped(frag[r, columns[c]], beyond[r, c], loss)
+    else:
+        for c in cutlass.range_constexpr(len(columns)):
+            for r in cutlass.range_constexpr(rows):
+                x = frag[r, columns[c]]
+                frag[r, columns[c]] = maths.small_capped(x, beyond[r, c], loss, row_stats.fma)
+
+
+def _capped(x: Float32, beyond: Float32, loss: LossArguments) -> Float32:
+    """The softcap of any number. beyond: maths.beyond_edge of it."""
+    distance = cute.math.absf(x)
+    small = maths.small_capped(x, beyond, loss, row_stats.fma)
+    large = maths.large_capped(distance, loss, _exp2, cute.arch.rcp_approx, row_stats.fma)
+    large = (large.bitcast(Int32) ^ (x.bitcast(Int32) & Int32(-(2**31)))).bitcast(Float32)
+    return Float32(cutlass.select_(distance < loss.edge, small, large))
+
+
+def _exp2(x):
+    return cute.math.exp2(x, fastmath=True)
+
+
+def logit(product: Float32, loss: LossArguments, linear_bias=None, row_scale=None) -> Float32:
+    """Of a lane that is alone. linear_bias, row_scale: of the logit; None: there is no such term."""
+    if linear_bias is not None:
+        product = product + linear_bias
+    if "softcap" in loss.terms:
+        z = _capped(product, maths.beyond_edge(product, loss.edge_square, row_stats.fma), loss)
+    else:
+        z = maths.logits(product, loss)
+    return z if row_scale is None else z * row_scale
 
 
 def cap_factors(
@@ -109,8 +182,7 @@ def cap_factors(
     if "softcap" not in loss.terms:
         return None
     if "row_scale" not in loss.terms:
-        factor = inverse_square(loss.cap)
-        return lambda _: factor
+        return lambda _: loss.inverse_square
     scale = _of_token(loss.row_scale, tensors.rows, cute.size(tensors.target), column, slab, i, fragment)
     return functools.partial(spread, inverse_square(scale * loss.cap))
 

@@ -18,14 +18,6 @@ def exp(exponent):
     return cute.math.exp2(exponent * Float32(maths.LOG2_E), fastmath=True)
 
 
-def tanh(x):
-    """tanh(x): 2^-21, and near 0 2^-23, relative to it; tanh.approx errs by 2^-11."""
-    small = maths.small_tanh(x, fma)
-    distance = cute.math.absf(x)
-    large = cute.math.copysign(maths.large_tanh(distance, exp, cute.arch.rcp_approx), x)
-    return Float32(cutlass.select_(distance < maths.TANH_SMALL, small, large))
-
-
 @cute.jit
 def grad_scale(dloss: cute.Tensor, num_valid: cute.Tensor, loss, row: Int32) -> Float32:
     """The gradient of the loss by a valid row's products, but for the softmax: dloss, over num_valid for

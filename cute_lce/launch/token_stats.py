@@ -52,6 +52,9 @@ MOST_PREPARED = 1024
 
 def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the kernels compute these numbers, of operands whose device and dtype they serve."""
+    cap = options.softcap
+    if cap is not None and not maths.softcap_fits(cap, options.logit_scale, options.temperature):
+        return False
     return operands.topk_ids is None and set(options.outputs) <= set(SERVED)
 
 

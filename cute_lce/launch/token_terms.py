@@ -27,8 +27,15 @@ class Loss(NamedTuple):
     terms: tuple[str, ...]
     logit_scale: float
     linear_bias: int = 0
-    inverse_cap: float = 0.0
     cap: float = 0.0
+    inverse_square: float = 0.0
+    edge: float = 0.0
+    edge_square: float = 0.0
+    doubled: float = 0.0
+    series_0: float = 0.0
+    series_1: float = 0.0
+    series_2: float = 0.0
+    series_3: float = 0.0
     row_scale: int = 0
     class_weight: int = 0
     more_partials: int = 0
@@ -92,8 +99,8 @@ def loss_of(options: StatsOptions, tensors: Tensors) -> Any:
     if tensors.linear_bias is not None:
         loss = loss.with_terms("linear_bias", linear_bias=tensors.linear_bias.data_ptr())
     if options.softcap is not None:
-        cap = options.softcap / options.temperature
-        loss = loss.with_terms("softcap", inverse_cap=options.logit_scale / options.softcap, cap=cap)
+        numbers = maths.softcap_numbers(options.softcap, options.logit_scale, options.temperature)
+        loss = loss.with_terms("softcap", **numbers)
     elif scale != 1:
         loss = loss.with_terms("logit_scale")
     if tensors.row_scale is not None:

@@ -165,16 +165,21 @@ class DlogitsEpilogue:
             uniforms = of_tokens(loss.uniform, tensors.rows, n, column, slab, fragment)
             if cutlass.const_expr("class_weight" in loss.terms):
                 weight = of_classes(loss.class_weight, first, last, fragment)
-        for c in cutlass.range_constexpr(fragment.count):
-            ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
-            factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
-            gap = None if gaps is None else spread(gaps[c // SHARED], c)
-            uniform = None if uniforms is None else spread(uniforms[c // SHARED], c)
-            scale = logits.scale(c)
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                z, slope = logits.of(frag[r, c], r, scale)
-                one = uniform if weight is None else uniform * weight[r]
-                frag[r, c] = _gradient(z, ref, factor, gap, one, slope)
+        for columns in logits.together(fragment.count):
+            logits.apply(frag, columns)
+            for c in columns:
+                ref = spread(state.ref[slab * fragment.owned + c // SHARED], c)
+                factor = spread(state.factor[slab * fragment.owned + c // SHARED], c)
+                gap = None if gaps is None else spread(gaps[c // SHARED], c)
+                uniform = None if uniforms is None else spread(uniforms[c // SHARED], c)
+                scale = logits.scale(c)
+                for r in cutlass.range_constexpr(len(fragment.rows)):
+                    z, slope = frag[r, c], None
+                    if cutlass.const_expr("softcap" in loss.terms):
+                        slope = maths.slope_of_capped(z, loss.inverse_square, row_stats.fma)
+                    one = uniform if weight is None else uniform * weight[r]
+                    z = z if scale is None else z * scale
+                    frag[r, c] = _gradient(z, ref, factor, gap, one, slope)
 
     @cute.jit
     def _sum_tokens(

@@ -252,10 +252,13 @@ class ForwardEpilogue:
         fragment = self.fragment
         if cutlass.const_expr(has_own_logits(tensors.loss)):
             own = tile_logits(tensors, row, tensors.vocab - 1, column, slab, fragment)
-            for c in cutlass.range_constexpr(fragment.count):
-                scale = own.scale(c)
-                for r in cutlass.range_constexpr(len(fragment.rows)):
-                    frag[r, c] = own.of(frag[r, c], r, scale)[0]
+            for columns in own.together(fragment.count):
+                own.apply(frag, columns)
+                if cutlass.const_expr(own.row_scale is not None):
+                    for c in cutlass.range_constexpr(columns.start, columns.stop):
+                        scale = own.scale(c)
+                        for r in cutlass.range_constexpr(len(fragment.rows)):
+                            frag[r, c] = frag[r, c] * scale
         else:
             row_stats.to_logits(frag, tensors.loss)
         if row + fragment.rows[-1] >= tensors.vocab:
