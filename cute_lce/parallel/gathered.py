@@ -37,7 +37,9 @@ def parts_of(own: RowSums, start: int, columns: int) -> list[Tensor]:
     parts = [_as_number(each, own.row_max) for _, each in given if each is not None]
     if not parts:
         return []
-    return [_as_number(torch.tensor([start, columns], device=own.row_max.device), own.row_max), *parts]
+    # Not torch.tensor, which copies from the host and waits.
+    numbers = [own.row_max.new_full((1,), each, dtype=torch.int64) for each in (start, columns)]
+    return [*(_as_number(each, own.row_max) for each in numbers), *parts]
 
 
 def merged(
