@@ -19,6 +19,8 @@ BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
 """What an epilogue's warp hands to TMA at once: lines of 128 bytes of a 16-bit result."""
 BOXES = 2
 """Boxes of such a warp in shared memory, of which one is filled while TMA reads the other."""
+EVICT_FIRST = 0x12F0000000000000
+"""L2 policy of TMA's copies of what streams past: CUTLASS's CacheHintSm90::EVICT_FIRST, and CacheHintSm100's."""
 MOST_STAGES = 12
 ACCUMULATOR_STAGES = 2
 """Tiles in tensor memory: one is filled while the other is read (Blackwell)."""
@@ -346,8 +348,9 @@ def _widths(tiling: Tiling, *columns: int) -> tuple[Tiling, ...]:
 
 
 _HOPPER_PAIR = replace(_HOPPER, cluster_m=1, cluster_n=2)
-_HOPPER_WIDE = replace(_HOPPER_PAIR, tile_n=256, pingpong=False)
-"""Asks the least of shared memory, where a tile's k is short; its epilogue does not hide."""
+_HOPPER_WIDE = replace(_HOPPER, tile_n=256, pingpong=False, cluster_m=1)
+"""Asks the least of shared memory, where a tile's k is short and its time that of its store, which clusters
+would only hold up; its epilogue does not hide."""
 _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
 """Asks less of L2 than any: 32 bytes a clock; its epilogue does not hide either."""
 _BLACKWELL = Tiling(

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_lce.arch import KernelConfig
+from cute_lce.arch import EVICT_FIRST, KernelConfig
 from cute_lce.arguments import COMPUTED_ROWS, GemmPlan
 from cute_lce.kernels import schedule
 from cute_lce.kernels.rows import Compacted, computed
@@ -17,7 +17,6 @@ from cute_lce.kernels.rows import Compacted, computed
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
 SLACK = 4  # one in SLACK clusters may be two steps behind instead of one
-EVICT_FIRST = 0x12F0000000000000  # L2 policy of TMA loads, for data that streams past
 
 
 class Operand(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -43,9 +44,12 @@ def timed() -> dict[tuple, list[Timed]]:
 def config_of(row: dict) -> KernelConfig:
     """The configuration that was measured."""
     configs = GPU.row.dweight_configs if row["pass"] == "dweight" else GPU.row.token_configs
-    wanted = row["tile_n"], *row["cluster"], row["pingpong"]
+    # In the clusters of then.
+    cluster_m, cluster_n = row["cluster"]
     (config,) = {
-        each for each in configs if (each.tile_n, each.cluster_m, each.cluster_n, each.pingpong) == wanted
+        replace(each, cluster_m=cluster_m, cluster_n=cluster_n)
+        for each in configs
+        if (each.tile_n, each.pingpong) == (row["tile_n"], row["pingpong"])
     }
     return config
 

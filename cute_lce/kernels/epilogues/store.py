@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, BOXES, WARPGROUP, WARPS
+from cute_lce.arch import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, BOXES, EVICT_FIRST, WARPGROUP, WARPS
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp
 from cute_lce.kernels.rows import Compacted, origin
@@ -99,7 +99,8 @@ def store_rows(
 ):
     """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's.
 
-    before: the same matrix where the fragment is added to it first, a box's elements at a time.
+    The matrix is larger than L2, and nothing of the call reads it again: lines that leave L2 in the order in
+    which they came are written to DRAM in rows. before: the same matrix where the fragment is added to it first, a box's elements at a time.
     """
     lane = cute.arch.lane_idx()
     own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (BOXES * BOX_BYTES)
@@ -126,7 +127,7 @@ def store_rows(
                 _stmatrix((box + at) ^ (32 * i), words, transposed=False)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
-            _copy(out, box, first_row + fragment.rows[r], first_column + fragment.offset(c))
+            _copy(out, box, first_row + fragment.rows[r], first_column + fragment.offset(c), streams=True)
             if lane == 0:
                 cute.arch.cp_async_bulk_commit_group()
     assert count % BOXES == 0, "a box would be written twice in a row"
@@ -266,14 +267,27 @@ def store_columns(
 
 
 @cute.jit
-def _copy(out: Output | Accumulator, box: Int32, row: Int32, column: Int32):
-    """Start the copy of a box to the matrix, by lane 0."""
+def _copy(
+    out: Output | Accumulator,
+    box: Int32,
+    row: Int32,
+    column: Int32,
+    streams: cutlass.Constexpr[bool] = False,
+):
+    """Start the copy of a box to the matrix, by lane 0. streams: through L2, as soon as it has room."""
     if cute.arch.lane_idx() == 0:
-        _start(out.tma, out.coords, box, row, column)
+        _start(out.tma, out.coords, box, row, column, streams)
 
 
 @cute.jit
-def _start(tma: cute.CopyAtom, coords: cute.Tensor, box: Int32, row: Int32, column: Int32):
+def _start(
+    tma: cute.CopyAtom,
+    coords: cute.Tensor,
+    box: Int32,
+    row: Int32,
+    column: Int32,
+    streams: cutlass.Constexpr[bool] = False,
+):
     """Start one of TMA's operations on a box: a copy in this thread, an addition in one of the warp's."""
     kind = tma.value_type
     layout = _box_layout(kind).outer
@@ -284,7 +298,10 @@ def _start(tma: cute.CopyAtom, coords: cute.Tensor, box: Int32, row: Int32, colu
     shared, target = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tile, 0, 2)
     )
-    cute.copy(tma, shared, target)
+    if cutlass.const_expr(streams):
+        cute.copy(tma, shared, target, cache_policy=cutlass.Int64(EVICT_FIRST))
+    else:
+        cute.copy(tma, shared, target)
 
 
 def _pack(low: Float32, high: Float32, out: Output) -> Int32:
