@@ -20,7 +20,7 @@ BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
 BOXES = 2
 """Boxes of such a warp in shared memory, of which one is filled while TMA reads the other."""
 EVICT_FIRST = 0x12F0000000000000
-"""L2 policy of TMA's copies of what streams past: CUTLASS's CacheHintSm90::EVICT_FIRST, and CacheHintSm100's."""
+"""L2 policy of TMA's copies of what streams past: CUTLASS's CacheHintSm90::EVICT_FIRST, and Sm100's."""
 MOST_STAGES = 12
 ACCUMULATOR_STAGES = 2
 """Tiles in tensor memory: one is filled while the other is read (Blackwell)."""

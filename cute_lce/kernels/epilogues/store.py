@@ -100,7 +100,9 @@ def store_rows(
     """Round a fragment to the matrix's type and store it; the tile's rows are the matrix's.
 
     The matrix is larger than L2, and nothing of the call reads it again: lines that leave L2 in the order in
-    which they came are written to DRAM in rows. before: the same matrix where the fragment is added to it first, a box's elements at a time.
+    which they came are written to DRAM in rows.
+
+    before: the same matrix where the fragment is added to it first, a box's elements at a time.
     """
     lane = cute.arch.lane_idx()
     own = staging.boxes + (cute.arch.warp_idx() % WARPS) * (BOXES * BOX_BYTES)
