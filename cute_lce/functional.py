@@ -192,13 +192,13 @@ def linear_cross_entropy(
         if not plain:
             check_types(input, linear_weight, target)
         if terms != NO_TERMS or tensors != _NO_TENSORS:
-            from .parallel import terms as over_ranks
+            from .parallel import public
 
             check_types(input, linear_weight, target)
             given = ops.TermTensors(*tensors[:3], denominator_of(denominator, input))
-            operands, numbers = Operands(input, linear_weight, target), TermOptions(*terms)
-            return over_ranks.linear_cross_entropy(
-                operands, given, loss, numbers, compute, spread, destination
+            operands = Operands(input, linear_weight, target)
+            return public.linear_cross_entropy(
+                operands, given, loss, terms, compute, spread, plain, destination
             )
         if destination is None:
             return _parallel().call(input, linear_weight, target, loss, compute, spread, plain)

@@ -12,7 +12,7 @@ from .arguments import Operands
 from .functional import ON_ONE_DEVICE, check_types, is_distributed, named_over_group
 from .implementation import StatsOperands
 from .ops.logprob import Wanted
-from .options import ComputeOptions, LossOptions, TermOptions, TokenStats
+from .options import ComputeOptions, LossOptions, TokenStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,9 +61,7 @@ def linear_logprob(
         tp_group, vocab_start, sequence_dim, grad_input, sm_margin: as in linear_cross_entropy: the vocabulary
             is sharded over a group, and linear_weight and linear_bias are this rank's rows. With
             sequence_dim temperature, topk_ids and the numbers have target's shape, whole or a slice.
-            argmax and topk_ids are classes of the whole vocabulary. torch.compile's graph breaks there,
-            except for "logprob" alone without linear_bias, softcap and a tensor of temperatures. DTensors
-            as in linear_cross_entropy.
+            argmax and topk_ids are classes of the whole vocabulary. DTensors as in linear_cross_entropy.
 
     Returns:
         TokenStats: each field that outputs names, the others None.
@@ -100,15 +98,16 @@ def linear_logprob(
         operands = Operands(input, linear_weight, target)
         return dtensor.linear_logprob(linear_logprob, operands, named_over_group(over_group), given)
     if over_group != ON_ONE_DEVICE:
-        from .parallel import call, logprob
+        from .parallel import call, public
 
-        found = logprob.linear_logprob(
+        found = public.linear_logprob(
             StatsOperands(input, linear_weight, target, linear_bias, temperature=tensor, topk_ids=topk_ids),
             Wanted(names, entropy_grad, number),
             LossOptions("none", ignore_index, logit_scale),
-            TermOptions(softcap=softcap),
+            softcap,
             ComputeOptions(schedule, workspace_mb, window),
             call.spread_of(*over_group),
+            plain,
         )
         return TokenStats(**dict(zip(names, found, strict=True)))
     run = ops.linear_logprob if plain else _fused_linear_logprob

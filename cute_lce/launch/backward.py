@@ -25,16 +25,7 @@ from ..plan import overlap
 from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts
 from ..plan.problem import Problem, round_up
-from .device import (
-    Parts,
-    aligned,
-    dtype_name,
-    gpu_of,
-    in_place,
-    loss_arguments,
-    template,
-    without_padding,
-)
+from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template, without_padding
 from .rows import Compaction
 
 COUNTERS = 3
@@ -441,9 +432,7 @@ def _arguments_of_kept(loss: Any, arguments: Any) -> Any:
 
 def _of_recomputed(loss: Any) -> Any:
     """A loss for what was not kept, to which nothing is added."""
-    if "shared" not in loss.terms:
-        return loss
-    return loss._replace(shared=0, weight_sum=0, hidden_sum=0)
+    return loss._replace(shared=0, weight_sum=0, hidden_sum=0) if "shared" in loss.terms else loss
 
 
 def _column_sums(plan: backward_plan.BackwardPlan, n: int) -> int:

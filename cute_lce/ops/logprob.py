@@ -15,7 +15,7 @@ from .checks import TARGET_DTYPES, check_term, flatten, refuse_gradient
 from .select import DTYPES
 from .terms import checked, decide, plain_losses, stats_of
 
-_SCHEMA = (
+SCHEMA = (
     "fused_linear_logprob(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
     "Tensor? temperature=None, Tensor? topk_ids=None, float temperature_number=1.0, "
     "str[] outputs, bool entropy_grad=True, SymInt? ignore_index=-100, float logit_scale=1.0, "
@@ -153,7 +153,7 @@ def _check(operands: StatsOperands, outputs: tuple[str, ...]) -> None:
         check_term("topk_ids", topk_ids, ids, TARGET_DTYPES, device)
 
 
-inner.library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+inner.library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 inner.library.impl("fused_linear_logprob", linear_logprob, "CompositeImplicitAutograd")
 # torch's fallback, one call after another, serves no op that returns a list: it gets those within.
 for key in ("FuncTorchBatchedDecomposition", "Batched"):

@@ -47,30 +47,30 @@ from .prepared import CHECK_TARGETS, check_targets
 from .schemas import LIMITS
 from .select import implementation, statistics
 
-_OPERANDS = (
+OPERANDS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
     "Tensor? temperature, Tensor? topk_ids"
 )
-_OPTIONS = (
+OPTIONS = (
     "SymInt ignore_index, float logit_scale, float? softcap, float temperature_number, str[] outputs, "
     "float z_loss, float label_smoothing, bool entropy_grad"
 )
-_NEEDED = "bool need_dinput, bool need_dweight, bool need_dbias"
-_RESULTS = ", ".join(f"Tensor {name}" for name in Stats._fields)
-_UPSTREAM = ", ".join(f"Tensor? d{name}" for name in StatsUpstream._fields)
-_SAVED = ", ".join(
+NEEDED = "bool need_dinput, bool need_dweight, bool need_dbias"
+RESULTS = ", ".join(f"Tensor {name}" for name in Stats._fields)
+UPSTREAM = ", ".join(f"Tensor? d{name}" for name in StatsUpstream._fields)
+SAVED = ", ".join(
     f"Tensor{'' if name in ('row_max', 'row_sum') else '?'} {name}" for name in StatsSaved._fields
 )
 
-TOKEN_STATS = f"token_stats({_OPERANDS}, {_OPTIONS}, {LIMITS}, SymInt kept_columns) -> ({_RESULTS})"
+TOKEN_STATS = f"token_stats({OPERANDS}, {OPTIONS}, {LIMITS}, SymInt kept_columns) -> ({RESULTS})"
 TOKEN_STATS_BACKWARD = (
-    f"token_stats_backward({_UPSTREAM}, {_OPERANDS}, {_SAVED}, {_OPTIONS}, {LIMITS}, {_NEEDED})"
+    f"token_stats_backward({UPSTREAM}, {OPERANDS}, {SAVED}, {OPTIONS}, {LIMITS}, {NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
 )
 _TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
 TOKEN_LOSS_GRADIENTS = (
-    f"token_loss_gradients({_OPERANDS}, Tensor? target_weight, Tensor? token_weight, SymInt ignore_index, "
-    f"float logit_scale, {_TERMS}, {LIMITS}, {_NEEDED}, bool total)"
+    f"token_loss_gradients({OPERANDS}, Tensor? target_weight, Tensor? token_weight, SymInt ignore_index, "
+    f"float logit_scale, {_TERMS}, {LIMITS}, {NEEDED}, bool total)"
     " -> (Tensor loss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator, "
     "Tensor dbias_accumulator)"
 )
@@ -80,7 +80,7 @@ _NUMBERS = len(StatsOptions._fields)
 _DTYPES = {"argmax": torch.int64, "is_top1": torch.bool}
 
 
-def _options_of(arguments: tuple) -> tuple[StatsOptions, tuple]:
+def options_of(arguments: tuple) -> tuple[StatsOptions, tuple]:
     """The options that begin the arguments, and the rest."""
     options = StatsOptions._make(arguments[:_NUMBERS])
     return options._replace(outputs=tuple(options.outputs)), arguments[_NUMBERS:]
@@ -102,9 +102,9 @@ def _terms_of(arguments: tuple) -> tuple[StatsOptions, TermOptions, tuple]:
 # Fakes
 
 
-def _fake_token_stats(*arguments):
+def fake_token_stats(*arguments):
     operands = StatsOperands(*arguments[:_TENSORS])
-    options, (_, _, kept_columns) = _options_of(arguments[_TENSORS:])
+    options, (_, _, kept_columns) = options_of(arguments[_TENSORS:])
     input, ids = operands.hidden, operands.topk_ids
     n, acc = input.shape[0], accumulate_dtype(input.dtype)
     shapes: dict[str, tuple[int, ...]] = {name: (n,) for name in (*options.outputs, "row_max", "row_sum")}
@@ -121,7 +121,7 @@ def _fake_token_stats(*arguments):
     )
 
 
-def _fake_gradients(needed, dtype, input, linear_weight, linear_bias) -> tuple[Tensor, ...]:
+def fake_gradients(needed, dtype, input, linear_weight, linear_bias) -> tuple[Tensor, ...]:
     return tuple(
         input.new_empty(like.shape if need else (0,), dtype=dtype)
         for need, like in zip(needed, (input, linear_weight, linear_bias), strict=True)
@@ -131,7 +131,7 @@ def _fake_gradients(needed, dtype, input, linear_weight, linear_bias) -> tuple[T
 def _fake_backward(*arguments):
     operands = StatsOperands(*arguments[len(StatsUpstream._fields) :][:_TENSORS])
     hidden = operands.hidden
-    return _fake_gradients(arguments[-3:], hidden.dtype, hidden, operands.weight, operands.linear_bias)
+    return fake_gradients(arguments[-3:], hidden.dtype, hidden, operands.weight, operands.linear_bias)
 
 
 def _fake_loss_gradients(*arguments):
@@ -140,7 +140,7 @@ def _fake_loss_gradients(*arguments):
     return (
         hidden.new_empty(() if total else hidden.shape[:1], dtype=acc),
         hidden.new_empty((), dtype=torch.int64),
-        *_fake_gradients(needed, acc, hidden, operands.weight, operands.linear_bias),
+        *fake_gradients(needed, acc, hidden, operands.weight, operands.linear_bias),
     )
 
 
@@ -162,19 +162,23 @@ def _check(operands: StatsOperands, ignore_index: int) -> None:
         check_targets(Operands(*operands[:3]), LossOptions("none", ignore_index))
 
 
-@inner.define(TOKEN_STATS, _fake_token_stats)
+@inner.define(TOKEN_STATS, fake_token_stats)
 def token_stats(*arguments):
     operands = StatsOperands(*arguments[:_TENSORS])
-    options, (window, workspace, kept_columns) = _options_of(arguments[_TENSORS:])
+    options, (window, workspace, kept_columns) = options_of(arguments[_TENSORS:])
     _check(operands, options.ignore_index)
-    hidden = operands.hidden
-    acc = accumulate_dtype(hidden.dtype)
     request = Request(Limits(window, workspace), kept_columns)
     found = _statistics(operands, options, kept_columns).forward(operands, options, request)
+    return all_present(found, operands, options)
+
+
+def all_present(found: Stats, operands: StatsOperands, options: StatsOptions) -> tuple[Tensor, ...]:
+    """With empty tensors for what there is none of: a schema has no optional results."""
     if found.kept is None:
         found = found._replace(**_empty_kept(operands, options, 0))
+    acc = accumulate_dtype(operands.hidden.dtype)
     return tuple(
-        hidden.new_empty((0,), dtype=_DTYPES.get(name, acc)) if value is None else value
+        operands.hidden.new_empty((0,), dtype=_DTYPES.get(name, acc)) if value is None else value
         for name, value in found._asdict().items()
     )
 
@@ -204,7 +208,7 @@ def token_stats_backward(*arguments):
     operands, arguments = StatsOperands(*arguments[:_TENSORS]), arguments[_TENSORS:]
     count = len(StatsSaved._fields)
     saved, arguments = StatsSaved(*arguments[:count]), arguments[count:]
-    options, (window, workspace, need_dinput, need_dweight, need_dbias) = _options_of(arguments)
+    options, (window, workspace, need_dinput, need_dweight, need_dbias) = options_of(arguments)
     request = Request(Limits(window, workspace), 0, need_dinput, need_dweight, need_dbias=need_dbias)
     found = _run_backward(upstream, operands, saved, options, request)
     return inner.present(found, operands.hidden, operands.hidden.dtype)
@@ -341,7 +345,7 @@ class LossGradientsFunction(GradInForwardFunction):
 
 
 def _stats_how(arguments: tuple) -> tuple[StatsHow]:
-    options, (window, workspace, *_) = _options_of(arguments)
+    options, (window, workspace, *_) = options_of(arguments)
     return (StatsHow(options, Request(Limits(window, workspace))),)
 
 

@@ -1,5 +1,6 @@
 """Calls over several ranks of torch.distributed: the vocabulary in shards, and the tokens in slices."""
 
+from . import public as public
 from .modules import VocabParallelLoss, gathered_weight
 
 __all__ = ["VocabParallelLoss", "gathered_weight"]

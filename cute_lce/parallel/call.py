@@ -13,17 +13,16 @@ from torch.distributed import ProcessGroup
 
 from ..arguments import Operands
 from ..implementation import Request
-from ..ops import Destination, inner, schemas
+from ..ops import Destination
 from ..ops.autograd import apply_of
 from ..ops.call import needs_gradient
 from ..ops.checks import autocast, check_tensors
-from ..ops.plain import is_plain_eager
 from ..ops.prepared import cache, key_of, remember
 from ..ops.select import implementation
-from ..options import ComputeOptions, LossOptions, split_options
+from ..options import ComputeOptions, LossOptions
 from ..plan.problem import Problem
 from . import ops, ranks
-from .collectives import ctas_of, group_of
+from .collectives import ctas_of
 from .tensor import Shard, ShardedPasses
 from .tokens import Tokens, tokens_of
 
@@ -102,6 +101,7 @@ def call(
         return linear_cross_entropy(input, linear_weight, target, loss, compute, spread, watched=False)
     group, *where = spread
     options = {**dict(zip(Spread._fields[1:], where, strict=True)), **loss._asdict(), **compute._asdict()}
+    op = torch.ops.cute_lce.sharded_linear_cross_entropy.default
     return op(input, linear_weight, target, group=group.group_name, **options)
 
 
@@ -237,33 +237,3 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):  # pyright: ignore[reportIncompatibleMethodOverride]
         return ops.gather_rows(dloss, ctx.group, ctx.count).flatten(0, 1), None, None, None
-
-
-_SPREAD = (
-    "str group, int? vocab_start=None, int? sequence_dim=None, str grad_input='reduced', int? sm_margin=None"
-)
-PUBLIC = schemas.PUBLIC.replace("fused_linear", "sharded_linear", 1).replace(", *, ", f", *, {_SPREAD}, ", 1)
-
-
-def _sharded_linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    group: str,
-    vocab_start: int | None = None,
-    sequence_dim: int | None = None,
-    grad_input: str = "reduced",
-    sm_margin: int | None = None,
-    **options: Any,
-) -> Tensor:
-    """The body of the op of a whole call."""
-    loss, _, compute = split_options(options)
-    spread = spread_of(group_of(group), vocab_start, sequence_dim, grad_input, sm_margin)
-    watched = not is_plain_eager(input, linear_weight, target)
-    return linear_cross_entropy(input, linear_weight, target, loss, compute, spread, watched=watched)
-
-
-inner.library.define(PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
-inner.library.impl("sharded_linear_cross_entropy", _sharded_linear_cross_entropy, "CompositeImplicitAutograd")
-op = torch.ops.cute_lce.sharded_linear_cross_entropy.default

@@ -1,19 +1,21 @@
-"""Numbers of each token over the ranks of a group: statistics of each shard, gathered and folded, and their
-gradients.
+"""Numbers of each token over the ranks of a group, as ops for torch.compile: each takes the group's name, and
+its body makes the collectives.
 
-    forward:  [gather hidden] -> sums over this shard's columns -> gather and fold them -> numbers
-    backward: dinput's part -> begin its sum over the ranks -> what is left of dweight and dbias
+    sharded_token_stats            token_stats.Found
+    sharded_token_stats_backward   the gradients
+
+An eager call applies the same autograd.Function to the passes directly.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import ELSEWHERE, IGNORED
-from ..exchange import RowSums
 from ..implementation import (
     AllGradients,
     Request,
@@ -24,22 +26,34 @@ from ..implementation import (
     StatsSaved,
     StatsUpstream,
 )
-from ..ops import Destination
-from ..ops.autograd import NO_DOUBLE_BACKWARD, add_to_destination, apply_of, kind_of
-from ..ops.select import implementation, statistics
+from ..ops import Destination, inner
+from ..ops import token_stats as whole
+from ..ops.autograd import (
+    NO_DOUBLE_BACKWARD,
+    GradientFunction,
+    add_to_destination,
+    apply_of,
+    as_given,
+    kind_of,
+    no_options,
+    register,
+)
+from ..ops.plain import is_plain_eager
+from ..ops.schemas import LIMITS
+from ..ops.select import statistics
 from ..ops.terms import decide
 from ..options import ComputeOptions, LossOptions
-from . import ranks
+from ..plan.problem import Limits
+from ..streaming.products import accumulate_dtype
+from . import ranks, token_stats
 from .call import Spread, shard_of
-from .collectives import gather, start_sum
-from .gathered import merged as merged_others
-from .gathered import parts_of
-from .tensor import Shard, request_of
+from .collectives import group_of
+from .tensor import Shard
+from .token_stats import Found
 
 
 class Numbers(NamedTuple):
-    """What a call's options name. weight (): the number of all ranks' classes, or the sum of their class
-    weights, if total_nll is asked for."""
+    """What a call's options name; weight: Found's."""
 
     stats: Stats
     weight: Tensor | None
@@ -56,16 +70,21 @@ def numbers_of(
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
     perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
     serving = statistics(operands, options, compute.schedule)
-    _, how = decide(operands, options, compute, loss.reduction, destination, serving)
-    if ranks.CHECK_RANKS:
-        _check_ranks(operands, options, how.request, loss, compute, spread)
-    shard = shard_of(spread, operands.weight)
-    request = request_of(how.request, operands.hidden, shard)
-    *found, weight = _eager(_How(options, request, shard, serving, how.destination), operands)
-    return Numbers(Stats(**dict(zip(options.outputs, found, strict=True))), weight)
+    _, (_, request, destination) = decide(operands, options, compute, loss.reduction, destination, serving)
+    if destination is not None or is_plain_eager(*operands[:3]):
+        if ranks.CHECK_RANKS:
+            _check_ranks(operands, options, request, loss, compute, spread)
+        how = _How(options, request, spread, _Eager(shard_of(spread, operands.weight), serving), destination)
+        *found, weight = apply_of(_ShardedStats)(functools.partial(_run, how), how, *operands)[: _STATS + 1]
+    else:
+        where = spread.tp_group.group_name, *spread[1:]
+        arguments = *whole.listed(options), *request.limits, request.kept_columns
+        *found, weight = sharded_token_stats(*operands, *arguments, *where)[: _STATS + 1]
+    named = zip(Stats._fields, found, strict=True)
+    stats = Stats(**{name: each for name, each in named if name in options.outputs})
+    return Numbers(stats, weight if "total_nll" in options.outputs else None)
 
 
-@torch.compiler.disable()
 def _check_ranks(
     operands: StatsOperands,
     options: StatsOptions,
@@ -93,134 +112,216 @@ def _check_ranks(
     )
 
 
-class _How(NamedTuple):
-    options: StatsOptions
-    request: Request
+# ----------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+class _Eager(NamedTuple):
+    """What an eager call has decided."""
+
     shard: Shard
     serving: Statistics
-    destination: Destination | None
 
 
-@torch.compiler.disable()
-def _eager(how: _How, operands: StatsOperands) -> tuple[Tensor | None, ...]:
-    return apply_of(_ShardedStats)(how, *operands)
+class _How(NamedTuple):
+    """What the Function runs with; eager: None: its backward is the op."""
+
+    options: StatsOptions
+    request: Request
+    spread: Spread
+    eager: _Eager | None
+    destination: Destination | None = None
+
+
+def _run(how: _How, operands: StatsOperands) -> Found:
+    assert how.eager is not None
+    return token_stats.forward(operands, how.options, how.request, *how.eager)
 
 
 class _ShardedStats(torch.autograd.Function):
-    """The numbers that how.options name, and Numbers.weight."""
+    """Found's fields, those of its stats first. run: of the operands, gives Found; its tensors may be empty
+    for what there is none of."""
 
     @staticmethod
-    def forward(ctx, how, *tensors):  # pyright: ignore[reportIncompatibleMethodOverride]
-        operands, shard = StatsOperands(*tensors), how.shard
-        hidden, weight, _ = operands[:3]
-        exchange = _Exchange(operands, how)
-        options = how.options._replace(ignore_index=IGNORED)
-        if shard.sliced:
-            hidden = gather(hidden.contiguous(), shard.group).flatten(0, 1)
-        operands = operands._replace(hidden=hidden, target=exchange.targets.local, topk_ids=exchange.topk_ids)
-        found = how.serving.forward(operands, options, how.request, exchange.merge)
-        ctx.how = how._replace(options=options)
+    def forward(ctx, run, how, *tensors):  # pyright: ignore[reportIncompatibleMethodOverride]
+        operands = StatsOperands(*tensors)
+        found = run(operands)
+        stats, weight, hidden, target, topk_ids, *elsewhere = found
+        ctx.how = how
         ctx.set_materialize_grads(False)
-        saved = (getattr(found, name) for name in StatsSaved._fields)
-        ctx.save_for_backward(*operands, *saved, exchange.elsewhere, exchange.ids_elsewhere)
+        if hidden is not None and hidden.dim() == 2:
+            operands = operands._replace(hidden=hidden)
+        ids = None if operands.topk_ids is None else topk_ids
+        operands = operands._replace(target=target, topk_ids=ids)
+        saved = (getattr(stats, name) for name in StatsSaved._fields)
+        ctx.save_for_backward(*operands, *saved, *elsewhere)
         if how.destination is not None:
             ctx.destination, ctx.kind = how.destination, kind_of(how.destination.out)
-            ctx.dtype = weight.dtype
-        fixed = [exchange.weight]
-        fixed += [getattr(found, name) for name in options.outputs if name not in StatsUpstream._fields]
-        ctx.mark_non_differentiable(*(each for each in fixed if each is not None))
-        return *(getattr(found, name) for name in options.outputs), exchange.weight
+            ctx.dtype = operands.weight.dtype
+        results = *stats, weight, hidden, target, topk_ids, *elsewhere
+        if how.eager is not None:
+            # Others are not wrapped.
+            wanted = (getattr(stats, name) if name in how.options.outputs else None for name in Stats._fields)
+            results = *wanted, weight
+        differentiable = len(StatsUpstream._fields)
+        ctx.mark_non_differentiable(*(each for each in results[differentiable:] if each is not None))
+        return results
 
     @staticmethod
     def backward(ctx, *dresults):  # pyright: ignore[reportIncompatibleMethodOverride]
-        given = next((each for each in dresults if each is not None), None)
+        upstream = StatsUpstream(*dresults[: len(StatsUpstream._fields)])
+        given = next((each for each in upstream if each is not None), None)
         if given is None:
             return None, *_by_operands(None, None, None)
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_DOUBLE_BACKWARD)
         how, (*tensors, elsewhere, ids_elsewhere) = ctx.how, ctx.saved_tensors
-        count, shard = len(StatsOperands._fields), how.shard
-        operands, saved = StatsOperands(*tensors[:count]), StatsSaved(*tensors[count:])
-        by_name = dict(zip(how.options.outputs, dresults[:-1], strict=True))
-        upstream = StatsUpstream(**{name: by_name.get(name) for name in StatsUpstream._fields})
-        # Of logits of other shards this one has the lse.
-        if upstream.total_nll is not None:
-            upstream = _with_lse(upstream, upstream.total_nll * elsewhere)
-        if upstream.topk_logprob is not None:
-            upstream = _with_lse(upstream, -torch.where(ids_elsewhere, upstream.topk_logprob, 0).sum(1))
-        dtype = operands.hidden.dtype
-
-        def add_up(dinput: Tensor):
-            return start_sum(dinput, dtype, shard.group, scatters=shard.sliced).wait
-
-        _, need_dinput, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
+        count = len(StatsOperands._fields)
+        operands, saved = StatsOperands._make(tensors[:count]), StatsSaved._make(tensors[count:])
+        _, _, need_dinput, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
 
         def run(needed: tuple[bool, bool], out: Tensor | None) -> AllGradients:
             request = how.request._replace(
                 need_dinput=needed[0], need_dweight=needed[1], need_dbias=need_dbias
             )
-            reduces = add_up if shard.reduces else None
-            return how.serving.backward(upstream, operands, saved, how.options, request, out, reduces)
+            shard, serving = how.eager
+            return token_stats.backward(
+                *(upstream, operands, saved, elsewhere, ids_elsewhere),
+                *(how.options, request, shard, serving, out),
+            )
 
-        if how.destination is None:
-            return None, *_by_operands(*run((need_dinput, need_dweight), None))
-        found = add_to_destination(ctx, given, (operands.hidden, operands.weight), run)
+        if how.destination is not None:
+            found = add_to_destination(ctx, given, (operands.hidden, operands.weight), run)
+            return None, *_by_operands(*found)
+        needed = need_dinput, need_dweight, need_dbias
+        if how.eager is not None and is_plain_eager(given, operands.hidden, operands.weight):
+            if torch.is_grad_enabled():
+                raise RuntimeError(NO_DOUBLE_BACKWARD)
+            return None, *_by_operands(*run(needed[:2], None))
+        request, spread = how.request, how.spread
+        found = sharded_token_stats_backward(
+            *(*upstream, *operands, *saved, elsewhere, ids_elsewhere),
+            *(*whole.listed(how.options), *request.limits, request.kept_columns),
+            *(spread.tp_group.group_name, *spread[1:], *needed),
+        )
+        found = (each if need else None for each, need in zip(found, needed, strict=True))
         return None, *_by_operands(*found)
 
 
-def _with_lse(upstream: StatsUpstream, dlse: Tensor) -> StatsUpstream:
-    return upstream._replace(lse=dlse if upstream.lse is None else upstream.lse + dlse)
-
-
 def _by_operands(dinput: Tensor | None, dweight: Tensor | None, dbias: Tensor | None):
-    return dinput, dweight, None, dbias, None, None, None
+    """By the Function's arguments behind `run`: how, and the operands."""
+    return None, dinput, dweight, None, dbias, None, None, None
 
 
-class _Exchange:
-    """What the ranks exchange in a forward, once.
+# ----------------------------------------------------------------------------------------------------------
+# Ops
 
-    targets, topk_ids: counted from this shard's first class. weight (): Numbers'; elsewhere (): that without
-    this shard's; ids_elsewhere (n, K): which ids are other shards' classes; None before `merge`, and where
-    they are not asked for.
-    """
+_SPREAD = "str group, SymInt? vocab_start, int? sequence_dim, str grad_input, int? sm_margin"
+_STATS = len(Stats._fields)
+_OPERANDS = len(StatsOperands._fields)
+_NUMBERS = len(StatsOptions._fields)
+_OTHERS = ", ".join(f"Tensor {name}" for name in Found._fields[1:])
+SHARDED_STATS = (
+    f"sharded_token_stats({whole.OPERANDS}, {whole.OPTIONS}, {LIMITS}, SymInt kept_columns, {_SPREAD})"
+    f" -> ({whole.RESULTS}, {_OTHERS.replace('hidden', 'every_input').replace('weight', 'total_weight')})"
+)
+SHARDED_STATS_BACKWARD = (
+    f"sharded_token_stats_backward({whole.UPSTREAM}, {whole.OPERANDS}, {whole.SAVED}, Tensor? elsewhere, "
+    f"Tensor? ids_elsewhere, {whole.OPTIONS}, {LIMITS}, SymInt kept_columns, {_SPREAD}, {whole.NEEDED})"
+    " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
+)
 
-    def __init__(self, operands: StatsOperands, how: _How):
-        hidden, weight, target = operands[:3]
-        self._implementation, self._shard = implementation(hidden.device, hidden.dtype), how.shard
-        self._target, self._ids, self._columns = target, operands.topk_ids, weight.shape[0]
-        start = how.shard.start
-        self.targets = self._implementation.localize(
-            target, how.options.ignore_index, start, self._columns, how.shard.equal
-        )
-        self.topk_ids: Tensor | None = None
-        if self._ids is not None:
-            inside = (self._ids >= start) & (self._ids < start + self._columns)
-            self.topk_ids = torch.where(inside, self._ids - start, ELSEWHERE)
-        self.weight: Tensor | None = None
-        self.elsewhere: Tensor | None = None
-        self.ids_elsewhere: Tensor | None = None
 
-    def merge(self, own: RowSums) -> RowSums:
-        """See exchange.Merge."""
-        row_max, row_sum, target_logit, mean_gap, total_gap, weight, *_ = own
-        parts = [self.targets.header.to(row_max.dtype), row_max, row_sum, target_logit]
-        if mean_gap is not None:
-            parts.append(mean_gap)
-        if total_gap is not None and weight is not None:
-            parts += [total_gap, weight.view(1)]
-        sums, others = torch.cat(parts), parts_of(own, self._shard.start, self._columns)
-        size, n = sums.shape[0], row_max.shape[0]
-        gathered = gather(torch.cat([sums, *others]) if others else sums, self._shard.group)
-        merged = self._implementation.merge_sums(
-            gathered, self.targets, entropy=mean_gap is not None, total=total_gap is not None
-        )
-        if others:
-            given = gathered[:, size:], gathered[:, 1 : n + 1], own, merged, self._target, self._ids
-            merged = merged_others(*given, equal=self._shard.equal)
-        if own.topk_known is not None and merged.topk_known is not None:
-            self.ids_elsewhere = merged.topk_known & ~own.topk_known
-        if weight is not None:
-            self.weight = gathered[:, size - 1].sum()
-            self.elsewhere = self.weight - weight
-            merged = merged._replace(weight=self.weight)
-        return merged
+def _how_of(arguments: tuple) -> tuple[_How, tuple]:
+    """What an op is called with behind its tensors, and the rest."""
+    options, (window, workspace, kept_columns, *rest) = whole.options_of(arguments)
+    (name, *where), rest = rest[: len(Spread._fields)], rest[len(Spread._fields) :]
+    request = Request(Limits(window, workspace), kept_columns)
+    return _How(options, request, Spread(group_of(name), *where), None), tuple(rest)
+
+
+def _fake_forward(*arguments):
+    operands = StatsOperands(*arguments[:_OPERANDS])
+    how, _ = _how_of(arguments[_OPERANDS:])
+    hidden, target, ids = operands.hidden, operands.target, operands.topk_ids
+    every = hidden.new_empty((target.shape[0], hidden.shape[1]))
+    limits = *how.request.limits, how.request.kept_columns
+    stats = whole.fake_token_stats(*operands._replace(hidden=every), *whole.listed(how.options), *limits)
+    row_max = stats[Stats._fields.index("row_max")]
+    total = () if "total_nll" in how.options.outputs else (0,)
+    no_ids = hidden.new_empty((0, 0), dtype=torch.int64)
+    return (
+        *stats,
+        row_max.new_empty(total),
+        every if how.spread.sequence_dim is not None else hidden.new_empty((0,)),
+        torch.empty_like(target, memory_format=torch.contiguous_format),
+        torch.empty_like(no_ids if ids is None else ids, memory_format=torch.contiguous_format),
+        row_max.new_empty(total),
+        torch.empty_like(no_ids if ids is None else ids, dtype=torch.bool),
+    )
+
+
+@inner.define(SHARDED_STATS, _fake_forward)
+def sharded_token_stats(*arguments):
+    operands = StatsOperands(*arguments[:_OPERANDS])
+    how, _ = _how_of(arguments[_OPERANDS:])
+    eager = _eager_of(how, operands)
+    stats, *others = token_stats.forward(operands, how.options, how.request, *eager)
+    hidden, acc = operands.hidden, accumulate_dtype(operands.hidden.dtype)
+    weight, every, target, ids, elsewhere, ids_elsewhere = others
+    stats = whole.all_present(
+        stats, operands if every is None else operands._replace(hidden=every), how.options
+    )
+    return (
+        *stats,
+        hidden.new_empty((0,), dtype=acc) if weight is None else weight,
+        hidden.new_empty((0,)) if every is None else every,
+        target,
+        hidden.new_empty((0, 0), dtype=torch.int64) if ids is None else ids,
+        hidden.new_empty((0,), dtype=acc) if elsewhere is None else elsewhere,
+        hidden.new_empty((0, 0), dtype=torch.bool) if ids_elsewhere is None else ids_elsewhere,
+    )
+
+
+def _eager_of(how: _How, operands: StatsOperands) -> _Eager:
+    serving = statistics(operands, how.options, "keep" if how.request.kept_columns else "recompute")
+    return _Eager(shard_of(how.spread, operands.weight), serving)
+
+
+def _fake_backward(*arguments):
+    operands = StatsOperands(*arguments[len(StatsUpstream._fields) :][:_OPERANDS])
+    count = len(StatsUpstream._fields) + _OPERANDS + len(StatsSaved._fields) + 2
+    how, needed = _how_of(arguments[count:])
+    hidden = operands.hidden
+    if how.spread.sequence_dim is not None:
+        rows = hidden.shape[0] // how.spread.tp_group.size()
+        hidden = hidden.new_empty((rows, hidden.shape[1]))
+    return whole.fake_gradients(needed, hidden.dtype, hidden, operands.weight, operands.linear_bias)
+
+
+@inner.define(SHARDED_STATS_BACKWARD, _fake_backward)
+def sharded_token_stats_backward(*arguments):
+    count = len(StatsUpstream._fields)
+    upstream, arguments = StatsUpstream(*arguments[:count]), arguments[count:]
+    operands, arguments = StatsOperands(*arguments[:_OPERANDS]), arguments[_OPERANDS:]
+    count = len(StatsSaved._fields)
+    saved, arguments = StatsSaved(*arguments[:count]), arguments[count:]
+    (elsewhere, ids_elsewhere), arguments = arguments[:2], arguments[2:]
+    how, needed = _how_of(arguments)
+    if not how.request.kept_columns:
+        saved = saved._replace(kept=None, kept_scale=None)
+    request = how.request._replace(need_dinput=needed[0], need_dweight=needed[1], need_dbias=needed[2])
+    others = elsewhere, ids_elsewhere, how.options, request
+    found = token_stats.backward(upstream, operands, saved, *others, *_eager_of(how, operands))
+    return inner.present(found, operands.hidden, operands.hidden.dtype)
+
+
+def _found(*results: Tensor) -> Found:
+    return Found(Stats(*results[:_STATS]), *results[_STATS:])
+
+
+def _how(arguments: tuple) -> tuple[_How]:
+    return (_how_of(arguments)[0],)
+
+
+_results: Callable[..., Any] = _found
+register(sharded_token_stats, _ShardedStats, _results, _how)
+register(sharded_token_stats_backward, GradientFunction, as_given, no_options)

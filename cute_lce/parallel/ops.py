@@ -1,7 +1,6 @@
 """Calls over a group as ops, for torch.compile: each takes the group's name, and its body makes the
 collectives.
 
-    sharded_linear_cross_entropy    the whole call, a composite (call.py)
     sharded_forward                 losses and statistics, and what the backward wants besides its operands
     sharded_backward                both gradients
     gather_rows                     every rank's rows, in rank order

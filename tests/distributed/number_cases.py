@@ -188,6 +188,35 @@ def plain_slices(here: Rank) -> None:
             assert_close("dweight", got[1], *(slice_of(each[2], here, 0) for each in (expected, baseline)))
 
 
+def numbers_in_one_graph(here: Rank) -> None:
+    """All of them, of slices with temperatures."""
+    given = operands(here, torch.float32, 40 * here.ranks)
+    leaves = [slice_of(given["input"], here, 1).clone().requires_grad_()]
+    leaves += [
+        slice_of(given[name], here, 0).clone().requires_grad_() for name in ("linear_weight", "linear_bias")
+    ]
+    tensors = {
+        name: slice_of(given[name], here, 1).contiguous() for name in ("target", "temperature", "topk_ids")
+    }
+
+    def run(hidden: Tensor, weight: Tensor, linear_bias: Tensor, **tensors: Tensor) -> list[Tensor]:
+        call: dict[str, Any] = {"outputs": NUMBERS, "tp_group": here.group, "sequence_dim": 1, **tensors}
+        found = linear_logprob(hidden * 1.0, weight, call.pop("target"), linear_bias=linear_bias, **call)
+        return [getattr(found, name) for name in NUMBERS]
+
+    backend = "inductor" if here.device != "cpu" else "aot_eager"
+    functions: list[Any] = [run, torch.compile(run, fullgraph=True, backend=backend, dynamic=False)]
+    found = []
+    for function in functions:
+        numbers = function(*leaves, **tensors)
+        total = sum(
+            (each.sum() for each in numbers[: len(DIFFERENTIABLE)]), start=torch.zeros((), device=here.device)
+        )
+        found.append([*(each.detach() for each in numbers), *torch.autograd.grad(total, leaves)])
+    for eager, graph in zip(*found, strict=True):
+        torch.testing.assert_close(graph, eager)
+
+
 def ties_and_unequal_shards(here: Rank) -> None:
     """The first class of the vocabulary wins, whatever rank has it; none where it is not known."""
     given = operands(here, torch.float32, 8 * here.ranks)
@@ -225,6 +254,7 @@ CASES = (
     every_number,
     numbers_of_slices,
     plain_slices,
+    numbers_in_one_graph,
     ties_and_unequal_shards,
     numbers_that_differ,
 )

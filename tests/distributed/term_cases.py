@@ -163,22 +163,35 @@ def terms_added_to_a_buffer(here: Rank) -> None:
     compare(here, torch.float32, "sum", {"weight": True}, grad_weight_out=True, sequence_dim=1)
 
 
-def factors_in_one_graph(here: Rank) -> None:
-    """What changes no number of a token but its factor; other terms break the graph."""
+def terms_in_one_graph(here: Rank) -> None:
+    """Of slices of tokens: what changes a token's factor alone, and what is made of numbers of each token."""
     hidden, weight, bias, target, token_weight, class_weight = operands(here, torch.float32)
-    shard, own_weight = slice_of(weight, here, 0).clone().requires_grad_(), slice_of(class_weight, here, 0)
+    leaves = [
+        slice_of(hidden, here, 1).clone(),
+        *(slice_of(each, here, 0).clone() for each in (weight, bias)),
+    ]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    weights = {"token_weight": token_weight, "weight": slice_of(class_weight, here, 0)}
 
-    def run(hidden: Tensor, **terms: Any) -> Tensor:
-        return linear_cross_entropy(hidden * 1.0, shard, target, tp_group=here.group, **terms)
+    def run(hidden: Tensor, shard: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
+        call: dict[str, Any] = {"linear_bias": bias, "tp_group": here.group, "sequence_dim": 1, **terms}
+        return linear_cross_entropy(hidden * 1.0, shard, target, **call)
 
     backend = "inductor" if here.device != "cpu" else "aot_eager"
-    own, given = slice_of(hidden, here, 1), {"token_weight": token_weight, "weight": own_weight}
-    compiled = torch.compile(run, fullgraph=True, backend=backend, dynamic=False)
-    found = [torch.autograd.grad(each(own, sequence_dim=1, **given), shard)[0] for each in (compiled, run)]
-    torch.testing.assert_close(found[0], found[1])
-    with_bias = {"linear_bias": slice_of(bias, here, 0), "label_smoothing": 0.1}
-    broken = torch.compile(run, backend=backend, dynamic=False)(hidden, **with_bias)
-    torch.testing.assert_close(broken, run(hidden, **with_bias))
+    compiled: list[Any] = [run, torch.compile(run, fullgraph=True, backend=backend, dynamic=False)]
+    cases: tuple[tuple[int, dict[str, Any]], ...] = (
+        (2, weights),
+        (3, {**weights, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 9.0, "denominator": 7.0}),
+        (3, {"label_smoothing": 0.1, "reduction": "none", "schedule": "keep", "workspace_mb": 64}),
+    )
+    for count, terms in cases:
+        found = []
+        for function in compiled:
+            loss = function(*leaves[:2], leaves[2] if count == 3 else None, **terms)
+            found.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaves[:count])))
+        for eager, graph in zip(*found, strict=True):
+            torch.testing.assert_close(graph, eager)
 
 
 def terms_that_are_refused(here: Rank) -> None:
@@ -236,6 +249,6 @@ CASES = (
     terms_of_classes,
     terms_of_slices,
     terms_added_to_a_buffer,
-    factors_in_one_graph,
+    terms_in_one_graph,
     terms_that_are_refused,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_lce.launch import KERNELS
 from cute_lce.ops import autograd, select
-from cute_lce.parallel import numbers, ops, tokens
+from cute_lce.parallel import numbers, ops, token_stats, tokens
 from tests import emulator
 from tests.emulated.backward import device
 from tests.emulated.forward import Emulator
@@ -96,12 +96,13 @@ def ranks(arch: str, size: int, sms: int = 4) -> Iterator[tuple[Group, Emulator]
     group = Group(size)
     with contextlib.ExitStack() as stack:
         counts = stack.enter_context(device(arch, sms))
-        for module in (select, numbers):
+        for module in (select, token_stats):
             stack.enter_context(mock.patch.object(module, "implementation", return_value=KERNELS))
-        for module, name in ((numbers, "gather"), (numbers, "start_sum"), (tokens, "gather")):
+        for module, name in ((token_stats, "gather"), (token_stats, "start_sum"), (tokens, "gather")):
             stack.enter_context(mock.patch.object(module, name, getattr(group, name)))
         gather_rows = mock.patch.object(ops, "gather_rows", lambda rows, *_: group.gather(rows))
         stack.enter_context(gather_rows)
         # What records allocations is a dispatch mode.
-        stack.enter_context(mock.patch.object(autograd, "is_plain_eager", return_value=True))
+        for module in (autograd, numbers):
+            stack.enter_context(mock.patch.object(module, "is_plain_eager", return_value=True))
         yield group, counts
