@@ -344,7 +344,8 @@ def captured_graphs(here: Rank) -> None:
         ignoring(random_case(64 * here.ranks, 64, 128 * here.ranks, torch.bfloat16, seed=seed))
         for seed in (0, 1)
     )
-    for options in (*SCHEDULES, {"sequence_dim": 0}):
+    smoothed = {"label_smoothing": 0.1, "z_loss": 0.1}
+    for options in (*SCHEDULES, {"sequence_dim": 0}, {**smoothed, "sequence_dim": 0}, smoothed):
         sliced = "sequence_dim" in options
         hidden = (slice_of(first.input, here, 0) if sliced else first.input).to(here.device, copy=True)
         weight = slice_of(first.linear_weight, here, 0).to(here.device, copy=True)
