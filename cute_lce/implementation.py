@@ -46,7 +46,8 @@ class Request(NamedTuple):
     limits: window, columns of the vocabulary at once, and workspace, bytes that may be allocated beyond the
     results; 0: the implementation's choice. kept_columns: how many columns the forward keeps, from the first.
     need_dinput, need_dweight: which gradients will be needed. statistics: whether results other than the loss
-    are needed. added: the dtype of a tensor of the caller's to which dweight will be added; None: there is
+    are needed. packs: whether a forward may leave them in one tensor, if it is not of a shard (Results).
+    added: the dtype of a tensor of the caller's to which dweight will be added; None: there is
     none. shard: whether weight is a part of the vocabulary, and target counts from its first class: one
     outside it that is not ignore_index belongs to another part. The two phases of a pass are then apart:
     Forward and Backward say what the first one gives. is_summed: whether a shard's dinput is summed over the
@@ -59,6 +60,7 @@ class Request(NamedTuple):
     need_dinput: bool = True
     need_dweight: bool = True
     statistics: bool = True
+    packs: bool = False
     added: torch.dtype | None = None
     shard: bool = False
     is_summed: bool = True
@@ -68,7 +70,8 @@ class Request(NamedTuple):
 
 class Results(NamedTuple):
     """What a forward returns. If only the loss was requested, the others may be None; kept and kept_scale are
-    None if nothing is kept."""
+    None if nothing is kept. Packed: all but the loss is in `kept`, in a format of the implementation's own,
+    which its backward for the same request reads, and `unpacked`; the others are None."""
 
     loss: Tensor
     row_max: Tensor | None = None
@@ -79,7 +82,8 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward receives from its forward: the operands, and the results without the loss."""
+    """What a backward receives from its forward: the operands, and the results without the loss, which may be
+    packed."""
 
     hidden: Tensor
     weight: Tensor
@@ -193,6 +197,10 @@ class Implementation(Protocol):
         ...
 
     def backward(self, operands: Operands, loss: LossOptions, request: Request) -> Backward: ...
+
+    def unpacked(self, saved: Saved, kept_columns: int) -> Saved:
+        """What a forward packed, as tensors of their own."""
+        ...
 
     def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
         """The loss and the accumulators that the request needs, contiguous, within limits.workspace, apart

@@ -65,7 +65,7 @@ class KeepTensors(NamedTuple):
 
 
 class References:
-    """K of every row that is computed, and zeros for `most_raised`.
+    """K of every row that is computed, and zeros for `most_raised` and for the GEMM's counter.
 
     A warp for each row, 8 elements a lane at once; a row whose target is not a class uses class 0. 4 d bytes
     are read a row, and the rows of the weight that are samples from L1.
@@ -76,10 +76,18 @@ class References:
 
     @cute.jit
     def __call__(
-        self, hidden, weight, target, tokens: Compacted, keep: KeepTensors, loss, stream: cuda.CUstream
+        self,
+        hidden,
+        weight,
+        target,
+        tokens: Compacted,
+        keep: KeepTensors,
+        progress,
+        loss,
+        stream: cuda.CUstream,
     ):
         n = cute.size(target)
-        self.kernel(hidden, weight, target, tokens, keep, loss).launch(
+        self.kernel(hidden, weight, target, tokens, keep, progress, loss).launch(
             grid=(cute.ceil_div(n, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
@@ -91,6 +99,7 @@ class References:
         target: cute.Tensor,
         tokens: Compacted,
         keep: KeepTensors,
+        progress: cute.Tensor,  # (1,) int32
         loss,
     ):
         lane = cute.arch.lane_idx()
@@ -127,6 +136,8 @@ class References:
                 bound = cute.arch.fmin(cute.arch.fmax(guess - self.kept.below, -far), far)
                 keep.reference[row] = cute.math.floor(bound)
                 keep.most_raised[row] = Int32(0)
+                if row == 0:
+                    progress[0] = Int32(0)
 
     def _class(self, k: int, index: Int64, vocab: Int32) -> Int64:
         """Of the k-th logit: the target, and samples from all parts of the vocabulary."""

@@ -31,8 +31,9 @@ class ScaleTensors(NamedTuple):
     Read: target (n,) int32 or int64; hidden (.., d), dloss (..,) fp32 with any stride (0: one number), of the
     tokens' origins; num_valid (1,) int64, kept_scale (n,) fp32; at address 0: 1 / HALF_SCALE.
     Written, of tokens that are computed: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is
-    ignored; if `wanted`: scaled (n, d), hidden's rows times factor, in float16 over weight_factor, zeros
-    where the row is ignored, whatever hidden holds; and in float16 weight_factor (1,) fp32.
+    ignored; counters (count,) int32, zeros; if `wanted`: scaled (n, d), hidden's rows times factor, in
+    float16 over weight_factor, zeros where the row is ignored, whatever hidden holds; and in float16
+    weight_factor (1,) fp32.
     """
 
     rows: Compacted
@@ -44,6 +45,7 @@ class ScaleTensors(NamedTuple):
     factor: cute.Tensor
     weight_factor: cute.Tensor
     scaled: cute.Tensor
+    counters: cute.Tensor
     loss: LossArguments
     wanted: Int32
 
@@ -114,6 +116,9 @@ class ScaleRows:
             factor, valid = self._factor(tensors, row, token)
             if lane == 0:
                 tensors.factor[row] = factor
+            if row == 0:
+                for i in cutlass.range(lane, cute.size(tensors.counters), 32, unroll=1):
+                    tensors.counters[i] = Int32(0)
             if tensors.wanted != 0:
                 if cutlass.const_expr(self.half):
                     factor = factor / tensors.weight_factor[0]

@@ -4,7 +4,7 @@ Arch-neutral: what differs between architectures is in the plan and behind `comp
 """
 
 from ..implementation import Implementation, Statistics
-from . import backward, choose, forward, grad_in_forward, merge, multiply, token_stats
+from . import backward, choose, forward, grad_in_forward, merge, multiply, packing, token_stats
 from .device import DTYPES, serves
 
 
@@ -13,6 +13,7 @@ class Kernels:
     empty_kept = staticmethod(forward.empty_kept)
     forward = staticmethod(forward.forward)
     backward = staticmethod(backward.backward)
+    unpacked = staticmethod(packing.unpacked)
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
     scale_gradients = staticmethod(multiply.scale_gradients)
     localize = staticmethod(merge.localize)

@@ -26,12 +26,13 @@ from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts
 from ..plan.problem import Problem, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template, without_padding
+from .packing import Packing
 from .rows import Compaction
 
 COUNTERS = 3
 """int32 progress counters of a stripe, one for each GEMM."""
-Memory = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
-"""What a pass writes: dinput, dweight, the workspace, and the counters if a GEMM is paced."""
+Memory = tuple[Tensor | None, Tensor | None, Tensor]
+"""What a pass writes: dinput, dweight and the workspace."""
 
 
 def backward(operands: Operands, loss: LossOptions, request: Request) -> KernelBackward | EmptyBackward:
@@ -102,6 +103,7 @@ class KernelBackward:
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
         self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
+        self.packing, self.padded = Packing(hidden, kept) if request.packs else None, d
         # What shards are summed of stays in fp32, and of one split is the result.
         exact = request.shard and request.is_summed
         self.sums_are_results = exact and chosen.splits == 1
@@ -113,8 +115,9 @@ class KernelBackward:
         ]
         launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
         self.column_sums = _column_sums(chosen, n)
-        self.paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
-        self.counters = COUNTERS * len(launched)
+        paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
+        # A shard's last launch may be two.
+        self.counters = COUNTERS * (len(launched) + request.shard) if paced else 0
         self.row_bytes = d * (4 if exact else self.itemsize)
         self.hidden = None
         if problem.need_dinput:
@@ -132,6 +135,7 @@ class KernelBackward:
         compacted = compacts(problem, kept)
         parts = Parts()
         part = parts.reserve
+        self.progress = part(4 * self.counters)
         scales = kept > 0 or problem.half
         self.factor = part(4 * n if scales else 0)
         self.weight_factor = part(4 if problem.half else 0)
@@ -161,18 +165,15 @@ class KernelBackward:
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
     ) -> BothGradients | Halfway:
-        memory = dinput, dweight, *_ = self.allocate(saved, out)
+        memory = dinput, dweight, _ = self.allocate(out)
         for step in self.steps(dloss, saved, loss, memory, adds=dweight is out):
             self.function(*step)
         return without_padding(dinput, self.features), dweight
 
-    def allocate(self, saved: Saved, out: Tensor | None) -> Memory:
+    def allocate(self, out: Tensor | None) -> Memory:
         dinput = None if self.hidden is None else torch.empty_like(self.hidden)
         dweight = out if self.weight is None else torch.empty_like(self.weight)
-        counters = None
-        if self.paced:
-            counters = torch.zeros((self.counters,), dtype=torch.int32, device=saved.hidden.device)
-        return dinput, dweight, torch.empty_like(self.workspace), counters
+        return dinput, dweight, torch.empty_like(self.workspace)
 
     def steps(
         self,
@@ -188,15 +189,11 @@ class KernelBackward:
         strides = hidden.stride(), weight.stride(), target.stride()
         if strides != self.strides or (hidden.data_ptr() | weight.data_ptr()) % 16:
             hidden, weight, target = aligned(saved.operands)
-        dinput, dweight, scratch, counters = memory
+        dinput, dweight, scratch = memory
         start = scratch.data_ptr()
         arguments = loss_arguments(_of_recomputed(loss))
         upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
-        statistics = Statistics(
-            row_max=saved.row_max.data_ptr(),
-            row_sum=saved.row_sum.data_ptr(),
-            num_valid=saved.num_valid.data_ptr(),
-        )
+        statistics, kept_source = self._of_forward(saved, start)
         rows, dhidden = self.all_rows, 0 if dinput is None else dinput.data_ptr()
         result = dhidden
         if self.compaction is not None:
@@ -217,7 +214,8 @@ class KernelBackward:
         )
         if self.sums_are_results:
             gradients = gradients._replace(sums=gradients.dhidden)
-        progress = 0 if counters is None else counters.data_ptr()
+        # The first launch zeroes the counters of all.
+        progress, clears = start + self.progress, self.counters
         groups = hidden, weight, target, arguments, upstream, statistics
         stripes, chunks = self.stripes, self.chunks
         if self.kept:
@@ -225,10 +223,10 @@ class KernelBackward:
             is_last = not stripes and not chunks
             last = self._accumulating(rows, result) if is_last else rows
             own = hidden, weight, target, _arguments_of_kept(loss, arguments), upstream, statistics
-            yield *own, gradients, self._kept_source(saved, start), last, kept, progress
+            yield *own, gradients, kept_source, last, kept, progress, clears
             if is_last:
                 return
-            progress, rows = progress + 4 * COUNTERS, self._gathered(rows)
+            progress, clears, rows = progress + 4 * COUNTERS, 0, self._gathered(rows)
         source = self._recomputed_source(hidden, start)
         for first, tokens, stripe in chunks:
             sums = start + self.chunk_sums
@@ -243,17 +241,17 @@ class KernelBackward:
                     factor=source.factor + (4 * first if self.half else 0),
                 ),
                 self._accumulating(self._chunk_of(rows, first, tokens), result),
-                *(stripe, progress),
+                *(stripe, progress, clears),
             )
-            progress += 4 * COUNTERS
+            progress, clears = progress + 4 * COUNTERS, 0
         if chunks:
             # A chunk's rows were copied up to its last k tile, which is not one of all tokens.
             gradients = gradients._replace(dhidden=0)
             rows = rows if self.compaction is None else rows._replace(sums=0)
         for stripe in stripes:
             last = self._accumulating(rows, result) if stripe is stripes[-1] else rows
-            yield *groups, gradients, source, last, stripe, progress
-            progress += 4 * COUNTERS
+            yield *groups, gradients, source, last, stripe, progress, clears
+            progress, clears = progress + 4 * COUNTERS, 0
             source, rows = source._replace(scales=0), self._gathered(rows)
 
     def _accumulating(self, rows: Rows, result: int) -> Rows:
@@ -274,16 +272,30 @@ class KernelBackward:
         row = round_up(self.features, 8) * self.itemsize
         return rows._replace(first=first, tokens=tokens, hidden=rows.hidden + first * row)
 
-    def _kept_source(self, saved: Saved, start: int) -> GradientOperands:
-        kept, kept_scale = saved.kept, saved.kept_scale
-        assert kept is not None
-        assert kept_scale is not None
-        return self._scaled_source(start)._replace(
-            dlogits=kept.data_ptr(), pitch=kept.stride(0), kept_scale=kept_scale.data_ptr()
-        )
+    def _of_forward(self, saved: Saved, start: int) -> tuple[Statistics, GradientOperands | None]:
+        """The forward's statistics, and what it kept. start: the workspace's address."""
+        packing, packed = self.packing, saved.kept
+        if packing is None:
+            statistics = Statistics(
+                row_max=saved.row_max.data_ptr(),
+                row_sum=saved.row_sum.data_ptr(),
+                num_valid=saved.num_valid.data_ptr(),
+            )
+            if not self.kept:
+                return statistics, None
+            kept, kept_scale = saved.kept, saved.kept_scale
+            assert kept is not None
+            assert kept_scale is not None
+            found = kept.data_ptr(), kept.stride(0), kept_scale.data_ptr()
+        else:
+            assert packed is not None
+            base = packed.data_ptr()
+            statistics = packing.statistics(base)
+            found = base + packing.kept, packing.pitch, base + packing.kept_scale
+        return statistics, self._scaled_source(start, *found) if self.kept else None
 
     def _recomputed_source(self, hidden: Tensor, start: int) -> GradientOperands:
-        source = self._scaled_source(start)
+        source = self._scaled_source(start, start + self.dlogits, self.pitch)
         if self.half:
             return source
         address, pitch = hidden.data_ptr(), hidden.stride(0)
@@ -291,16 +303,16 @@ class KernelBackward:
             address, pitch = start + self.compaction.hidden, source.hidden_pitch
         return source._replace(factor=0, hidden=address, hidden_pitch=pitch, scales=0)
 
-    def _scaled_source(self, start: int) -> GradientOperands:
-        """Of float16's first recomputed stripe; such operands differ from it in a few fields."""
+    def _scaled_source(self, start: int, dlogits: int, pitch: int, kept_scale: int = 0) -> GradientOperands:
+        """Of what was kept, or of float16's first recomputed stripe."""
         return GradientOperands(
-            dlogits=start + self.dlogits,
-            pitch=self.pitch,
+            dlogits=dlogits,
+            pitch=pitch,
             factor=start + self.factor,
             weight_factor=start + self.weight_factor if self.half else 0,
             hidden=start + self.scaled,
-            hidden_pitch=round_up(self.features, 8),
-            kept_scale=0,
+            hidden_pitch=self.padded,
+            kept_scale=kept_scale,
             scales=1,
         )
 
@@ -341,14 +353,11 @@ class ShardBackward(KernelBackward):
                 self.early = freeze(early)
                 if late is not None:
                     self.late, self.offset = freeze(late), (late.first - stripe.first) * self.itemsize
-        # Behind the counters of all launches, another's.
-        self.later_progress = 4 * self.counters
-        self.counters += COUNTERS if self.late is not None else 0
 
     def dinput(
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
     ) -> BothGradients | Halfway:
-        memory = dinput, dweight, *_ = self.allocate(saved, out)
+        memory = dinput, dweight, scratch = self.allocate(out)
         steps = list(map(_Step._make, self.steps(dloss, saved, loss, memory, adds=dweight is out)))
         later: list[_Step] = []
         if dinput is not None and dweight is not None:
@@ -357,23 +366,24 @@ class ShardBackward(KernelBackward):
             # float16's first recomputed stripe would compute its scaled rows anew, and so its logits.
             if not later and (not self.half or steps[-1].source.kept_scale or not steps[-1].source.scales):
                 steps[-1], last = _halves(steps[-1])
-                later = [*self._divided(last._replace(rows=self._gathered(last.rows)), memory)]
+                last = last._replace(rows=self._gathered(last.rows))
+                later = [*self._divided(last)]
         for step in steps:
             self.function(*step)
-        return Halfway(without_padding(dinput, self.features), dweight, (later, memory))
+        return Halfway(without_padding(dinput, self.features), dweight, (later, scratch))
 
-    def _divided(self, step: _Step, memory: Memory) -> Iterator[_Step]:
+    def _divided(self, step: _Step) -> Iterator[_Step]:
         """dweight of the last stripe, in one launch or in two."""
         if self.early is None:
             yield step
             return
         yield step._replace(stripe=self.early)
         if self.late is not None:
-            source, counters = step.source, memory[3]
+            source = step.source
             yield step._replace(
                 source=source._replace(dlogits=source.dlogits + self.offset, scales=0),
                 stripe=self.late,
-                progress=0 if counters is None else counters.data_ptr() + self.later_progress,
+                progress=step.progress + 4 * COUNTERS,
             )
 
     def dweight(
@@ -407,6 +417,7 @@ class _Step(NamedTuple):
     rows: Any
     stripe: Any
     progress: int
+    clears: int
 
 
 def _halves(step: _Step) -> tuple[_Step, _Step]:
@@ -417,7 +428,7 @@ def _halves(step: _Step) -> tuple[_Step, _Step]:
         source = source._replace(kept_scale=step.statistics.row_sum, scales=0)
     return (
         step._replace(gradients=step.gradients._replace(dweight=0)),
-        step._replace(gradients=step.gradients._replace(dhidden=0), source=source),
+        step._replace(gradients=step.gradients._replace(dhidden=0), source=source, clears=0),
     )
 
 

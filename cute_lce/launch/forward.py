@@ -17,9 +17,12 @@ from ..plan.kernels import ForwardKey
 from ..plan.memory import forward_compaction_bytes, forward_compacts, keep_workspace_bytes
 from ..plan.problem import Problem, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template
+from .packing import Packing
 from .rows import Compaction
 
 _NOTHING_KEPT = KeepOutputs(kept=0, kept_scale=0, workspace=0, pitch=0, columns=0)
+LOSS_AND_COUNT = 16
+"""Bytes of a loss and a count, which a shard's forward writes and nobody reads."""
 
 
 def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
@@ -92,44 +95,64 @@ class KernelForward:
         dtypes = dtype_name(hidden.dtype), dtype_name(target.dtype)
         self.function = cache.get(ForwardKey(chosen.config, *dtypes, keeps=kept > 0, terms=loss.terms))
         self.gemm, self.nothing_kept = freeze(chosen.gemm), freeze(_NOTHING_KEPT)
-        self.wants_statistics, self.kept_columns = request.statistics, kept
+        self.kept_columns, self.pitch = kept, round_up(kept, 8)
         self.partials = chosen.gemm.windows * chosen.config.partials_per_window
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
-        self.kept, self.row_bytes = template(device, hidden.dtype, n, round_up(kept, 8)), 4 * n
+        self.kept = template(device, hidden.dtype, n, self.pitch)
         self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
-        # Statistics that are not requested go behind the workspace, num_valid at a multiple of 8 bytes.
-        self.behind = 4 * round_up(chosen.workspace_floats, 2)
-        # Of a shard there are a loss and a count that nobody reads.
-        extra = 0 if self.wants_statistics and not request.shard else 2 * n + 3
+        # Statistics that are not requested go behind the workspace.
+        self.packing = Packing(hidden, kept) if request.packs or not needs else None
+        behind = 0 if self.packing is None or needs else self.packing.template.nbytes
+        self.wants_statistics = needs
         parts, keep_parts = Parts(), Parts()
-        parts.reserve(4 * (chosen.workspace_floats + extra))
-        keep_parts.reserve(keep_workspace_bytes(n, kept))
+        parts.reserve(4 * chosen.workspace_floats)
+        self.behind = parts.reserve(LOSS_AND_COUNT if request.shard else behind)
+        # A shard's `finish` needs it too.
+        keeping = keep_parts if request.shard else parts
+        self.keep_workspace = keeping.reserve(keep_workspace_bytes(n, kept))
         self.compaction, self.all_rows = None, freeze(Rows(first=0, tokens=n))
         if forward_compacts(problem, kept):
             copied = n * problem.d * hidden.dtype.itemsize
-            # A shard's `finish` needs it too.
-            where = keep_parts if request.shard and kept else parts
+            where = keeping if kept else parts
             self.compaction = Compaction(where, n, target.dtype.itemsize, copied)
         self.workspace = template(device, torch.uint8, parts.nbytes)
-        self.keep_workspace = template(device, torch.uint8, keep_parts.nbytes)
+        self.workspace_of_both = template(device, torch.uint8, keep_parts.nbytes)
 
     def statistics(self, operands: Operands, loss: LossOptions) -> Results:
         if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
             operands = aligned(operands)
         total, scratch = torch.empty_like(self.loss), torch.empty_like(self.workspace)
         workspace = scratch.data_ptr()
+        results, outputs, kept, kept_scale = self._results(total, workspace)
+        keep = self.nothing_kept
+        if self.kept_columns:
+            keep = KeepOutputs(
+                kept=kept,
+                kept_scale=kept_scale,
+                workspace=workspace + self.keep_workspace,
+                pitch=self.pitch,
+                columns=self.kept_columns,
+            )
         rows = self.all_rows if self.compaction is None else self.compaction.rows(workspace)
-        if not self.wants_statistics:
-            behind = workspace + self.behind
+        self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, keep)
+        return results
+
+    def _results(self, total: Tensor, workspace: int) -> tuple[Results, ForwardOutputs, int, int]:
+        """The results, and where they lie, with the addresses of kept and kept_scale."""
+        packing = self.packing
+        if packing is not None:
+            results, start = Results(loss=total), workspace + self.behind
+            if self.wants_statistics:
+                packed = torch.empty_like(packing.template)
+                results, start = Results(loss=total, kept=packed), packed.data_ptr()
             outputs = ForwardOutputs(
                 loss=total.data_ptr(),
-                row_max=behind + 8,
-                row_sum=behind + 8 + self.row_bytes,
-                num_valid=behind,
+                row_max=start + packing.row_max,
+                row_sum=start + packing.row_sum,
+                num_valid=start + packing.num_valid,
                 workspace=workspace,
             )
-            self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, self.nothing_kept)
-            return Results(loss=total)
+            return results, outputs, start + packing.kept, start + packing.kept_scale
         row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
         num_valid = torch.empty_like(self.count)
         outputs = ForwardOutputs(
@@ -139,27 +162,12 @@ class KernelForward:
             num_valid=num_valid.data_ptr(),
             workspace=workspace,
         )
+        results = Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
         if not self.kept_columns:
-            self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, self.nothing_kept)
-            return Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
+            return results, outputs, 0, 0
         kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
-        keep_workspace = torch.empty_like(self.keep_workspace)
-        keep = KeepOutputs(
-            kept=kept.data_ptr(),
-            kept_scale=kept_scale.data_ptr(),
-            workspace=keep_workspace.data_ptr(),
-            pitch=self.kept.shape[1],
-            columns=self.kept_columns,
-        )
-        self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, keep)
-        return Results(
-            loss=total,
-            row_max=row_max,
-            row_sum=row_sum,
-            num_valid=num_valid,
-            kept=kept,
-            kept_scale=kept_scale,
-        )
+        results = results._replace(kept=kept, kept_scale=kept_scale)
+        return results, outputs, kept.data_ptr(), kept_scale.data_ptr()
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
         return results
@@ -173,7 +181,7 @@ class ShardForward(KernelForward):
         row_max, row_sum, target_logit = (torch.empty_like(self.row) for _ in range(3))
         kept = keep_workspace = None
         if self.kept_columns:
-            kept, keep_workspace = torch.empty_like(self.kept), torch.empty_like(self.keep_workspace)
+            kept, keep_workspace = torch.empty_like(self.kept), torch.empty_like(self.workspace_of_both)
         results = Results(target_logit, row_max, row_sum, None, kept, keep_workspace)
         self._launch(operands, loss, results, None, scratch)
         return results
@@ -214,8 +222,8 @@ class ShardForward(KernelForward):
             keep = KeepOutputs(
                 kept=kept.data_ptr(),
                 kept_scale=0 if kept_scale is None else kept_scale.data_ptr(),
-                workspace=keep_workspace.data_ptr(),
-                pitch=kept.shape[1],
+                workspace=keep_workspace.data_ptr() + self.keep_workspace,
+                pitch=self.pitch,
                 columns=self.kept_columns,
             )
         rows = self.all_rows

@@ -89,12 +89,11 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     parts = Parts()
     # Chunks are of compacted tokens: once all valid ones are done, the others are empty.
     compaction = Compaction(parts, n, target.dtype.itemsize)
+    counters = COUNTERS * len(plan.tokens) if any(chunk.paced for chunk in chunks.values()) else 0
+    progress = parts.reserve(4 * counters)
     row_max, row_sum, of_chunk = parts.reserve(4 * n), parts.reserve(4 * n), parts.reserve(8)
     begin = parts.reserve(max(chunk.nbytes for chunk in chunks.values()))
     scratch = torch.empty((parts.nbytes,), dtype=torch.uint8, device=device)
-    counters = None
-    if any(chunk.paced for chunk in chunks.values()):
-        counters = torch.zeros((COUNTERS * len(plan.tokens),), dtype=torch.int32, device=device)
     compacted = compaction.rows(scratch.data_ptr())
     start = scratch.data_ptr() + begin
     arguments = _per_row(loss)
@@ -141,10 +140,11 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
             kept_scale=keep.kept_scale,
             scales=1,
         )
-        progress = 0 if counters is None else counters.data_ptr() + 4 * COUNTERS * i
         places = places._replace(gathers=0, accumulator=gradients.dhidden)
-        groups = arguments, upstream, statistics, gradients, source, places, chunk.stripe, progress
-        chunk.backward(*operands, *groups)
+        groups = arguments, upstream, statistics, gradients, source, places, chunk.stripe
+        own = scratch.data_ptr() + progress + 4 * COUNTERS * i
+        # The first chunk's zeroes the counters of all.
+        chunk.backward(*operands, *groups, own, counters if i == 0 else 0)
         first += tokens
     count = scratch[compaction.count : compaction.count + 4].view(torch.int32)
     num_valid = count.sum(dtype=torch.int64)

@@ -85,6 +85,8 @@ class ForwardFunction(torch.autograd.Function):
             or torch.is_grad_enabled()
             or not is_plain_eager(dloss, saved.hidden, saved.weight)
         ):
+            if prepared is not None:
+                saved = prepared.unpacked(saved)
             given = inner.backward(dloss, *saved, *ctx.loss, *ctx.request.limits, *needed)
             return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
         return _gradients(*prepared.backward(dloss, saved, ctx.loss, needed))

@@ -100,7 +100,7 @@ def _prepare(
     if compute.schedule == "auto" and schedule == "grad_in_forward" and not limits.workspace:
         # Asked for by name it may raise the default.
         limits = limits._replace(workspace=DEFAULT_WORKSPACE)
-    request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient)
+    request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient, packs=not watched)
     run = _bind_op(schedule, request) if watched else _bind_eager(schedule, operands, request, adds)
     return _Call(run, hidden.dim() == 2)
 

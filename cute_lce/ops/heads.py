@@ -30,8 +30,8 @@ _LISTS = (list, tuple, nn.ParameterList)
 def has_heads(linear_weight: Any) -> bool:
     """Whether linear_weight is several heads': one of _LISTS, or (K, V, d)."""
     if isinstance(linear_weight, Tensor):
-        dense = linear_weight.layout is torch.strided and not linear_weight.is_nested
-        return dense and linear_weight.dim() == 3
+        three = linear_weight.dim() == 3
+        return three and linear_weight.layout is torch.strided and not linear_weight.is_nested
     return isinstance(linear_weight, _LISTS)
 
 

@@ -114,6 +114,12 @@ class Prepared:
             self._backwards[key] = backward
         return backward
 
+    def unpacked(self, saved: Saved) -> Saved:
+        """What a forward of this request left, each result as a tensor of its own."""
+        if saved.row_max is not None:
+            return saved
+        return self._implementation.unpacked(saved, self.request.kept_columns)
+
     def scale_gradients(
         self,
         dloss: Tensor,

@@ -11,6 +11,7 @@ class Streaming:
     choose = staticmethod(memory.choose)
     empty_kept = staticmethod(forward.empty_kept)
     forward = staticmethod(forward.StreamingForward)
+    unpacked = staticmethod(backward.unpacked)
     backward = staticmethod(backward.StreamingBackward)
     scale_gradients = staticmethod(grad_in_forward.scale_gradients)
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)

@@ -18,9 +18,9 @@ from cute_lce import linear_cross_entropy
 from cute_lce.arch import BOX_BYTES, architecture
 from cute_lce.arguments import Gradients
 from cute_lce.launch import KERNELS, Kernels
-from cute_lce.launch.backward import KernelBackward
+from cute_lce.launch.backward import COUNTERS, KernelBackward
 from cute_lce.ops import plain, select
-from cute_lce.plan.kernels import Key
+from cute_lce.plan.kernels import BackwardKey, Key
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem
 from tests import passes
 from tests.device import forget_plans, two_sweeps
@@ -654,6 +654,57 @@ def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):
     for launched, counts in gemms:
         assert launched.grid[0] * launched.grid[1] >= 4, launched.kernel
         assert any(op.startswith("red.") for warp in counts.values() for op in warp), launched.kernel
+
+
+@hopper_first
+@pytest.mark.parametrize(
+    ("dtype", "kept", "window"),
+    [(BF16, 0, 0), (BF16, 128, 130), pytest.param(FP16, 0, 130, marks=full)],
+    ids=["recompute", "keep, stripes", "fp16, stripes"],
+)
+def test_counters_start_at_zero(arch: str, dtype: torch.dtype, kept: int, window: int, monkeypatch):
+    """Whichever kernel comes first: those of the launches behind a backward's first are 0 still, and that of
+    a GEMM which the first lacks."""
+    narrow_plans(monkeypatch, paced=True)
+    case = random_case(70, 72, 330, dtype)
+    with device(arch, 8) as emulator:
+        forwards, backwards = _record_counters(emulator)
+        results = passes.forward(KERNELS, case, kept_columns=kept, window=window)
+        passes.backward(KERNELS, case, case.upstream("none").float(), results, window=window)
+    (forward,), (first, *_) = forwards, backwards
+    assert forward > 0
+    assert [counter > 0 for counter in first[:COUNTERS]] == [not kept, True, True]
+    assert bool(first[COUNTERS:]) == bool(window)
+    assert not any(first[COUNTERS:])
+
+
+def _record_counters(emulator: Emulator) -> tuple[list[int], list[list[int]]]:
+    """Gets the counter of each forward, and those that each launch of a backward zeroes, behind it; before,
+    they are not 0."""
+    forwards: list[int] = []
+    backwards: list[list[int]] = []
+    get = emulator.get
+
+    def recording(key: Key):
+        function = get(key)
+
+        def call(*arguments) -> None:
+            if isinstance(key, BackwardKey):
+                address, count = arguments[-2:]
+            else:
+                address, count = arguments[4].workspace, 1
+            counters = (ctypes.c_int32 * count).from_address(address)
+            counters[:] = [-1000] * count
+            function(*arguments)
+            if isinstance(key, BackwardKey):
+                backwards.append(counters[:])
+            else:
+                forwards.append(counters[0])
+
+        return call
+
+    emulator.get = recording
+    return forwards, backwards
 
 
 # ----------------------------------------------------------------------------------------------------------

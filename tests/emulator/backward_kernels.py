@@ -34,8 +34,9 @@ SIZES = {"sm_90a": (140, 136, 390, 260), "sm_100a": (280, 136, 520, 260)}
 KEPT = 128
 SMS = 2
 GEMMS = ("dlogits", "dinput", "dweight")
-NUMBERS = {"dlogits": 1, "dinput": 3, "dweight": 7}
-"""The numbers of a backward's kernels: Gather, the logits, ScaleRows, dinput, three of Reduce, dweight."""
+NUMBERS = {"dlogits": 2, "dinput": 4, "dweight": 8}
+"""The numbers of a backward's kernels: Gather, clear, the logits, ScaleRows, dinput, three of Reduce,
+dweight."""
 ADDING = "dweight that adds"
 
 LEAST = (
@@ -52,6 +53,11 @@ SAME_LANES = (
     r"setp\.ne\.b32 \S+ %r\d+, 0",
     "reversed",
     "Which lane writes: all of them have the same number.",
+)
+NO_COUNTERS = (
+    r"st\.global\.b32 \[%rd\d+\], 0|setp\.lt\.s32",
+    "store removed|or equal",
+    "Of the counters of clusters that pace, which these do not (test_counters_start_at_zero has such).",
 )
 CLASS_0 = (r"setp\.lt\.s64", "or equal", "Class 0 is what a target that is no class takes as well.")
 EITHER_INTEGER = (r"cvt\.rmi", "rounds up", "Either integer next to the target's logit serves.")
@@ -366,7 +372,7 @@ def _arithmetic(
         missed,
         reasons,
         # Of the three of Reduce the one that rounds sums, which these calls launch.
-        entries=lambda entry: kernel in entry and (kernel != "Reduce" or entry.endswith("_4")),
+        entries=lambda entry: kernel in entry and (kernel != "Reduce" or entry.endswith("_5")),
         rules=ARITHMETIC,
     )
 
@@ -405,10 +411,10 @@ def subjects() -> list[Subject]:
             )
         )
     found += [
-        _arithmetic("References", 30, 4, [SAME_LANES, CLASS_0, EITHER_INTEGER, LEAST]),
+        _arithmetic("References", 30, 6, [SAME_LANES, NO_COUNTERS, CLASS_0, EITHER_INTEGER, LEAST]),
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN, ONE_LARGE_TERM]),
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN], _right_in_float16, torch.float16),
-        _arithmetic("ScaleRows", 15, 2, [SAME_LANES, LEAST]),
+        _arithmetic("ScaleRows", 15, 5, [SAME_LANES, NO_COUNTERS, LEAST]),
         _arithmetic("Reduce", 40, 3, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
         _multiply(),
     ]

@@ -208,6 +208,53 @@ def test_saved_operands_may_come_back_with_other_strides(which: int, launches: L
             assert torch.equal(found, want)
 
 
+def addresses(launch: tuple) -> tuple:
+    """Where a backward's launch finds the statistics, and what was kept with its scales."""
+    source = launch[7]
+    return tuple(launch[5]), (source.dlogits, source.kept_scale, source.pitch) if source.kept_scale else ()
+
+
+@pytest.mark.parametrize("kept", [0, 512, 1000])
+def test_what_was_packed_is_unpacked_for_the_dispatcher(kept: int, launches: Launches, monkeypatch):
+    """A backward that is itself recorded goes through the op, which takes each tensor of its own."""
+    monkeypatch.setattr(type(KERNELS), "choose", lambda *_, **__: ("keep" if kept else "recompute", kept))
+    hidden, weight, target = operands()
+    loss = linear_cross_entropy(hidden, weight, target)
+    torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    stripes = len(launches.backward)
+    torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+    packed, unpacked = launches.backward[:stripes], launches.backward[stripes:]
+    assert stripes == (2 if kept == 512 else 1)
+    assert [*map(addresses, packed)] == [*map(addresses, unpacked)]
+    outputs = launches.forward[0][4]
+    assert tuple(packed[0][5]) == (outputs.row_max, outputs.row_sum, outputs.num_valid)
+    if kept:
+        keep = launches.forward[0][7]
+        assert addresses(packed[0])[1] == (keep.kept, keep.kept_scale, keep.pitch)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_how_often_a_call_allocates(schedule: str, launches: Launches, monkeypatch):
+    """Each takes some microseconds on a GPU. A forward: the loss, a workspace, and what it leaves to the
+    backward; that: both gradients and a workspace."""
+    hidden, weight, target = operands()
+
+    def call() -> None:
+        loss = linear_cross_entropy(hidden, weight, target, schedule=schedule)
+        allocated.append(made.call_count)
+        torch.autograd.grad(loss, (hidden, weight))
+        allocated.append(made.call_count)
+
+    made, allocated = Mock(wraps=torch.empty_like), []
+    call()
+    monkeypatch.setattr(torch, "empty_like", made)
+    for name in ("empty", "zeros", "zeros_like", "full"):
+        monkeypatch.setattr(torch, name, None)
+    allocated.clear()
+    call()
+    assert allocated == [3, 6]
+
+
 def test_calls_of_a_kind_may_be_interleaved():
     """What one call's phases pass on is its own."""
     cases = [random_case(20, 8, 50, torch.float32, seed=seed) for seed in (1, 2)]

@@ -25,6 +25,7 @@ from cute_lce.arguments import (
     with_terms,
 )
 from cute_lce.kernels.bias_gradient import BiasGradient, KeptSums
+from cute_lce.kernels.clear import clear
 from cute_lce.kernels.entry.types import (
     ADDED,
     chosen,
@@ -103,7 +104,8 @@ class Backward:
         source: GradientOperands,
         rows: Rows,
         stripe: Stripe,
-        progress: Int64,  # three zeroed int32 if a GEMM is paced
+        progress: Int64,  # three int32 that are zero if a GEMM is paced
+        clears: Int32,  # int32 that are zeroed there first
         stream: cuda.CUstream,
     ):
         dtype, n = hidden.element_type, rows.tokens
@@ -130,6 +132,10 @@ class Backward:
         factors = vector(Float32, source.factor, n)
         weight_factor = vector(Float32, source.weight_factor, 1)
         num_valid = vector(Int64, statistics.num_valid, 1)
+        # Before what was kept no GEMM comes, but the scaling, which zeroes too.
+        scaled_first = source.kept_scale != 0 and source.scales != 0
+        if clears != 0 and not scaled_first:
+            clear(vector(Int32, progress, clears), stream)
         if source.kept_scale == 0:
             self.dlogits(
                 classes,
@@ -166,6 +172,7 @@ class Backward:
                     factor=factors,
                     weight_factor=weight_factor,
                     scaled=hidden_rows,
+                    counters=vector(Int32, progress, cutlass.select_(scaled_first, clears, Int32(0))),
                     loss=loss,
                     wanted=Int32(gradients.dweight != 0),
                 ),
@@ -283,6 +290,7 @@ def compile_backward(
         example(Rows),
         example(Stripe),
         Int64(0),
+        Int32(0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

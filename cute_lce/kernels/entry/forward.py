@@ -17,6 +17,7 @@ from cute_lce.arguments import (
     units,
     with_terms,
 )
+from cute_lce.kernels.clear import clear
 from cute_lce.kernels.combine import Combine, CombineTensors
 from cute_lce.kernels.combine_more import CombineMore
 from cute_lce.kernels.entry.types import (
@@ -35,14 +36,6 @@ from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.rows import Copy, Gather
-
-
-@cute.kernel
-def clear(counters: cute.Tensor):
-    """Zero up to 32 counters."""
-    thread = cute.arch.thread_idx()[0]
-    if thread < cute.size(counters):
-        counters[thread] = Int32(0)
 
 
 class Forward:
@@ -136,12 +129,14 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             kept = self._keep_tensors(keep, hidden.element_type, n)
             if outputs.finishes == 0:
-                self.references(hidden, weight, target, tokens, kept, loss, stream)
+                self.references(hidden, weight, target, tokens, kept, progress, loss, stream)
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
                 self._statistics(hidden, weight, keeping, combined, progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(kept, tokens, target, target_logit, shard_logit, row_max, row_sum, loss, stream)
         else:
+            if grid.paced != 0:
+                clear(progress, stream)
             self._statistics(hidden, weight, tensors, combined, progress, grid, stream)
 
     @cute.jit
@@ -149,8 +144,6 @@ class Forward:
         self, hidden, weight, tensors, combined: CombineTensors, progress, grid: GemmPlan, stream
     ):
         """The GEMM and, from its partials, the rows' statistics."""
-        if grid.paced != 0:
-            clear(progress).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
         self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream)
         self.combine(combined, stream)
         if cutlass.const_expr("more_partials" in combined.loss._fields):
