@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,10 @@ def emulated(key: Key) -> emulator.Emulated:
     return found
 
 
+def _products(instructions: Counter) -> int:
+    return sum(count for name, count in instructions.items() if "wgmma.mma" in name or "tcgen05.mma" in name)
+
+
 @dataclass
 class Emulator:
     """What stands for the compiled functions, and what they counted.
@@ -56,6 +61,13 @@ class Emulator:
             self.results.append(emulator.run(bound, *args, seed=self.seed, resident=self.resident))
 
         return function
+
+    @property
+    def products(self) -> list[int]:
+        """Instructions of tensor cores, of a warp each, of every launch that has some."""
+        launches = (by_warp.values() for result in self.results for by_warp in result.by_launch)
+        counts = (sum(_products(warp) for warp in warps) for warps in launches)
+        return [count for count in counts if count]
 
     @property
     def launched(self) -> list[str]:

@@ -30,6 +30,9 @@ VALID = {
     "at the end": lambda i: i >= 70,
     "64 of them": lambda i: (i % 2 == 0) & (i < 128),
     "a k tile more one": lambda i: i < 65,
+    "one below a tile": lambda i: i >= N - 127,
+    "a tile": lambda i: i >= N - 128,
+    "a tile more one": lambda i: i >= N - 129,
     "the first chunk of 64 and 6 more": lambda i: i >= N - 70,
 }
 OFTEN = ("none", "random")
@@ -79,6 +82,18 @@ def test_which_are_valid(arch: str, dtype: torch.dtype, valid: str, kept: int):
 
 
 @hopper_first
+def test_only_tiles_of_valid_rows_are_computed(arch: str):
+    """Of 150 rows in tiles and k tiles of 64 there are three, or two of a cluster; of 64 valid ones one."""
+    found = []
+    for valid in ("all", "64 of them"):
+        case, _ = some_valid(valid, BF16)
+        run = train(case, arch, kept_columns=330, dloss=torch.ones(N), sms=2)
+        found.append(run.emulator.products)
+    for every, some in zip(*found, strict=True):
+        assert every in (3 * some, 2 * some)
+
+
+@hopper_first
 @which
 def test_two_sweeps(arch: str, valid: str, monkeypatch):
     """Chunks of tokens that end within a k tile, and some without a valid token."""
@@ -116,9 +131,10 @@ def test_grad_in_forward(arch: str, dtype: torch.dtype, valid: str, chunk: int, 
         assert_close(name, mine, want, base, rounding=torch.finfo(dtype).eps / 4)
 
 
+@hopper_first
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=full) for seed in range(2, 21))])
-def test_the_same_bits_in_every_schedule(seed: int):
+def test_the_same_bits_in_every_schedule(arch: str, seed: int):
     case, _ = some_valid("random", BF16)
-    first, other = (train(case, "sm_90a", kept_columns=256, dloss=torch.ones(N), seed=s) for s in (0, seed))
+    first, other = (train(case, arch, kept_columns=256, dloss=torch.ones(N), seed=s) for s in (0, seed))
     for name in ("loss", "dinput", "dweight"):
         assert torch.equal(getattr(first, name), getattr(other, name)), name

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tests import passes
 from tests.numerics import Case
 
 from .host import Emulated
-from .mutate import ARITHMETIC
+from .mutate import ARITHMETIC, COUNTING, Mutation, entry_of
 from .mutation_kernels import GLOBAL_FENCE, RELINQUISH, TAIL, TWO_FENCES, Subject
 
 # n, d, V, columns of a stripe. Two or more tiles and three or more k tiles of each GEMM for the only cluster,
@@ -34,10 +34,11 @@ SIZES = {"sm_90a": (140, 136, 390, 260), "sm_100a": (280, 136, 520, 260)}
 KEPT = 128
 SMS = 2
 GEMMS = ("dlogits", "dinput", "dweight")
-NUMBERS = {"dlogits": 2, "dinput": 4, "dweight": 8}
+ADDING = "dweight that adds"
+COUNTED = "dinput that counts its tokens"
+NUMBERS = {"dlogits": 2, "dinput": 4, "dweight": 8, ADDING: 8, COUNTED: 4}
 """The numbers of a backward's kernels: Gather, clear, the logits, ScaleRows, dinput, three of Reduce,
 dweight."""
-ADDING = "dweight that adds"
 
 LEAST = (
     r"max\.s32",
@@ -62,7 +63,7 @@ NO_COUNTERS = (
 CLASS_0 = (r"setp\.lt\.s64", "or equal", "Class 0 is what a target that is no class takes as well.")
 EITHER_INTEGER = (r"cvt\.rmi", "rounds up", "Either integer next to the target's logit serves.")
 NO_NEGATIVE_COLUMN = (
-    r"setp\.(?:ne\.b32|lt\.s32) \S+ %r\d+, (?:%r\d+|0)$",
+    r"setp\.(?:ne\.b32 \S+ %r\d+, %r\d+|lt\.s32 \S+ %r\d+, 0)$",
     "reversed|or equal",
     "Of the division of a column by the unit, which rounds towards zero: no column is negative.",
 )
@@ -77,6 +78,22 @@ EITHER_ONE = (
     "not equal",
     "The larger of two equal numbers is either.",
 )
+FIRST_OF_VALID = (
+    r"setp\.eq\.b32 \S+ %r\d+, 0$|selp\.b32 \S+ 1, 0|sub\.s32",
+    "reversed|swapped|adds",
+    "Of a launch that does not begin at token 0, or of no valid token: these begin there and have some.",
+)
+ROUNDED_UP = (
+    r"shr\.(?:s32 .*, 31|u32 .*, 26)$|add\.s32 \S+ %r\d+, %r\d+$|setp\.gt\.s32 \S+ %r\d+, -1",
+    "not shifted|subtracts|or equal",
+    "Of a division rounded up, of whole tiles of tokens: nothing is added to the quotient.",
+)
+SLOWER_THAN_A_PEER = (
+    r"mbarrier\.try_wait",
+    "always succeeds",
+    "The producer's tail waits. The last one is enough; it keeps the CTA alive until its peer has released"
+    " the slot, in 60 schedules never later than the reads and writes of the CTA's own last tile.",
+)
 SEVERAL_SPLITS = (r"setp\.lt\.s32 \S+ %r\d+, 1$", "or equal", "There are two splits or more.")
 
 
@@ -90,8 +107,12 @@ def case(arch: str, keeps: bool, dtype: torch.dtype = torch.bfloat16):
 
 
 @contextlib.contextmanager
-def _emulating(arch: str, seed: int) -> Iterator:
-    """launch/ runs the emulator, with narrow tiles, and what nobody writes is nan."""
+def _emulating(arch: str, seed: int, compacts: bool = False) -> Iterator:
+    """launch/ runs the emulator, with narrow tiles, and what nobody writes is nan.
+
+    compacts: whether backwards compact tokens, which then have two tiles of three on Hopper, three of five on
+    Blackwell.
+    """
     from tests.device import forget_plans
     from tests.emulated.backward import device, narrow_plans
 
@@ -101,8 +122,8 @@ def _emulating(arch: str, seed: int) -> Iterator:
     )
     with pytest.MonkeyPatch.context() as patch:
         narrow_plans(patch)
-        # So that the last stripe's dinput goes through boxes, not to the sum.
-        patch.setattr(backward, "compacts", lambda *_: False)
+        # Of all tokens, the last stripe's dinput goes through boxes, not to the sum.
+        patch.setattr(backward, "compacts", lambda *_: compacts)
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             with device(arch, SMS, seed) as counts:
@@ -137,15 +158,27 @@ def _statistics(arch: str) -> Results:
         return passes.forward(KERNELS, case(arch, False))
 
 
+def _counted(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
+    """(key, results) of a backward in two stripes whose GEMMs read a count of tokens; the last: MMAs."""
+    counts, gradients = _stripes(arch, seed, compacts=True)
+    return counts.keys[0], [*gradients, torch.tensor(counts.products)]
+
+
 def _backward(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
     """(key, results) of a backward in two stripes."""
+    counts, gradients = _stripes(arch, seed)
+    return counts.keys[0], gradients
+
+
+def _stripes(arch: str, seed: int, compacts: bool = False):
+    """(what the emulator counted, gradients) of a backward in two stripes."""
     this = case(arch, False)
     statistics = _statistics(arch)
-    with _emulating(arch, seed) as counts:
+    with _emulating(arch, seed, compacts) as counts:
         saved = statistics._make(None if tensor is None else tensor.clone() for tensor in statistics)
         dloss = this.upstream("none").float()
         gradients = passes.backward(KERNELS, this, dloss, saved, window=SIZES[arch][3])
-    return counts.keys[0], [g for g in gradients if g is not None]
+    return counts, [g for g in gradients if g is not None]
 
 
 def _adding(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
@@ -198,6 +231,7 @@ RUNS: dict[
 ] = {
     "keep": (_keep, _check_keep),
     ADDING: (_adding, _check_adding),
+    COUNTED: (_counted, lambda arch, results: _check_backward(arch, results[:2])),
     **dict.fromkeys(GEMMS, (_backward, _check_backward)),
 }
 
@@ -212,6 +246,32 @@ def _expected(
     key, results = run(arch, 0)
     right(arch, results)
     return key, results
+
+
+@dataclass(frozen=True)
+class CountingSubject(Subject):
+    """A GEMM that reads how many tokens there are: what it computes of the count."""
+
+    rules: list[tuple[str, str, str | None]] = field(default_factory=lambda: [*ARITHMETIC, *COUNTING])
+
+    def mutates(self, ptx: str) -> Callable[[Mutation], bool]:
+        lines = _lines_of_counts(ptx)
+        return lambda mutation: mutation.line in lines and self.entries(entry_of(ptx, mutation.line))
+
+
+def _lines_of_counts(ptx: str) -> set[int]:
+    """Where kernels compute from a count: from the first load of each to the next label."""
+    found, state = set(), ""
+    for number, line in enumerate(ptx.split("\n"), 1):
+        if ".visible .entry" in line:
+            state = "before"
+        elif state == "before" and "ld.global.b32" in line:
+            state = "in"
+        elif state == "in" and line.startswith("$L"):
+            state = ""
+        if state == "in":
+            found.add(number)
+    return found
 
 
 def _subject(arch: str, which: str, **options) -> Subject:
@@ -229,12 +289,12 @@ def _subject(arch: str, which: str, **options) -> Subject:
     def mine(entry: str) -> bool:
         if which == "keep":
             return "Gemm" in entry or "Finish" in entry
-        number = NUMBERS.get(which, NUMBERS["dweight"])
-        return re.search(rf"Gemm.*_{number}$", entry) is not None
+        return re.search(rf"Gemm.*_{NUMBERS[which]}$", entry) is not None
 
     name = "the forward that keeps" if which == "keep" else f"the backward's GEMM of {which}"
     place = "Blackwell" if arch.startswith("sm_10") else "Hopper"
-    return Subject(f"{name}, {place}", build, check, range(6), entries=mine, **options)
+    kind, seeds = (CountingSubject, range(1)) if which == COUNTED else (Subject, range(6))
+    return kind(f"{name}, {place}", build, check, seeds, entries=mine, **options)
 
 
 def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -254,7 +314,7 @@ def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
             (jumping(quiet, heights, slice(0, None, 2)), 200)
             for heights in (FP16_NEIGHBOURS if half else NEIGHBOURS)
         ),
-        *([(misleading(), 1000)] if half else []),
+        *([(misleading(), 1000), (misleading(1024), 1024)] if half else []),
         (jumping(plain, {150: 50.0}, slice(0, None, 8)), 128),
         (jumping(plain, {150: 300.0}, slice(0, None, 8)), 128),
         (jumping(narrow, {20: 50.0}, slice(0, None, 2)), 64),
@@ -398,9 +458,14 @@ def _multiply() -> Subject:
 
 
 def subjects() -> list[Subject]:
-    found = []
-    for which in RUNS:
-        found.append(_subject("sm_90a", which, least_mutations=20, missed=2, reasons=[TAIL, GLOBAL_FENCE]))
+    found = [
+        _subject(arch, COUNTED, least_mutations=15, missed=8, reasons=[FIRST_OF_VALID, ROUNDED_UP])
+        for arch in ("sm_90a", "sm_100a")
+    ]
+    for which in (name for name in RUNS if name != COUNTED):
+        tail, missed = (SLOWER_THAN_A_PEER, 3) if which == ADDING else (TAIL, 2)
+        reasons = [tail, GLOBAL_FENCE]
+        found.append(_subject("sm_90a", which, least_mutations=20, missed=missed, reasons=reasons))
         found.append(
             _subject(
                 "sm_100a",
@@ -413,7 +478,7 @@ def subjects() -> list[Subject]:
     found += [
         _arithmetic("References", 30, 6, [SAME_LANES, NO_COUNTERS, CLASS_0, EITHER_INTEGER, LEAST]),
         _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN, ONE_LARGE_TERM]),
-        _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN], _right_in_float16, torch.float16),
+        _arithmetic("Finish", 40, 0, [], _right_in_float16, torch.float16),
         _arithmetic("ScaleRows", 15, 5, [SAME_LANES, NO_COUNTERS, LEAST]),
         _arithmetic("Reduce", 40, 3, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
         _multiply(),

@@ -83,6 +83,17 @@ ARITHMETIC: list[tuple[str, str, str | None]] = [
     (r"selp(\S*) ([^,]+), ([^,]+), ([^,]+), (.*)", "operands swapped", "selp{0} {1}, {3}, {2}, {4}"),
     (r"st\.global\S* .*", "store removed", None),
 ]
+# The same for counting: integers added, bits selected, what lanes tell each other.
+COUNTING: list[tuple[str, str, str | None]] = [
+    (r"add\.s32 (.*)", "subtracts", "sub.s32 {0}"),
+    (r"sub\.s32 (.*)", "adds", "add.s32 {0}"),
+    (r"and\.(b32|pred) (.*)", "or", "or.{0} {1}"),
+    (r"or\.(b32|pred) (.*)", "and", "and.{0} {1}"),
+    (r"(?:not|popc)\.b32 (.*)", "bits kept", "mov.b32 {0}"),
+    (r"sh[lr]\.\w(\d+) ([^,]+), ([^,]+), .*", "not shifted", "mov.b{0} {1}, {2}"),
+    (r"shfl\.sync\S* ([^,|]+)[^,]*, ([^,]+), .*", "a lane's own", "mov.b32 {0}, {1}"),
+    (r"vote\.sync\.ballot\.b32 ([^,]+), .*", "no votes", "mov.b32 {0}, 0"),
+]
 _STATEMENT = re.compile(
     r"(?m)^(?P<lead>\s*(?:\{\s*)?(?:@!?[%\w$]+\s+)?)(?P<body>[a-z][\w.:]*(?:\s[^;{}]*(?:\{[^;}]*\}[^;{}]*)*)?);"
 )
@@ -213,7 +224,7 @@ def main() -> None:
     import tempfile
     from pathlib import Path
 
-    from . import backward_kernels, forward_kernels
+    from . import backward_kernels, compaction_kernels, forward_kernels
     from .mutation_kernels import KERNELS
 
     parser = argparse.ArgumentParser(description="write docs/emulator-mutations.md")
@@ -225,7 +236,8 @@ def main() -> None:
     path = Path(__file__).parents[2] / "docs" / "emulator-mutations.md"
     old = _sections(path.read_text()) if path.exists() else {}
     sections, counts = [], []
-    for subject in [*KERNELS, *forward_kernels.subjects(), *backward_kernels.subjects()]:
+    modules = forward_kernels, backward_kernels, compaction_kernels
+    for subject in [*KERNELS, *(subject for module in modules for subject in module.subjects())]:
         rows = old.get(subject.name, [])
         if re.search(options.kernels, subject.name):
             with tempfile.TemporaryDirectory() as folder:
@@ -249,9 +261,10 @@ def main() -> None:
 
 Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
 finds a fault or a wrong result; of the small kernels of what is kept also the arithmetic, where a wrong
-result is one that the tests' comparison with float64 sees. The codes are those of tests/emulator/faults.py.
-Made by `python3 -m tests.emulator.mutate`, which `--kernels` and `--statements` restrict to some rows;
-tests/emulator/test_mutations.py runs the same and fails when a mutation is missed that has no reason here.
+result is one that the tests' comparison with float64 sees, and of the compaction's also what counts. The
+codes are those of tests/emulator/faults.py. Made by `python3 -m tests.emulator.mutate`, which `--kernels` and
+`--statements` restrict to some rows; tests/emulator/test_mutations.py runs the same and fails when a mutation
+is missed that has no reason here.
 
 | kernel | mutations | found |
 |---|---|---|

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulator import backward_kernels, forward_kernels, mutate
+from tests.emulator import backward_kernels, compaction_kernels, forward_kernels, mutate
 from tests.emulator.mutation_kernels import KERNELS
 
 BACKWARD = backward_kernels.subjects()
-LONG = [*forward_kernels.subjects(), *BACKWARD]
+COMPACTION = compaction_kernels.subjects()
+LONG = [*forward_kernels.subjects(), *BACKWARD, *COMPACTION]
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,8 @@ def test_every_mutation_is_found_or_explained(subject, tmp_path):
     assert len(missed) <= subject.missed
 
 
-@pytest.mark.parametrize("subject", BACKWARD, ids=lambda s: s.name)
-def test_some_mutations_of_the_backward(subject, tmp_path):
+@pytest.mark.parametrize("subject", [*BACKWARD, *COMPACTION], ids=lambda s: s.name)
+def test_some_mutations_of_long_surveys(subject, tmp_path):
     """Two or three of those without a reason to go unfound, each found by one of the first schedules."""
     emulated = subject.build(str(tmp_path))
     # That the arithmetic is right otherwise is what the tests of tests/emulated say that these checks are.
@@ -41,7 +42,7 @@ def test_some_mutations_of_the_backward(subject, tmp_path):
         assert subject.check(emulated, 1), "the kernel itself fails"
     mine = subject.mutates(emulated.ptx)
     some = [m for m in mutate.mutations(emulated.ptx, subject.rules) if mine(m) and subject.reason(m) is None]
-    some = some[3 :: max(16, -(-len(some) // 3))]
+    some = some[3 :: max(min(16, len(some) - 4), -(-len(some) // 3))]
     assert 2 <= len(some) <= 3
     verdicts = mutate.survey(emulated, subject.check, range(4), lambda m: m in some, subject.rules)
     assert len(verdicts) == len(some)
