@@ -330,6 +330,14 @@ class GradientOperands(NamedTuple):
     scales: Int32
 
 
+class Counters(NamedTuple):
+    """int32 by which a launch's three GEMMs pace; clears: how many of them, this launch's first, it zeroes
+    before, for itself and those after it."""
+
+    address: Address
+    clears: Int32
+
+
 class Stripe(NamedTuple):
     """A stripe of the vocabulary: its first column, number of columns, whether it is the first and the last
     (0 or 1), and its three GEMMs."""

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arch import SLABS
-from ..arguments import GradientOperands, Gradients, LossArguments, Operands, Rows, Statistics, Upstream
+from ..arguments import (
+    Counters,
+    GradientOperands,
+    Gradients,
+    Operands,
+    Rows,
+    Statistics,
+    Upstream,
+)
 from ..compile import cache
 from ..compile.frozen import freeze
 from ..implementation import BothGradients, Halfway, Request, Saved
@@ -28,9 +35,8 @@ from ..plan.problem import Problem, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template, without_padding
 from .packing import Packing
 from .rows import Compaction
+from .steps import COUNTERS, Step, after, arguments_of_kept, halves, of_recomputed
 
-COUNTERS = 3
-"""int32 progress counters of a stripe, one for each GEMM."""
 Memory = tuple[Tensor | None, Tensor | None, Tensor]
 """What a pass writes: dinput, dweight and the workspace."""
 
@@ -191,7 +197,7 @@ class KernelBackward:
             hidden, weight, target = aligned(saved.operands)
         dinput, dweight, scratch = memory
         start = scratch.data_ptr()
-        arguments = loss_arguments(_of_recomputed(loss))
+        arguments = loss_arguments(of_recomputed(loss))
         upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
         statistics, kept_source = self._of_forward(saved, start)
         rows, dhidden = self.all_rows, 0 if dinput is None else dinput.data_ptr()
@@ -215,18 +221,18 @@ class KernelBackward:
         if self.sums_are_results:
             gradients = gradients._replace(sums=gradients.dhidden)
         # The first launch zeroes the counters of all.
-        progress, clears = start + self.progress, self.counters
+        counters = Counters(address=start + self.progress, clears=self.counters)
         groups = hidden, weight, target, arguments, upstream, statistics
         stripes, chunks = self.stripes, self.chunks
         if self.kept:
             kept, stripes = stripes[0], stripes[1:]
             is_last = not stripes and not chunks
             last = self._accumulating(rows, result) if is_last else rows
-            own = hidden, weight, target, _arguments_of_kept(loss, arguments), upstream, statistics
-            yield *own, gradients, kept_source, last, kept, progress, clears
+            own = hidden, weight, target, arguments_of_kept(loss, arguments), upstream, statistics
+            yield *own, gradients, kept_source, last, kept, counters
             if is_last:
                 return
-            progress, clears, rows = progress + 4 * COUNTERS, 0, self._gathered(rows)
+            counters, rows = after(counters), self._gathered(rows)
         source = self._recomputed_source(hidden, start)
         for first, tokens, stripe in chunks:
             sums = start + self.chunk_sums
@@ -241,17 +247,17 @@ class KernelBackward:
                     factor=source.factor + (4 * first if self.half else 0),
                 ),
                 self._accumulating(self._chunk_of(rows, first, tokens), result),
-                *(stripe, progress, clears),
+                *(stripe, counters),
             )
-            progress, clears = progress + 4 * COUNTERS, 0
+            counters = after(counters)
         if chunks:
             # A chunk's rows were copied up to its last k tile, which is not one of all tokens.
             gradients = gradients._replace(dhidden=0)
             rows = rows if self.compaction is None else rows._replace(sums=0)
         for stripe in stripes:
             last = self._accumulating(rows, result) if stripe is stripes[-1] else rows
-            yield *groups, gradients, source, last, stripe, progress, clears
-            progress, clears = progress + 4 * COUNTERS, 0
+            yield *groups, gradients, source, last, stripe, counters
+            counters = after(counters)
             source, rows = source._replace(scales=0), self._gathered(rows)
 
     def _accumulating(self, rows: Rows, result: int) -> Rows:
@@ -358,21 +364,21 @@ class ShardBackward(KernelBackward):
         self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
     ) -> BothGradients | Halfway:
         memory = dinput, dweight, scratch = self.allocate(out)
-        steps = list(map(_Step._make, self.steps(dloss, saved, loss, memory, adds=dweight is out)))
-        later: list[_Step] = []
+        steps = list(map(Step._make, self.steps(dloss, saved, loss, memory, adds=dweight is out)))
+        later: list[Step] = []
         if dinput is not None and dweight is not None:
             count = sum(step.gradients.dhidden != 0 for step in steps)
             steps, later = steps[:count], steps[count:]
             # float16's first recomputed stripe would compute its scaled rows anew, and so its logits.
             if not later and (not self.half or steps[-1].source.kept_scale or not steps[-1].source.scales):
-                steps[-1], last = _halves(steps[-1])
+                steps[-1], last = halves(steps[-1])
                 last = last._replace(rows=self._gathered(last.rows))
                 later = [*self._divided(last)]
         for step in steps:
             self.function(*step)
         return Halfway(without_padding(dinput, self.features), dweight, (later, scratch))
 
-    def _divided(self, step: _Step) -> Iterator[_Step]:
+    def _divided(self, step: Step) -> Iterator[Step]:
         """dweight of the last stripe, in one launch or in two."""
         if self.early is None:
             yield step
@@ -383,7 +389,7 @@ class ShardBackward(KernelBackward):
             yield step._replace(
                 source=source._replace(dlogits=source.dlogits + self.offset, scales=0),
                 stripe=self.late,
-                progress=step.progress + 4 * COUNTERS,
+                counters=after(step.counters),
             )
 
     def dweight(
@@ -401,49 +407,6 @@ class ShardBackward(KernelBackward):
                 gradients.join()
             self.function(*step)
         return super().dweight(dloss, saved, loss, gradients, out)
-
-
-class _Step(NamedTuple):
-    """The arguments of a launch."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    loss: LossArguments
-    upstream: Upstream
-    statistics: Statistics
-    gradients: Gradients
-    source: GradientOperands
-    rows: Any
-    stripe: Any
-    progress: int
-    clears: int
-
-
-def _halves(step: _Step) -> tuple[_Step, _Step]:
-    """A launch as two: what dinput needs, and dweight from the same dlogits."""
-    source = step.source
-    if not source.kept_scale:
-        # Not read where nothing is scaled: it says that the dlogits are there.
-        source = source._replace(kept_scale=step.statistics.row_sum, scales=0)
-    return (
-        step._replace(gradients=step.gradients._replace(dweight=0)),
-        step._replace(gradients=step.gradients._replace(dhidden=0), source=source, clears=0),
-    )
-
-
-def _arguments_of_kept(loss: Any, arguments: Any) -> Any:
-    """A loss's arguments for what was kept, which has row factors of its own. arguments: for the rest."""
-    if "coefficients" in loss.terms:
-        loss = loss._replace(row_factor=loss.kept_factor)
-    elif "shared" not in loss.terms:
-        return arguments
-    return loss_arguments(loss)
-
-
-def _of_recomputed(loss: Any) -> Any:
-    """A loss for what was not kept, to which nothing is added."""
-    return loss._replace(shared=0, weight_sum=0, hidden_sum=0) if "shared" in loss.terms else loss
 
 
 def _column_sums(plan: backward_plan.BackwardPlan, n: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..arguments import (
     COPIES,
+    Counters,
     ForwardOutputs,
     GradientOperands,
     Gradients,
@@ -28,9 +29,9 @@ from ..plan.kernels import BackwardKey, ForwardKey
 from ..plan.memory import keep_workspace_bytes
 from ..plan.problem import Problem, round_up
 from ..streaming import STREAMING
-from .backward import COUNTERS
 from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, without_padding
 from .rows import Compaction
+from .steps import COUNTERS
 
 
 class _Chunk:
@@ -142,9 +143,11 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
         )
         places = places._replace(gathers=0, accumulator=gradients.dhidden)
         groups = arguments, upstream, statistics, gradients, source, places, chunk.stripe
-        own = scratch.data_ptr() + progress + 4 * COUNTERS * i
         # The first chunk's zeroes the counters of all.
-        chunk.backward(*operands, *groups, own, counters if i == 0 else 0)
+        own = Counters(
+            address=scratch.data_ptr() + progress + 4 * COUNTERS * i, clears=0 if i > 0 else counters
+        )
+        chunk.backward(*operands, *groups, own)
         first += tokens
     count = scratch[compaction.count : compaction.count + 4].view(torch.int32)
     num_valid = count.sum(dtype=torch.int64)

@@ -18,7 +18,8 @@ from cute_lce import linear_cross_entropy
 from cute_lce.arch import BOX_BYTES, architecture
 from cute_lce.arguments import Gradients
 from cute_lce.launch import KERNELS, Kernels
-from cute_lce.launch.backward import COUNTERS, KernelBackward
+from cute_lce.launch.backward import KernelBackward
+from cute_lce.launch.steps import COUNTERS
 from cute_lce.ops import plain, select
 from cute_lce.plan.kernels import BackwardKey, Key
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem

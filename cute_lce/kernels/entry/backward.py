@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64, Numeric
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
+    Counters,
     GradientOperands,
     Gradients,
     Rows,
@@ -104,8 +105,7 @@ class Backward:
         source: GradientOperands,
         rows: Rows,
         stripe: Stripe,
-        progress: Int64,  # three int32 that are zero if a GEMM is paced
-        clears: Int32,  # int32 that are zeroed there first
+        counters: Counters,
         stream: cuda.CUstream,
     ):
         dtype, n = hidden.element_type, rows.tokens
@@ -128,14 +128,14 @@ class Backward:
         )
         dlogits = matrix(dtype, source.dlogits, n, columns, source.pitch)
         hidden_rows = matrix(dtype, source.hidden, n, d, source.hidden_pitch)
-        counters = [vector(Int32, progress + 4 * i, 1) for i in range(3)]
+        progress = [vector(Int32, counters.address + 4 * i, 1) for i in range(3)]
         factors = vector(Float32, source.factor, n)
         weight_factor = vector(Float32, source.weight_factor, 1)
         num_valid = vector(Int64, statistics.num_valid, 1)
         # Before what was kept no GEMM comes, but the scaling, which zeroes too.
         scaled_first = source.kept_scale != 0 and source.scales != 0
-        if clears != 0 and not scaled_first:
-            clear(vector(Int32, progress, clears), stream)
+        if counters.clears != 0 and not scaled_first:
+            clear(vector(Int32, counters.address, counters.clears), stream)
         if source.kept_scale == 0:
             self.dlogits(
                 classes,
@@ -152,7 +152,7 @@ class Backward:
                     columns=columns,
                     rows=tokens if has_numbers_of_tokens(loss) else None,
                 ),
-                counters[0],
+                progress[0],
                 stripe.logits,
                 tokens,
                 stream,
@@ -172,7 +172,9 @@ class Backward:
                     factor=factors,
                     weight_factor=weight_factor,
                     scaled=hidden_rows,
-                    counters=vector(Int32, progress, cutlass.select_(scaled_first, clears, Int32(0))),
+                    counters=vector(
+                        Int32, counters.address, cutlass.select_(scaled_first, counters.clears, Int32(0))
+                    ),
                     loss=loss,
                     wanted=Int32(gradients.dweight != 0),
                 ),
@@ -205,7 +207,7 @@ class Backward:
                     to_out=Int32(stripe.is_last != 0 and splits == 1 and not from_sums),
                     shared=self._shared(loss, source, tokens, d),
                 ),
-                counters[1],
+                progress[1],
                 stripe.dhidden,
                 tokens,
                 stream,
@@ -226,7 +228,7 @@ class Backward:
                 transposed(dlogits),
                 transposed(hidden_rows),
                 self._dweight_tensors(dtype, gradients, first, columns, d, weight_factor, loss, source),
-                counters[2],
+                progress[2],
                 stripe.dweight,
                 tokens,
                 stream,
@@ -289,8 +291,7 @@ def compile_backward(
         example(GradientOperands),
         example(Rows),
         example(Stripe),
-        Int64(0),
-        Int32(0),
+        example(Counters),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )
