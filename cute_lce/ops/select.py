@@ -1,4 +1,5 @@
-"""The implementation for a device and dtype."""
+"""The implementation for a device and dtype. The kernels' is imported where a GPU is seen: it would be half of
+what importing the package takes."""
 
 from __future__ import annotations
 
@@ -8,9 +9,6 @@ import logging
 import torch
 
 from ..implementation import Implementation, Statistics, StatsOperands, StatsOptions
-from ..launch import DTYPES as KERNEL_DTYPES
-from ..launch import KERNELS, serves, token_stats
-from ..launch import STATISTICS as KERNEL_STATISTICS
 from ..streaming import STATISTICS, STREAMING
 
 _logger = logging.getLogger("cute_lce")
@@ -29,26 +27,31 @@ def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) ->
     """What serves a call with terms or linear_logprob: the kernels, if they recompute, or keep what its
     gradients need. Raises ValueError by the name of the schedule for "keep" with a softcap and smoothing."""
     hidden = operands.hidden
-    if implementation(hidden.device, hidden.dtype) is not KERNELS:
+    found = implementation(hidden.device, hidden.dtype)
+    if found is STREAMING:
         return STATISTICS
-    if not token_stats.serves(operands, options):
+    from .. import launch
+
+    if found is not launch.KERNELS or not launch.token_stats.serves(operands, options):
         return STATISTICS
     if schedule == "keep" and options.softcap is not None and options.label_smoothing:
         raise ValueError(
             "schedule: got 'keep' with a softcap and label_smoothing, want 'recompute' or 'auto', or one of "
             "the two terms"
         )
-    keeps = schedule == "keep" and token_stats.keeps(operands, options)
-    return KERNEL_STATISTICS if keeps or schedule in ("auto", "recompute") else STATISTICS
+    keeps = schedule == "keep" and launch.token_stats.keeps(operands, options)
+    return launch.STATISTICS if keeps or schedule in ("auto", "recompute") else STATISTICS
 
 
 def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:
     picked = STREAMING
     # A fake CUDA tensor may exist without a CUDA device.
     if device.type == "cuda" and torch.cuda.is_available():
-        if serves(device, dtype):
-            picked = KERNELS
-        elif not any(serves(device, other) for other in KERNEL_DTYPES):
+        from .. import launch
+
+        if launch.serves(device, dtype):
+            picked = launch.KERNELS
+        elif not any(launch.serves(device, other) for other in launch.DTYPES):
             _log_streaming(device)
     _picked[device, dtype] = picked
     return picked

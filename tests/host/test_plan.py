@@ -150,7 +150,7 @@ def test_fewer_sms_than_a_cluster_are_refused():
     for call in (
         lambda: forward.plan(one, 1, 64, 1000),
         lambda: forward.plan(one, 1000, 64, 1000),
-        lambda: gemm.plan(one, H100.row.dweight_configs[0], 1000, 64, 1000),
+        lambda: gemm.plan(one, H100.row.configs[-1].dweight[0], 1000, 64, 1000),
         lambda: backward.plan(one, Problem(100, 64, 1000), 0, NO_LIMITS),
     ):
         with pytest.raises(ValueError, match=r"^sms: got 1, want at least the 2 of a cluster"):
