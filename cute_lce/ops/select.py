@@ -1,5 +1,5 @@
-"""The implementation for a device and dtype. The kernels' is imported where a GPU is seen: it would be half of
-what importing the package takes."""
+"""The implementation for a device and dtype. The kernels' is imported where a GPU is seen: it would be half
+of what importing the package takes."""
 
 from __future__ import annotations
 
