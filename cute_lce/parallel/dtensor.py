@@ -46,7 +46,8 @@ def linear_cross_entropy(
         "denominator": layout.of_all("denominator", given["denominator"]),
         "grad_weight_out": layout.of_gradient("grad_weight_out", given["grad_weight_out"]),
     }
-    loss = call(*layout.own(operands), **{**given, **own}, **layout.over_group)
+    operands = layout.own(operands, adds=own["grad_weight_out"] is not None)
+    loss = call(*operands, **{**given, **own}, **layout.over_group)
     return layout.result(loss, of_tokens=reduction == "none")
 
 
@@ -85,12 +86,17 @@ class _Layout(NamedTuple):
     classes: int
     over_group: dict[str, Any]
 
-    def own(self, operands: Operands) -> Operands:
-        """This rank's."""
+    def own(self, operands: Operands, *, adds: bool = False) -> Operands:
+        """This rank's. adds: whether linear_weight's gradient is added to a buffer."""
         input, linear_weight, target = operands
+        assert isinstance(linear_weight, DTensor)
+        if adds:
+            weight: Any = _WithoutZeros.apply(linear_weight, self.gradients)
+        else:
+            weight = linear_weight.to_local(grad_placements=self.gradients)
         return Operands(
             input.to_local(grad_placements=self.grad_inputs) if isinstance(input, DTensor) else input,
-            linear_weight.to_local(grad_placements=self.gradients),  # pyright: ignore[reportAttributeAccessIssue]
+            weight,
             target.to_local() if isinstance(target, DTensor) else target,
         )
 
@@ -171,6 +177,25 @@ class _Layout(NamedTuple):
         shape = torch.Size(shape)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(found, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class _WithoutZeros(torch.autograd.Function):
+    """DTensor.to_local. A gradient that there is none of stays None, which torch before 2.13 makes zeros."""
+
+    @staticmethod
+    def forward(ctx, tensor, placements):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.like = tensor.device_mesh, placements, tensor.shape, tensor.stride()
+        local = tensor.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if gradient is None:
+            return None, None
+        mesh, placements, shape, stride = ctx.like
+        found = DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return found, None
 
 
 def _layout(operands: Operands, over_group: dict[str, Any]) -> _Layout:

@@ -692,7 +692,7 @@ def _record_counters(emulator: Emulator) -> tuple[list[int], list[list[int]]]:
 
         def call(*arguments) -> None:
             if isinstance(key, BackwardKey):
-                address, count = arguments[-2:]
+                address, count = arguments[-1]
             else:
                 address, count = arguments[4].workspace, 1
             counters = (ctypes.c_int32 * count).from_address(address)
