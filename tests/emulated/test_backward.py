@@ -541,6 +541,22 @@ def test_raises_in_single_units(arch: str, columns: tuple[int, int], tile_n: int
     check(case, train(case, arch, kept_columns=201, dloss=dloss, seed=low % 3), dloss=dloss)
 
 
+# Of the same rows of tiles that one warp sees in turn, in either order, and so of one sum.
+TILES_APART = [(5, 261), (5, 517), (517, 5)]
+
+
+@hopper_first
+@pytest.mark.parametrize("columns", TILES_APART, ids=str)
+def test_raises_between_tiles_of_a_warp(arch: str, columns: tuple[int, int], monkeypatch):
+    """A sum's part that is not raised is half of it."""
+    if arch == "sm_90a":
+        narrow_plans(monkeypatch, tile_n=64)
+    low, high = columns
+    case = jumping(random_case(21, 64, 700, BF16, scale=0.1), {low: 44.2, high: 45.0}, slice(3, None, 7))
+    dloss = torch.linspace(1, 2, 21).double()
+    check(case, train(case, arch, kept_columns=700, dloss=dloss, sms=2), dloss=dloss)
+
+
 # splits, kept, columns of a stripe, of a vocabulary of 330 (6 k tiles): of 4 splits the last one lies wholly
 # beyond k, of 5 the last two.
 SPLITS = [

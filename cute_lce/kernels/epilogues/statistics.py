@@ -225,16 +225,19 @@ class ForwardEpilogue:
     ):
         """Add a maximum, and sums relative to 2^base, to the statistics of a token that the lane owns."""
         higher = cute.arch.fmax(state.base[own], base)
-        before = state.row_sum[own] * cute.math.exp2(state.base[own] - higher, fastmath=True)
+        # Roots, since 2^-128, what kernels.keep raises bf16's by at once, is no normal number of fp32.
+        root = cute.math.exp2((state.base[own] - higher) * Float32(0.5), fastmath=True)
+        added_root = cute.math.exp2((base - higher) * Float32(0.5), fastmath=True)
+        before = state.row_sum[own] * root * root
         if more.gap is not None:
-            gap = state.gap[own] * cute.math.exp2(state.base[own] - higher, fastmath=True)
+            gap = state.gap[own] * root * root
             gap = gap + before * (state.base[own] - higher)
-            added = (more.gap + terms * (base - higher)) * cute.math.exp2(base - higher, fastmath=True)
+            added = (more.gap + terms * (base - higher)) * added_root * added_root
             state.gap[own] = gap + added
         if more.total is not None:
             rise = (state.base[own] - higher) * state.seen[0] + (base - higher) * more.count
             state.total[own] = state.total[own] + more.total + rise
-        state.row_sum[own] = before + terms * cute.math.exp2(base - higher, fastmath=True)
+        state.row_sum[own] = before + terms * added_root * added_root
         state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max)
         state.base[own] = higher
 
