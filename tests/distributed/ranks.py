@@ -10,6 +10,7 @@ import datetime
 import os
 import socket
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -104,12 +105,15 @@ def _run(rank: int, ranks: int, port: int, backend: str, cases: Sequence[Case], 
     here = begin(rank, ranks, port, backend)
     torch.use_deterministic_algorithms(True, warn_only=True)
     for case in cases:
+        begun = time.monotonic()
         try:
             case(here)
         except BaseException:
             Path(folder, f"{case.__name__}.{rank}").write_text(traceback.format_exc())
             os._exit(1)
         Path(folder, f"{case.__name__}.{rank}").write_text("")
+        if rank == 0:
+            print(f"{case.__name__}: {time.monotonic() - begun:.1f} s", flush=True)
     dist.destroy_process_group()
 
 

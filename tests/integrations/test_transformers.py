@@ -608,6 +608,7 @@ def test_bfloat16_on_a_gpu(name: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_torch_compile_on_a_gpu():
     model = narrow_model("llama", "cuda")
     ids, labels = (each.cuda() for each in tokens(rows=4, length=40, vocab=1000))
