@@ -169,7 +169,7 @@ def linear_cross_entropy(
     if not isinstance(linear_weight, Tensor):
         raise TypeError(f"linear_weight: got {type(linear_weight).__name__}, want a torch.Tensor")
     plain = ops.is_plain_eager(input, linear_weight, target)
-    if not plain and is_distributed(input, linear_weight, target):
+    if not plain and ops.is_distributed(input, linear_weight, target):
         from .parallel import dtensor
 
         check_types(input, linear_weight, target)
@@ -281,11 +281,6 @@ def _parallel() -> Any:
     from .parallel import call
 
     return call
-
-
-def is_distributed(*operands: Any) -> bool:
-    """Whether one of them is a DTensor, whose class this does not import."""
-    return any(hasattr(tensor, "device_mesh") for tensor in operands)
 
 
 def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.Destination:

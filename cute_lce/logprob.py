@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import ops, options
 from .arguments import Operands
-from .functional import ON_ONE_DEVICE, check_types, is_distributed, named_over_group
+from .functional import ON_ONE_DEVICE, check_types, named_over_group
 from .implementation import StatsOperands
 from .ops.logprob import Wanted
 from .options import ComputeOptions, LossOptions, TokenStats
@@ -79,7 +79,7 @@ def linear_logprob(
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
     plain = ops.is_plain_eager(input, linear_weight, target)
-    if not plain and is_distributed(input, linear_weight, target):
+    if not plain and ops.is_distributed(input, linear_weight, target):
         from .parallel import dtensor
 
         given = {

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from . import functional
 from .arguments import Operands
 from .functional import call_with_terms, check_types
-from .ops import is_plain_eager, linear_cross_entropy
+from .ops import is_distributed, is_plain_eager, linear_cross_entropy
 from .options import (
     NO_TERMS,
     CallOptions,
@@ -100,7 +100,7 @@ class LinearCrossEntropy(nn.Linear):
         if plain and self.terms == NO_TERMS and tensors == (None,) * 4:
             return linear_cross_entropy(input, self.weight, target, self.options, compute, watched=False)
         check_types(input, self.weight, target)
-        if not plain and functional.is_distributed(input, self.weight, target):
+        if not plain and is_distributed(input, self.weight, target):
             return self._by_name(input, target, *tensors[1:])
         operands = Operands(input, self.weight, target)
         return call_with_terms(operands, tensors, self.options, self.terms, compute, plain)

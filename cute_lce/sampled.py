@@ -100,12 +100,12 @@ def sampled_linear_cross_entropy(
 def _check(
     operands: Operands, ids: Tensor, sampled_log_q: Tensor | None, target_log_q: Tensor | None
 ) -> None:
-    device = operands.hidden.device
+    hidden = operands.hidden
     if not isinstance(ids, Tensor):
         raise TypeError(f"sampled_ids: got {type(ids).__name__}, want a torch.Tensor")
     if ids.dim() != 1 or ids.shape[0] == 0:
         raise ValueError(f"sampled_ids: got shape {tuple(ids.shape)}, want (m,), at least one class")
-    checks.check_term("sampled_ids", ids, tuple(ids.shape), checks.TARGET_DTYPES, device)
+    checks.check_term("sampled_ids", ids, tuple(ids.shape), checks.TARGET_DTYPES, hidden)
     if (sampled_log_q is None) != (target_log_q is None):
         raise ValueError(
             "target_log_q: got a sampled_log_q or a target_log_q alone, want both or neither of them"
@@ -115,5 +115,5 @@ def _check(
         ("sampled_log_q", "target_log_q"), (sampled_log_q, target_log_q), wanted, strict=True
     ):
         if tensor is not None:
-            checks.check_term(name, tensor, shape, checks.DTYPES, device)
+            checks.check_term(name, tensor, shape, checks.DTYPES, hidden)
             checks.refuse_gradient(name, tensor)

@@ -23,6 +23,7 @@ from .call import linear_cross_entropy
 from .heads import has_heads
 from .heads import linear_cross_entropy as linear_cross_entropy_of_heads
 from .logprob import linear_logprob
+from .plain import is_distributed
 from .public import is_plain_eager
 from .select import implementation
 from .terms import TermTensors
@@ -33,6 +34,7 @@ __all__ = [
     "TermTensors",
     "has_heads",
     "implementation",
+    "is_distributed",
     "is_plain_eager",
     "is_writable",
     "linear_cross_entropy",

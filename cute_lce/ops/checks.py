@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
+from .plain import is_distributed
 from .select import DTYPES
 
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -40,6 +41,13 @@ def _cast(tensor: Tensor, input: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def know_shardings() -> None:
+    """Tell torch how the inner ops spread over a mesh."""
+    from ..parallel import sharding
+
+    sharding.register()
 
 
 def flatten(operands: Operands) -> Operands:
@@ -86,12 +94,12 @@ def check_tensors(operands: Operands) -> None:
 
 
 def check_term(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], input: Tensor
 ) -> None:
     """Check a tensor besides the operands. Raises TypeError and ValueError, by its name."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor or None")
-    if hasattr(tensor, "device_mesh"):
+    if is_distributed(tensor) and not is_distributed(input):
         raise ValueError(f"{name}: got a DTensor beside ordinary operands, want an ordinary tensor")
     if tensor.is_nested or tensor.layout is not torch.strided:
         what = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
@@ -100,8 +108,8 @@ def check_term(
         raise TypeError(f"{name}: got {tensor.dtype}, want one of {', '.join(map(str, dtypes))}")
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {tuple(shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name}: got device {tensor.device}, want input's device, {device}")
+    if tensor.device != input.device:
+        raise ValueError(f"{name}: got device {tensor.device}, want input's device, {input.device}")
 
 
 def refuse_gradient(name: str, tensor: Tensor) -> None:

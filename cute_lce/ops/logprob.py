@@ -11,7 +11,8 @@ from ..arguments import Operands
 from ..implementation import Stats, StatsOperands, StatsOptions
 from ..options import ComputeOptions, LossOptions, TermOptions, check_outputs, check_positive
 from . import inner
-from .checks import TARGET_DTYPES, check_term, flatten, refuse_gradient
+from .checks import TARGET_DTYPES, check_term, flatten, know_shardings, refuse_gradient
+from .plain import is_distributed
 from .select import DTYPES
 from .terms import checked, decide, plain_losses, stats_of
 
@@ -45,6 +46,8 @@ def linear_logprob(
 
     temperature_number: the temperature where there is no tensor.
     """
+    if is_distributed(input, linear_weight, target):
+        know_shardings()
     call = call_of(
         StatsOperands(input, linear_weight, target, linear_bias, temperature=temperature, topk_ids=topk_ids),
         Wanted(outputs, entropy_grad, temperature_number),
@@ -140,17 +143,17 @@ def checked_call(
 
 
 def _check(operands: StatsOperands, outputs: tuple[str, ...]) -> None:
-    shape, device = tuple(operands.target.shape), operands.hidden.device
+    shape, hidden = tuple(operands.target.shape), operands.hidden
     temperature, topk_ids = operands.temperature, operands.topk_ids
     if temperature is not None:
-        check_term("temperature", temperature, shape, DTYPES, device)
+        check_term("temperature", temperature, shape, DTYPES, hidden)
         refuse_gradient("temperature", temperature)
     if (topk_ids is not None) != ("topk_logprob" in outputs):
         got = "no tensor" if topk_ids is None else "a tensor"
         raise ValueError(f"topk_ids: got {got}, want one exactly where outputs has 'topk_logprob'")
     if topk_ids is not None:
         ids = (*shape, topk_ids.shape[-1] if isinstance(topk_ids, Tensor) and topk_ids.dim() else 0)
-        check_term("topk_ids", topk_ids, ids, TARGET_DTYPES, device)
+        check_term("topk_ids", topk_ids, ids, TARGET_DTYPES, hidden)
 
 
 inner.library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -32,3 +34,8 @@ def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
         and not (first.is_meta or second.is_meta or third.is_meta)
         and not (_is_batched(first) or _is_batched(second) or _is_batched(third))
     )
+
+
+def is_distributed(*operands: Any) -> bool:
+    """Whether one of them is a DTensor, whose class this does not import."""
+    return any(hasattr(tensor, "device_mesh") for tensor in operands)

@@ -11,7 +11,8 @@ from ..arguments import Operands
 from ..options import NO_TERMS, split_options
 from . import heads, inner, schemas, terms
 from .call import linear_cross_entropy
-from .plain import is_plain_eager
+from .checks import know_shardings
+from .plain import is_distributed, is_plain_eager
 
 
 def _fused_linear_cross_entropy(
@@ -35,12 +36,15 @@ def _fused_linear_cross_entropy(
             **options,
         }
         return heads.linear_cross_entropy(_fused_linear_cross_entropy, input, linear_weight, target, options)
+    watched = not is_plain_eager(input, linear_weight, target)
+    distributed = watched and is_distributed(input, linear_weight, target)
+    if distributed:
+        know_shardings()
     loss, numbers, compute = split_options(options)
     tensors = terms.TermTensors(linear_bias, weight, token_weight, denominator)
-    if tensors.any or numbers != NO_TERMS:
+    if tensors.any or numbers != NO_TERMS or distributed:
         operands = Operands(input, linear_weight, target)
         return terms.linear_cross_entropy(operands, tensors, loss, numbers, compute)
-    watched = not is_plain_eager(input, linear_weight, target)
     return linear_cross_entropy(input, linear_weight, target, loss, compute, watched=watched)
 
 

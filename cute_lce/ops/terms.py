@@ -17,7 +17,7 @@ from ..streaming.rows import is_ignored
 from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
-from .plain import is_plain_eager
+from .plain import is_distributed, is_plain_eager
 from .select import DTYPES, statistics
 from .token_stats import (
     LossGradientsFunction,
@@ -58,7 +58,8 @@ def linear_cross_entropy(
     operands, linear_bias = checked(operands, tensors.linear_bias)
     check_term_tensors(operands, tensors)
     flat = flatten(operands)
-    weighs = tensors.weight is not None or tensors.token_weight is not None
+    # DTensor, which knows how inner ops spread over a mesh, has no regard to their reduction.
+    weighs = tensors.weight is not None or tensors.token_weight is not None or is_distributed(*flat)
     # What changes no number of a token but its factor is a plain call, which the kernels serve.
     plainly = outputs_of(terms) == ("logprob",) and terms.softcap is None and linear_bias is None
     plainly = plainly and not (weighs and compute.schedule == "grad_in_forward")
@@ -124,26 +125,26 @@ def checked(operands: Operands, linear_bias: Tensor | None) -> tuple[Operands, T
     check_tensors(operands)
     linear_bias = autocast_bias(linear_bias, hidden)
     if linear_bias is not None:
-        check_term("linear_bias", linear_bias, (weight.shape[0],), (hidden.dtype,), hidden.device)
+        check_term("linear_bias", linear_bias, (weight.shape[0],), (hidden.dtype,), hidden)
     return operands, linear_bias
 
 
 def check_term_tensors(operands: Operands, tensors: TermTensors) -> None:
     """Raise for what they may not be, but for a linear_bias."""
     if tensors.weight is not None:
-        check_term("weight", tensors.weight, operands.weight.shape[:1], DTYPES, operands.hidden.device)
+        check_term("weight", tensors.weight, operands.weight.shape[:1], DTYPES, operands.hidden)
         refuse_gradient("weight", tensors.weight)
     check_factors(operands, tensors)
 
 
 def check_factors(operands: Operands, tensors: TermTensors) -> None:
     """Raise for a token_weight or a denominator that is none."""
-    device, target = operands.hidden.device, operands.target
+    hidden, target = operands.hidden, operands.target
     if tensors.token_weight is not None:
-        check_term("token_weight", tensors.token_weight, tuple(target.shape), _NUMBERS, device)
+        check_term("token_weight", tensors.token_weight, tuple(target.shape), _NUMBERS, hidden)
         refuse_gradient("token_weight", tensors.token_weight)
     if tensors.denominator is not None:
-        check_term("denominator", tensors.denominator, (), _NUMBERS, device)
+        check_term("denominator", tensors.denominator, (), _NUMBERS, hidden)
         refuse_gradient("denominator", tensors.denominator)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -17,18 +19,20 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..logprob import LinearLogprob
 from ..module import LinearCrossEntropy
+from ..options import TokenStats
 
 
 class VocabParallelLoss(ParallelStyle):
-    """A style of torch.distributed.tensor.parallel.parallelize_module for LinearCrossEntropy, whose weight
-    becomes Shard(0) of the mesh, which has one dimension.
+    """A style of torch.distributed.tensor.parallel.parallelize_module for LinearCrossEntropy and
+    LinearLogprob, whose weight becomes Shard(0) of the mesh, which has one dimension.
 
     Args:
         input_layouts: what an ordinary input tensor is on each rank: Replicate(), or Shard(k), a slice of its
             dimension k. A DTensor is taken as it is. target is whole, or a slice as input is.
-        use_local_output: whether the loss, and without a target the logits of all classes, are ordinary
-            tensors instead of DTensors.
+        use_local_output: whether the loss or the numbers of tokens, and without a target the logits of all
+            classes, are ordinary tensors instead of DTensors.
 
     Applying it raises TypeError to another module, and ValueError on a mesh of several dimensions.
     """
@@ -39,8 +43,9 @@ class VocabParallelLoss(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, LinearCrossEntropy):
-            raise TypeError(f"module: got {type(module).__name__}, want a cute_lce.LinearCrossEntropy")
+        if not isinstance(module, LinearCrossEntropy | LinearLogprob):
+            got, want = type(module).__name__, "a cute_lce.LinearCrossEntropy or LinearLogprob"
+            raise TypeError(f"module: got {got}, want {want}")
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh: got {device_mesh.ndim} dimensions, want the tensor parallel one")
         distribute_module(module, device_mesh, self._partition)
@@ -53,7 +58,9 @@ class VocabParallelLoss(ParallelStyle):
                 input = DTensor.from_local(input, device_mesh, [self.input_layouts], run_check=False)
             return (input, *rest), kwargs
 
-        def give(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        def give(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            if isinstance(output, TokenStats):
+                return TokenStats(*(give(module, args, kwargs, each) for each in output))
             if not isinstance(output, DTensor) or not self.use_local_output:
                 return output
             return output.full_tensor() if _target(args, kwargs) is None else output.to_local()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cute_lce import LinearCrossEntropy, linear_cross_entropy
+from cute_lce import LinearCrossEntropy, LinearLogprob, linear_cross_entropy, linear_logprob
 from cute_lce.parallel import VocabParallelLoss, gathered_weight
 from tests.distributed.ranks import Rank
 from tests.distributed.tensor_cases import ignoring, shaped
@@ -95,6 +95,36 @@ def sharded_tokens(here: Rank) -> None:
         (loss if reduction == "sum" else loss.sum()).backward()
         assert isinstance(weight.grad, DTensor)
         compare(case, loss, hidden.grad, weight.grad, reduction)
+
+
+def ops_of_sharded_tokens(here: Rank) -> None:
+    """The public ops, by what is registered of placements; another layout is redistributed, and what is kept,
+    of valid tokens alone, is not."""
+    mesh = mesh_of(here, names=("dp",))
+    op = torch.ops.cute_lce.fused_linear_cross_entropy
+    tokens, everywhere, rows, features = Shard(0), Replicate(), Shard(0), Shard(1)
+    layouts = ((tokens, tokens, everywhere), (everywhere, tokens, rows), (features, everywhere, features))
+    # Of bfloat16 a GPU's kernels.
+    dtypes = (torch.float32, torch.bfloat16) if here.device != "cpu" else (torch.float32,)
+    for dtype in dtypes:
+        case = ignoring(random_case(4 * here.ranks + 1, 40, 70, dtype)).to(here.device)
+        for reduction, schedule in (("sum", "keep"), ("none", "auto"), ("mean", "auto"), ("mean", "keep")):
+            for inputs, targets, weights in layouts:
+                weight = distribute_tensor(case.linear_weight, mesh, [weights]).requires_grad_()
+                hidden = distribute_tensor(case.input, mesh, [inputs]).requires_grad_()
+                target = distribute_tensor(case.target, mesh, [targets])
+                loss = op(hidden, weight, target, reduction=reduction, schedule=schedule)
+                assert isinstance(loss, DTensor)
+                loss.sum().backward()
+                if inputs == targets and weights == everywhere:
+                    assert isinstance(weight.grad, DTensor)
+                    assert weight.grad.placements == (Partial(),)
+                compare(case, loss, hidden.grad, weight.grad, reduction)
+    operands = hidden.detach(), weight.detach(), target
+    found = torch.ops.cute_lce.fused_linear_logprob(*operands, outputs=["logprob", "argmax"])
+    logits = case.input.double() @ case.linear_weight.double().mT
+    want = logits.argmax(1).masked_fill(case.target == case.ignore_index, 0)
+    assert torch.equal(whole(found[1]), want)
 
 
 def placements_that_are_refused(here: Rank) -> None:
@@ -184,6 +214,15 @@ def a_parallel_style(here: Rank) -> None:
             check_gradients(own, want)
             assert torch.allclose(own(input[0]), model(input[0]), atol=1e-5)
             assert torch.equal(own(input[0], target=target[0]), loss)
+    style = VocabParallelLoss(input_layouts=Shard(1))
+    numbers = LinearLogprob(input.shape[-1], V, device=here.device)
+    parallelize_module(numbers, mesh, style)
+    hidden = input[0].chunk(here.ranks, 1)[here.rank].contiguous()
+    found = numbers(hidden, target[0])
+    assert not isinstance(found.logprob, DTensor)
+    want = linear_logprob(input[0], whole(numbers.weight), target[0])
+    assert torch.allclose(whole(found.logprob), whole(want.logprob), atol=1e-5)
+    assert found.entropy is None
     with pytest.raises(TypeError, match=r"^module: got Linear"):
         parallelize_module(copy.deepcopy(model), mesh, {"body": VocabParallelLoss()})
 
@@ -272,6 +311,7 @@ def tokens_and_vocabulary_sharded(here: Rank) -> None:
 CASES = (
     a_sharded_weight,
     sharded_tokens,
+    ops_of_sharded_tokens,
     placements_that_are_refused,
     a_parallel_style,
     fully_sharded_units,
