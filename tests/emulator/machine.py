@@ -218,6 +218,7 @@ class Device:
         self.pending: list[AsyncOp] = []
         self.progress = 0  # counts events that may let somebody advance
         self.instructions: Counter = Counter()  # (warp index, opcode) -> executed
+        self.counts: dict[int, list[int]] = {}  # of this launch: warp index -> executions of each instruction
         self.counters: Counter = Counter()
         self.warnings: Counter = Counter()
         self.global_variables: dict[str, int] = {}
@@ -236,6 +237,17 @@ class Device:
         self.pending.append(AsyncOp(what, finish, queue))
 
     # ---- launching
+
+    def counts_of(self, program: Program, warp: int) -> list[int]:
+        """What the warps of this index, one of each CTA, count together."""
+        return self.counts.setdefault(warp, [0] * len(program.ops))
+
+    def _add_counts(self, program: Program) -> None:
+        for warp, counts in self.counts.items():
+            for op, n in zip(program.ops, counts, strict=True):
+                if n:
+                    self.instructions[warp, op.name] += n
+        self.counts = {}
 
     def launch(self, program: Program, launch) -> None:
         self._load_globals(program)
@@ -265,6 +277,7 @@ class Device:
                 live = self._run(live)
             while self.pending:  # stores whose sources were read may still write after the last CTA has ended
                 self._complete_one()
+        self._add_counts(program)
 
     def cancel_cluster(self, launch) -> tuple[int, int, int]:
         """Take a cluster that has not started off the list: the ctaid of its first CTA, or all ones."""
@@ -340,9 +353,6 @@ class Device:
     def _retire(self, warp: Warp, live: list[Cluster]) -> bool:
         """Account for an exited warp; True when its cluster has ended."""
         cluster = warp.cta.cluster
-        for op, n in zip(warp.program.ops, warp.counts, strict=False):
-            if n:
-                self.instructions[warp.index, op.name] += n
         try:
             cluster.retire(warp)
         except Fault as fault:

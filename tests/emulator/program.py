@@ -31,6 +31,8 @@ VIEWS = {
     8: ("b64", "u64", "s64", "f64", "f32x2"),
     16: ("b128",),
 }
+# Entries of a row: a .b128 row is 32 pairs of 64 bits.
+ROW_LENGTH = {file: 64 if file == 16 else 32 for file in VIEWS}
 
 NORMAL, BRANCH, EXIT, COLLECTIVE = range(4)
 
@@ -56,6 +58,11 @@ def instruction(*names: str):
 def file_of(type_name: str) -> int:
     """The register file (its width in bytes, 0 for predicates) that holds a type."""
     return 0 if type_name == "pred" else max(2, ptx.TYPE_BYTES[type_name])
+
+
+def new_row(file: int) -> np.ndarray:
+    """A row of zeros, as a register file holds it."""
+    return np.zeros(ROW_LENGTH[file], NUMPY[VIEWS[file][0]])
 
 
 class Modifiers:
@@ -220,10 +227,8 @@ class Program:
         self.view_of_width: list[str] = []  # register number -> its unsigned view
         self.numbers: dict[str, int] = {}
         self.constants: set[int] = set()  # rows that never change: immediates, special registers, symbols
-        self.initial: list[tuple[int, str, int]] = []  # (row, type, value) of immediates
-        self.dynamic: list[
-            tuple[int, str]
-        ] = []  # (row, name) filled in per warp: special registers and symbols
+        self.immediates: dict[int, int] = {}  # row -> value
+        self.symbols: dict[int, str] = {}  # row -> name, filled in per warp: special registers and symbols
         self._constant_rows: dict[tuple, int] = {}
         self.wgmma_registers: set[int] = set()  # registers that wgmma reads or writes
         for name, kind in entry.registers.items():
@@ -294,9 +299,9 @@ class Program:
         number = self._constant_rows[key] = self._new_row(file_of(type_name))
         self.constants.add(number)
         if isinstance(operand, ptx.Imm):
-            self.initial.append((number, type_name, operand.value))
+            self.immediates[number] = operand.value
         else:
-            self.dynamic.append((number, operand.name))
+            self.symbols[number] = operand.name
         return number
 
     def _decode(self, ins: ptx.Instruction) -> Op:
@@ -310,20 +315,19 @@ class Program:
         return op
 
     def _index_files(self) -> None:
-        """Rows of each file, and the initial contents of each file with the immediates in place."""
-        self.row_in_file = [0] * self.rows
+        """Where each register lies in its file, how large the files are, and the rows of immediates."""
+        self.row_in_file: dict[int, int] = {}
         sizes = dict.fromkeys(VIEWS, 0)
         for number, file in enumerate(self.files):
-            self.row_in_file[number] = sizes[file]
-            sizes[file] += 1
-        # A .b128 row is 32 pairs of 64 bits.
-        self.template = {
-            f: np.zeros((n, 64 if f == 16 else 32), NUMPY[VIEWS[f][0]]) for f, n in sizes.items()
-        }
-        for number, _, value in self.initial:
-            file = self.files[number]
-            row = self.template[file][self.row_in_file[number]]
-            row[:] = (value != 0) if file == 0 else value & (256**file - 1)
+            if number not in self.constants:
+                self.row_in_file[number] = sizes[file]
+                sizes[file] += 1
+        self.shapes = {file: (n, ROW_LENGTH[file]) for file, n in sizes.items()}
+        self.immediate_rows: dict[int, np.ndarray] = {}  # the same for all warps, and never written
+        for number, value in self.immediates.items():
+            row = self.immediate_rows[number] = new_row(self.files[number])
+            row[:] = (value != 0) if row.dtype == np.bool_ else value & (256 ** self.files[number] - 1)
+            row.flags.writeable = False
         self.initially_valid = [0] * self.rows
         for number in self.constants:
             self.initially_valid[number] = 0xFFFFFFFF

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import functools
+
 import numpy as np
 
 from .faults import EmulatorError, Fault
-from .program import BRANCH, COLLECTIVE, EXIT, NORMAL, NUMPY, VIEWS, Program
+from .program import BRANCH, COLLECTIVE, EXIT, NORMAL, NUMPY, VIEWS, Program, new_row
 
 if TYPE_CHECKING:
     from .machine import CTA
@@ -41,13 +43,29 @@ def bits_of(lanes: np.ndarray) -> int:
     return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
 
 
+@functools.lru_cache(maxsize=4096)
+def lanes_array(bits: int) -> np.ndarray:
+    """The inverse of bits_of; not to be written to."""
+    lanes = np.unpackbits(np.frombuffer(bits.to_bytes(4, "little"), np.uint8), bitorder="little")
+    lanes.flags.writeable = False
+    return lanes.view(np.bool_)
+
+
 def lanes_of(bits: int):
-    """The inverse of bits_of; True for all lanes."""
-    if bits == FULL:
-        return True
-    return np.unpackbits(np.frombuffer(bits.to_bytes(4, "little"), np.uint8), bitorder="little").view(
-        np.bool_
-    )
+    """lanes_array; True for all lanes."""
+    return True if bits == FULL else lanes_array(bits)
+
+
+class Rows(dict):
+    """Register number -> its row as one type. Made when first used: a warp uses few of a kernel's registers."""
+
+    def __init__(self, warp: Warp, name: str):
+        super().__init__()
+        self.warp, self.dtype = warp, NUMPY[name]
+
+    def __missing__(self, number: int) -> np.ndarray:
+        row = self[number] = self.warp.row(number).view(self.dtype)
+        return row
 
 
 class Warp:
@@ -59,22 +77,13 @@ class Warp:
         self.thread = index * 32 + LANES
         self.live = bits_of(self.thread < threads)
         self.full_warp = self.live == FULL
-        self.files = {f: a.copy() for f, a in program.template.items()}
-        self.views: dict[str, list] = {}
-        for file, names in VIEWS.items():
-            numbers = [n for n, f in enumerate(program.files) if f == file]
-            for name in names:
-                rows: list = [None] * program.rows
-                view = self.files[file].view(NUMPY[name])
-                for number, row in zip(numbers, view, strict=False):
-                    rows[number] = row
-                self.views[name] = rows
+        self.files = {f: np.zeros(shape, NUMPY[VIEWS[f][0]]) for f, shape in program.shapes.items()}
+        self.symbol_rows: dict[int, np.ndarray] = {}
+        self.views = {name: Rows(self, name) for names in VIEWS.values() for name in names}
         self.valid = program.initially_valid.copy()
-        for number, name in program.dynamic:
-            cta.fill_constant(self, self.views[program.view_of_width[number]][number], name)
         self.pc, self.mask = 0, self.live
         self.parked: dict[int, int] = {}  # other groups: program counter -> lanes
-        self.counts = [0] * len(program.ops)
+        self.counts = cta.cluster.device.counts_of(program, index)
         self.owned: dict[int, tuple] = {}  # registers that an asynchronous instruction owns: (code, what)
         self.clock = cta.cluster.ordering.new_clock(self.id)
         self.tensor_view = np.zeros(self.clock.shape[1], np.int32)  # what its tcgen05 operations may rely on
@@ -85,12 +94,24 @@ class Warp:
 
     # ---- values
 
+    def row(self, number: int) -> np.ndarray:
+        """The row of a register, an immediate, or a symbol."""
+        program = self.program
+        if number in program.row_in_file:
+            return self.files[program.files[number]][program.row_in_file[number]]
+        if number in program.immediate_rows:
+            return program.immediate_rows[number]
+        if number not in self.symbol_rows:
+            row = self.symbol_rows[number] = new_row(program.files[number])
+            self.cta.fill_constant(self, row, program.symbols[number])
+        return self.symbol_rows[number]
+
     def uniform(self, view: str, number: int, active: int, what: str) -> int:
         """The value that all active lanes must share."""
         row = self.views[view][number]
         first = (active & -active).bit_length() - 1
         value = row[first]
-        if active & (active - 1) and (row[lanes_array(active)] != value).any():
+        if number not in self.program.immediate_rows and (row[lanes_array(active)] != value).any():
             raise Fault("mismatch", f"{what} differs between the lanes of the warp")
         return int(value)
 
@@ -264,12 +285,6 @@ class Warp:
             text = f"line {ins.line}: {ins.text[:160]}"
         who = f"CTA {self.cta.ctaid}, warp {self.index}, lanes {self.mask:#010x}"
         return f"kernel {self.program.name[:100]}, {who}, {text}"
-
-
-def lanes_array(bits: int) -> np.ndarray:
-    """lanes_of, always as an array."""
-    lanes = lanes_of(bits)
-    return np.ones(32, bool) if lanes is True else lanes
 
 
 def raise_or_ignore(warp: Warp, code: str, message: str) -> None:

@@ -32,6 +32,26 @@ def check_member(warp, number: int) -> int:
     return mask
 
 
+def _source_lanes(mode: str, by, clamp) -> tuple[np.ndarray, np.ndarray]:
+    """The lane that each lane reads, and whether that is in its segment; a lane reads itself where not."""
+    segment, limit = (clamp >> 8) & 31, clamp & 31
+    low = LANES & segment
+    if mode == "idx":
+        source = low | (by & 31 & ~segment)
+    elif mode == "bfly":
+        source = LANES ^ (by & 31)
+    else:
+        source = LANES + (by & 31) * (-1 if mode == "up" else 1)
+    high = low | (limit & ~segment)
+    inside = source >= high if mode == "up" else source <= high
+    return np.where(inside, source, LANES), inside
+
+
+def _as_bits(lanes: np.ndarray) -> int:
+    """Lane numbers, of which some may be equal, as a mask."""
+    return int(np.bitwise_or.reduce(np.uint32(1) << lanes.astype(np.uint32)))
+
+
 @instruction("shfl")
 def _shfl(d):
     d.mods.need("sync")
@@ -49,31 +69,20 @@ def _shfl(d):
     b, c = d.source(d.operands[2], "u32"), d.source(d.operands[3], "u32")
     membermask(d, d.operands[4])
     mask_row = d.op.collective_mask
+    fixed = None  # where the lanes are those of immediates: with the lanes that a whole warp reads
+    if b in d.program.immediates and c in d.program.immediates:
+        j, ok = _source_lanes(mode, d.program.immediates[b], d.program.immediates[c])
+        fixed = j, ok, _as_bits(j)
 
     def run(warp, lanes):
         check_member(warp, mask_row)
         rows = warp.views["u32"]
-        clamp = rows[c].astype(np.int64)
-        segment, limit = (clamp >> 8) & 31, clamp & 31
-        lo = LANES & segment
-        hi = lo | (limit & ~segment)
-        by = rows[b].astype(np.int64) & 31
-        if mode == "idx":
-            j = lo | (by & ~segment)
-            ok = j <= hi
-        elif mode == "bfly":
-            j = LANES ^ by
-            ok = j <= hi
-        elif mode == "up":
-            j = LANES - by
-            ok = j >= hi
+        if fixed is None:
+            j, ok = _source_lanes(mode, rows[b].astype(np.int64), rows[c].astype(np.int64))
         else:
-            j = LANES + by
-            ok = j <= hi
-        j = np.where(ok, j, LANES)
-        sources = 0
-        for lane in np.unique(j[lanes_array(warp.active)]).tolist():
-            sources |= 1 << lane
+            j, ok, sources = fixed
+        if fixed is None or warp.active != FULL:
+            sources = _as_bits(j[lanes_array(warp.active)])
         if sources & ~warp.active:
             raise Fault(
                 "value", f"shfl reads from lanes {sources & ~warp.active:#010x}, which do not execute it"
