@@ -59,12 +59,18 @@ def lanes_of(bits: int):
 class Rows(dict):
     """Register number -> its row as one type. Made when first used: a warp uses few of a kernel's registers."""
 
-    def __init__(self, warp: Warp, name: str):
-        super().__init__()
+    __slots__ = ("dtype", "file", "indices", "warp")
+
+    def __init__(self, warp: Warp, file: int, name: str):
         self.warp, self.dtype = warp, NUMPY[name]
+        self.file, self.indices = warp.files[file].view(self.dtype), warp.program.row_in_file
 
     def __missing__(self, number: int) -> np.ndarray:
-        row = self[number] = self.warp.row(number).view(self.dtype)
+        if number in self.indices:
+            row = self.file[self.indices[number]]
+        else:
+            row = self.warp.constant(number).view(self.dtype)
+        self[number] = row
         return row
 
 
@@ -79,7 +85,7 @@ class Warp:
         self.full_warp = self.live == FULL
         self.files = {f: np.zeros(shape, NUMPY[VIEWS[f][0]]) for f, shape in program.shapes.items()}
         self.symbol_rows: dict[int, np.ndarray] = {}
-        self.views = {name: Rows(self, name) for names in VIEWS.values() for name in names}
+        self.views = {name: Rows(self, file, name) for file, names in VIEWS.items() for name in names}
         self.valid = program.initially_valid.copy()
         self.pc, self.mask = 0, self.live
         self.parked: dict[int, int] = {}  # other groups: program counter -> lanes
@@ -94,11 +100,9 @@ class Warp:
 
     # ---- values
 
-    def row(self, number: int) -> np.ndarray:
-        """The row of a register, an immediate, or a symbol."""
+    def constant(self, number: int) -> np.ndarray:
+        """The row of an immediate or a symbol."""
         program = self.program
-        if number in program.row_in_file:
-            return self.files[program.files[number]][program.row_in_file[number]]
         if number in program.immediate_rows:
             return program.immediate_rows[number]
         if number not in self.symbol_rows:
