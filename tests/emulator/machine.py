@@ -8,6 +8,7 @@ Warps run for random stretches, some of a single instruction, some until they bl
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -66,7 +67,6 @@ class CTA:
 
     def fill_constant(self, warp: Warp, row: np.ndarray, name: str) -> None:
         """Values of special registers (PTX ISA 10) and addresses of symbols in this warp."""
-        launch, cluster = self.cluster.launch, self.cluster.launch.cluster
         if name in self.program.shared_offsets:
             row[:] = self.rank << 24 | self.program.shared_offsets[name]
             return
@@ -79,7 +79,6 @@ class CTA:
         base, _, axis = name.lstrip("%").partition(".")
         i = "xyz".index(axis) if axis else 0
         bx, by, _ = self.block
-        grid = launch.grid
         if base == "tid":
             row[:] = (warp.thread % bx, warp.thread // bx % by, warp.thread // (bx * by))[i]
         elif base == "laneid":
@@ -96,19 +95,24 @@ class CTA:
                 "ge": full & ~below,
             }[base[9:]]
         else:
-            values = {
-                "ntid": self.block[i], "ctaid": self.ctaid[i], "nctaid": grid[i],
-                "clusterid": self.ctaid[i] // cluster[i], "nclusterid": grid[i] // cluster[i],
-                "cluster_ctaid": self.ctaid[i] % cluster[i], "cluster_nctaid": cluster[i],
-                "cluster_ctarank": self.rank, "cluster_nctarank": int(np.prod(cluster)),
-                "warpid": warp.index, "nwarpid": self.warp_count,
-                "smid": self.cluster.number * int(np.prod(cluster)) + self.rank, "nsmid": 132,
-                "dynamic_smem_size": launch.shared, "total_smem_size": self.shared.size,
-                "is_explicit_cluster": int(np.prod(cluster) > 1),
-            }  # fmt: skip
-            if base not in values:
-                raise EmulatorError(f"special register {name}")
-            row[:] = values[base]
+            row[:] = warp.index if base == "warpid" else self._special(name, base, i)
+
+    def _special(self, name: str, base: str, axis: int) -> int:
+        """A special register whose value all warps of the CTA share."""
+        launch, shape = self.cluster.launch, self.cluster.launch.cluster
+        ctas = math.prod(shape)
+        values = {
+            "ntid": self.block[axis], "ctaid": self.ctaid[axis], "nctaid": launch.grid[axis],
+            "clusterid": self.ctaid[axis] // shape[axis], "nclusterid": launch.grid[axis] // shape[axis],
+            "cluster_ctaid": self.ctaid[axis] % shape[axis], "cluster_nctaid": shape[axis],
+            "cluster_ctarank": self.rank, "cluster_nctarank": ctas, "nwarpid": self.warp_count,
+            "smid": self.cluster.number * ctas + self.rank, "nsmid": 132,
+            "dynamic_smem_size": launch.shared, "total_smem_size": self.shared.size,
+            "is_explicit_cluster": int(ctas > 1),
+        }  # fmt: skip
+        if base not in values:
+            raise EmulatorError(f"special register {name}")
+        return values[base]
 
     # ---- what instructions need
 

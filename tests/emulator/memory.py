@@ -13,6 +13,11 @@ SHARED_LIMIT = (
 )  # most dynamic shared memory of a CTA on sm_90 and sm_100, and the driver's 1 KiB
 
 
+def elements(data: np.ndarray, size: int) -> np.ndarray:
+    """Bytes as (count, size), without those after the last whole element."""
+    return data[: data.size // size * size].reshape(-1, size)
+
+
 class Region:
     """A registered tensor: its bytes and where they lie."""
 
@@ -20,6 +25,12 @@ class Region:
         self.name, self.data = name, data
         self.start = data.ctypes.data
         self.end = self.start + data.size
+
+    def at(self, offsets: np.ndarray, size: int) -> tuple[np.ndarray, object]:
+        """What to index, and by what, for the bytes (lanes, size) at aligned addresses."""
+        if self.start % size:
+            return self.data, offsets[:, None] + np.arange(size)
+        return elements(self.data, size), offsets // size
 
 
 class GlobalMemory:
@@ -60,7 +71,7 @@ class GlobalMemory:
 
     def locate(self, addresses: np.ndarray, size: int) -> list[tuple]:
         """Active lanes' addresses -> [(region, lane indices, offsets)]."""
-        if (addresses % size).any():
+        if int(np.bitwise_or.reduce(addresses)) & (size - 1):
             bad = int(addresses[(addresses % size).nonzero()[0][0]])
             raise Fault("misaligned", f"global address {bad:#x} is not aligned to {size} bytes")
         low, high = int(addresses.min()), int(addresses.max()) + size
@@ -113,7 +124,7 @@ class SharedMemory:
         low, high = int(offsets.min()), int(offsets.max())
         if low < 0 or high + size > self.size:
             self.check(low if low < 0 else high, size)
-        if (offsets & (align - 1)).any():
+        if int(np.bitwise_or.reduce(offsets)) & (align - 1):
             raise Fault(
                 "misaligned",
                 f"shared address {int(offsets[(offsets & (align - 1)).nonzero()[0][0]]):#x} is not aligned to"
@@ -125,9 +136,10 @@ class SharedMemory:
     def load(self, warp, offsets: np.ndarray, size: int) -> np.ndarray:
         """Bytes (lanes, size) at `offsets` of the active lanes."""
         self.check_all(offsets, size, size)
-        index = offsets[:, None] + np.arange(size)
-        if not self.valid[index].all():
-            bad = index[~self.valid[index]]
+        index = offsets // size
+        if not elements(self.valid, size)[index].all():
+            wanted = offsets[:, None] + np.arange(size)
+            bad = wanted[~self.valid[wanted]]
             raise Fault(
                 "uninit-shared", f"shared byte {int(bad[0]):#x} of CTA rank {self.rank} was never written"
             )
@@ -147,7 +159,7 @@ class SharedMemory:
         if warp.id not in self.word_reads:
             self.word_reads[warp.id] = np.zeros(self.size // 4, np.int32)
         self.word_reads[warp.id][words] = epoch
-        return self.data[index]
+        return elements(self.data, size)[index]
 
     def store(
         self, warp, offsets: np.ndarray, values: np.ndarray, writer: tuple[int, int] | None = None
@@ -184,9 +196,9 @@ class SharedMemory:
             words = offsets >> 2
         if self.mbarrier_words[words].any():
             raise Fault("mbarrier-overwritten", f"a generic store to an mbarrier of CTA rank {self.rank}")
-        index = offsets[:, None] + np.arange(size)
-        self.data[index] = values
-        self.valid[index] = True
+        index = offsets // size
+        elements(self.data, size)[index] = values
+        elements(self.valid, size)[index] = True
         agent, epoch = writer or (warp.id, epoch)
         self.word_writer[words] = agent
         self.word_epoch[words] = epoch

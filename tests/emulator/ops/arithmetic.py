@@ -22,7 +22,7 @@ ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 def flush(x: np.ndarray) -> np.ndarray:
     """Denormal float32 values to zeros of the same sign."""
-    return np.where(np.abs(x) < FLOAT_MIN, np.copysign(np.float32(0), x), x)
+    return x * (np.abs(x) >= FLOAT_MIN)
 
 
 def from_bf16(x: np.ndarray) -> np.ndarray:
@@ -33,7 +33,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     """Round float32 to the nearest bfloat16, ties to even; NaN becomes the canonical 0x7FFF."""
     u = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16)).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
 
 
 def elementwise(d: Decoder, type_name: str, function, count: int) -> Op:

@@ -241,11 +241,9 @@ def _cvt_pair(d, source_type, result_type, rounding, relu, extra):
 
     def run(warp, lanes):
         rows = warp.views["f32"]
-        a, b = rows[high], rows[low]
+        pairs = np.stack((rows[low], rows[high]), axis=1)
         if relu:
-            a, b = np.maximum(a, 0), np.maximum(b, 0)
-        np.copyto(
-            warp.views["b32"][dest], narrow(a).astype(np.uint32) << np.uint32(16) | narrow(b), where=lanes
-        )
+            pairs = np.maximum(pairs, 0)
+        np.copyto(warp.views["b32"][dest], narrow(pairs).view(np.uint32)[:, 0], where=lanes)
 
     return d.done(run)

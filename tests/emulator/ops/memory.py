@@ -103,8 +103,8 @@ def load_bytes(warp, space: str, addresses: np.ndarray, size: int) -> np.ndarray
             out[index] = params[offsets[:, None] + np.arange(size)]
         else:
             for region, lanes, where in device.memory.locate(offsets, size):
-                rows = np.arange(len(addresses))[index][lanes]
-                out[rows] = region.data[where[:, None] + np.arange(size)]
+                data, at = region.at(where, size)
+                out[np.arange(len(addresses))[index][lanes]] = data[at]
             device.counters["bytes read from global memory by ld"] += len(offsets) * size
     return out
 
@@ -121,7 +121,8 @@ def store_bytes(warp, space: str, addresses: np.ndarray, values: np.ndarray) -> 
             raise Fault("value", "store to kernel parameters")
         else:
             for region, lanes, where in device.memory.locate(offsets, size):
-                region.data[where[:, None] + np.arange(size)] = values[index][lanes]
+                data, at = region.at(where, size)
+                data[at] = values[index][lanes]
             device.counters["bytes written to global memory by st"] += len(offsets) * size
 
 

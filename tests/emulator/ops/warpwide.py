@@ -3,6 +3,8 @@ match, activemask, redux, elect, bar.warp.sync, 9.7.14 movmatrix)."""
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from .. import ptx
@@ -32,8 +34,11 @@ def check_member(warp, number: int) -> int:
     return mask
 
 
-def _source_lanes(mode: str, by, clamp) -> tuple[np.ndarray, np.ndarray]:
-    """The lane that each lane reads, and whether that is in its segment; a lane reads itself where not."""
+@functools.lru_cache(maxsize=4096)
+def _source_lanes(mode: str, by_row: bytes, clamp_row: bytes, active: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The lane that each lane reads, whether that is in its segment (a lane reads itself where not), and those
+    that active lanes read as a mask. by_row, clamp_row: int32 of each lane."""
+    by, clamp = np.frombuffer(by_row, np.int32), np.frombuffer(clamp_row, np.int32)
     segment, limit = (clamp >> 8) & 31, clamp & 31
     low = LANES & segment
     if mode == "idx":
@@ -44,12 +49,9 @@ def _source_lanes(mode: str, by, clamp) -> tuple[np.ndarray, np.ndarray]:
         source = LANES + (by & 31) * (-1 if mode == "up" else 1)
     high = low | (limit & ~segment)
     inside = source >= high if mode == "up" else source <= high
-    return np.where(inside, source, LANES), inside
-
-
-def _as_bits(lanes: np.ndarray) -> int:
-    """Lane numbers, of which some may be equal, as a mask."""
-    return int(np.bitwise_or.reduce(np.uint32(1) << lanes.astype(np.uint32)))
+    source = np.where(inside, source, LANES)
+    used = np.bitwise_or.reduce(np.uint32(1) << source[lanes_array(active)].astype(np.uint32))
+    return source, inside, int(used)
 
 
 @instruction("shfl")
@@ -69,30 +71,21 @@ def _shfl(d):
     b, c = d.source(d.operands[2], "u32"), d.source(d.operands[3], "u32")
     membermask(d, d.operands[4])
     mask_row = d.op.collective_mask
-    fixed = None  # where the lanes are those of immediates: with the lanes that a whole warp reads
-    if b in d.program.immediates and c in d.program.immediates:
-        j, ok = _source_lanes(mode, d.program.immediates[b], d.program.immediates[c])
-        fixed = j, ok, _as_bits(j)
 
     def run(warp, lanes):
         check_member(warp, mask_row)
         rows = warp.views["u32"]
-        if fixed is None:
-            j, ok = _source_lanes(mode, rows[b].astype(np.int64), rows[c].astype(np.int64))
-        else:
-            j, ok, sources = fixed
-        if fixed is None or warp.active != FULL:
-            sources = _as_bits(j[lanes_array(warp.active)])
-        if sources & ~warp.active:
+        source, inside, used = _source_lanes(mode, rows[b].tobytes(), rows[c].tobytes(), warp.active)
+        if used & ~warp.active:
             raise Fault(
-                "value", f"shfl reads from lanes {sources & ~warp.active:#010x}, which do not execute it"
+                "value", f"shfl reads from lanes {used & ~warp.active:#010x}, which do not execute it"
             )
-        if warp.valid[a] & sources != sources:
-            warp.undefined(a, sources)
+        if warp.valid[a] & used != used:
+            warp.undefined(a, used)
         if dest >= 0:
-            np.copyto(rows[dest], rows[a][j], where=lanes)
+            np.copyto(rows[dest], rows[a][source], where=lanes)
         if pred >= 0:
-            np.copyto(warp.views["pred"][pred], ok, where=lanes)
+            np.copyto(warp.views["pred"][pred], inside, where=lanes)
 
     op = d.done(run, COLLECTIVE)
     op.writes = tuple(w for w in op.writes if w >= 0)
