@@ -9,9 +9,8 @@ constructs".)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -57,7 +56,7 @@ def lanes_of(bits: int):
 
 
 class Rows(dict):
-    """Register number -> its row as one type. Made when first used: a warp uses few of a kernel's registers."""
+    """Register number -> its row as one type, made when first used: a warp uses few of a kernel's."""
 
     __slots__ = ("dtype", "file", "indices", "warp")
 

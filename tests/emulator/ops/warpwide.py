@@ -35,9 +35,9 @@ def check_member(warp, number: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _source_lanes(mode: str, by_row: bytes, clamp_row: bytes, active: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The lane that each lane reads, whether that is in its segment (a lane reads itself where not), and those
-    that active lanes read as a mask. by_row, clamp_row: int32 of each lane."""
+def _source_lanes(mode: str, by_row: bytes, clamp_row: bytes, active: int):
+    """The lane that each lane reads, whether it lies in its segment (where not, a lane reads itself), and a
+    mask of the lanes that active ones read. by_row, clamp_row: int32 of each lane."""
     by, clamp = np.frombuffer(by_row, np.int32), np.frombuffer(clamp_row, np.int32)
     segment, limit = (clamp >> 8) & 31, clamp & 31
     low = LANES & segment
