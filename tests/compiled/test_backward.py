@@ -69,16 +69,13 @@ def passes(arch: str, tiles: Iterable[tuple[int, int]]) -> list[Pass]:
 def named(chosen: Iterable[Pass], spills: dict[Pass, str] | None = None) -> Any:
     """Parametrize a test by passes; those in `spills` are expected to fail for the given reason."""
     spills = spills or {}
+
+    def marks(each: Pass) -> list[pytest.MarkDecorator]:
+        long = [pytest.mark.emulator_full] if each in LONG_PASSES else []
+        return [*long, *([pytest.mark.xfail(reason=spills[each])] if each in spills else [])]
+
     return pytest.mark.parametrize(
-        "each",
-        [
-            pytest.param(
-                each,
-                id=each.name,
-                marks=[pytest.mark.xfail(reason=spills[each])] if each in spills else [],
-            )
-            for each in chosen
-        ],
+        "each", [pytest.param(each, id=each.name, marks=marks(each)) for each in chosen]
     )
 
 
@@ -88,6 +85,14 @@ PASSES = [
     for arch, tiles in TILES.items()
     for each in passes(arch, tiles)
     if each.dtype == "bfloat16" or each.tile == tiles[-1]
+]
+# Of these in the long sweep, as each takes seconds to compile: what keeps in tiles between the others, which
+# has no GEMM of dweight, and Blackwell's float16.
+LONG_PASSES = [
+    each
+    for each in PASSES
+    if (each.which == "keep" and each.tile in ((112, 1), (144, 2)))
+    or (each.arch == "sm_100a" and each.dtype == "float16")
 ]
 ALL = passes(
     "sm_90a",
@@ -293,8 +298,9 @@ def test_16_bit_numbers_are_stored_by_tma(each: Pass):
         assert len(narrow) == (-(-config.tile_n // 32) if each.which == "keep" else 0)
 
 
+@pytest.mark.parametrize("columns", [64, pytest.param(256, marks=pytest.mark.emulator_full)])
 @pytest.mark.parametrize("arch", ["sm_103a"])
-def test_other_targets_compile(arch: str):
-    for kernel in Pass(arch, (256, 1)).gemms:
+def test_other_targets_compile(arch: str, columns: int):
+    for kernel in Pass(arch, (columns, 1)).gemms:
         assert kernel.target == arch
         assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0

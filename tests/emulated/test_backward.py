@@ -333,18 +333,27 @@ HOW = {
     "fp16 keep, stripes": (FP16, 128, 70),
 }
 hows = pytest.mark.parametrize("how", HOW)
-# What is a mainloop's matter; of the others Blackwell has what it keeps, the rest in the long sweep.
+# What is a mainloop's matter: Blackwell recomputes these and keeps the others, the rest in the long sweep.
 SIZES = ("ragged", "whole tiles", "one token", "V below a tile", "d of one 16-byte row", "d padded")
 SIZES = (*SIZES, "d of many k tiles", "ignored rows", "V one above a tile")
-# Stripes and float16 on Blackwell in the long sweep: they are launch/'s and the epilogues', for both.
+# Stripes and float16 on Blackwell, and stripes of float16, in the long sweep: they are launch/'s and the
+# epilogues', for both.
 ways = pytest.mark.parametrize(
     ("arch", "how"),
     [
         pytest.param(
-            arch, how, marks=[full] if arch != "sm_90a" and ("stripes" in how or "fp16" in how) else []
+            arch, how, marks=[full] if (arch != "sm_90a") + ("stripes" in how) + ("fp16" in how) > 1 else []
         )
         for arch in ARCHITECTURES
         for how in HOW
+    ],
+)
+ways_without_stripes = pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        pytest.param(arch, how, marks=[full] if arch != "sm_90a" and "fp16" in how else [])
+        for arch in ARCHITECTURES
+        for how in ("recompute", "keep", "fp16", "fp16 keep")
     ],
 )
 
@@ -359,13 +368,13 @@ def run_how(how: str, make_case, arch: str, **options) -> tuple[Case, Run]:
 
 def _ways() -> Iterator:
     """(corner, how, architecture); in the long sweep several stripes, where the corner has columns for them,
-    and float16 on Blackwell or kept, by code that the architectures and the types share."""
+    and float16 on Blackwell, kept or of a size, by code that the architectures and the types share."""
     for corner, make_case in CORNERS.items():
         V = make_case(BF16).linear_weight.shape[0]
         for how, (dtype, kept, window) in HOW.items():
             for arch in ARCHITECTURES if window + (kept or 0) < V else ():
-                long = window or (dtype is FP16 and (arch != "sm_90a" or kept is None))
-                long = long or (arch != "sm_90a" and kept == 0 and corner not in SIZES)
+                long = window or (dtype is FP16 and (arch != "sm_90a" or kept is None or corner in SIZES))
+                long = long or (arch != "sm_90a" and (kept == 0) != (corner in SIZES))
                 # The kernels of another target type are compiled for it alone.
                 long = long or (corner == "int32 targets" and (dtype is FP16 or arch != "sm_90a"))
                 yield pytest.param(corner, how, arch, marks=[full] if long else [])
@@ -461,8 +470,8 @@ def test_bad_targets_stay_in_their_rows(arch: str, how: str, gradient: float):
 SHAPES = [
     (1, 129, 24, 64, "recompute"),
     (1, 257, 24, 48, "keep"),
-    (1, 200, 24, 48, "fp16, stripes"),
-    (16, 1, 24, 32, "recompute"),
+    (1, 200, 24, 64, "fp16, stripes"),
+    (16, 1, 24, 48, "recompute"),
     (16, 7, 40, 48, "keep"),
     (17, 257, 264, 48, "keep, stripes"),
     (33, 127, 136, 32, "keep"),
@@ -470,14 +479,22 @@ SHAPES = [
     (41, 200, 129, 112, "keep, stripes"),
     (47, 127, 200, 48, "recompute"),
     (129, 129, 24, 64, "keep"),
-    (129, 7, 300, 48, "fp16"),
+    (129, 7, 300, 64, "fp16"),
     (192, 130, 24, 64, "stripes"),
     (193, 129, 24, 64, "keep, stripes"),
     (193, 1, 24, 48, "keep"),
     pytest.param((193, 127, 16, 112, "keep"), marks=full),
     pytest.param((300, 130, 24, 112, "stripes"), marks=full),
     (300, 129, 8, 112, "keep"),
-    (300, 131, 24, 48, "fp16, stripes"),
+    *(
+        pytest.param(shape, marks=full)
+        for shape in (
+            (1, 200, 24, 48, "fp16, stripes"),
+            (16, 1, 24, 32, "recompute"),
+            (129, 7, 300, 48, "fp16"),
+            (300, 131, 24, 48, "fp16, stripes"),
+        )
+    ),
 ]
 
 
@@ -560,16 +577,16 @@ def test_raises_between_tiles_of_a_warp(arch: str, columns: tuple[int, int], mon
 # splits, kept, columns of a stripe, of a vocabulary of 330 (6 k tiles): of 4 splits the last one lies wholly
 # beyond k, of 5 the last two.
 SPLITS = [
-    (2, 0, 0),
-    (3, 0, 0),
+    pytest.param(2, 0, 0, marks=full),
+    pytest.param(3, 0, 0, marks=full),
     (4, 0, 0),
     (5, 0, 0),
     (2, 0, 130),
-    (3, 0, 70),
+    pytest.param(3, 0, 70, marks=full),
     (5, 0, 130),
     (3, 330, 0),
     (2, 128, 130),
-    (3, 128, 0),
+    pytest.param(3, 128, 0, marks=full),
 ]
 
 
@@ -649,7 +666,7 @@ def _record_sums(emulator: Emulator, shape: tuple[int, ...]) -> list[torch.Tenso
 @hopper_first
 @pytest.mark.parametrize("resident", [16, pytest.param(2, marks=full)])
 @pytest.mark.parametrize("splits", [0, pytest.param(3, marks=full)])
-@pytest.mark.parametrize("how", ["recompute", "keep, stripes", "fp16, stripes"])
+@pytest.mark.parametrize("how", ["recompute", "keep, stripes", pytest.param("fp16, stripes", marks=full)])
 def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):
     """All GEMMs of both passes, with several clusters of which all or only one runs at a time."""
     narrow_plans(monkeypatch, splits=splits, paced=True)
@@ -734,8 +751,14 @@ SWEEPS = [(64, 128, 1), (32, 200, 3), (128, 330, 1), (192, 70, 2)]
 
 
 @hopper_first
-@dtypes
-@pytest.mark.parametrize(("chunk", "columns", "splits"), SWEEPS)
+@pytest.mark.parametrize(
+    ("dtype", "chunk", "columns", "splits"),
+    [
+        pytest.param(dtype, *sweep, marks=[full] if dtype is FP16 and i in (1, 2) else [])
+        for dtype in (BF16, FP16)
+        for i, sweep in enumerate(SWEEPS)
+    ],
+)
 def test_two_sweeps(arch: str, dtype: torch.dtype, chunk: int, columns: int, splits: int, monkeypatch):
     """Ignored rows of nan; and in every chunk rows whose gradients are unlike the others'."""
     two_sweeps(monkeypatch, chunk, columns, splits)
@@ -750,8 +773,7 @@ def test_two_sweeps(arch: str, dtype: torch.dtype, chunk: int, columns: int, spl
     assert sum("Reduce" in name for name in launched) == (chunks if splits > 1 or dtype is BF16 else 0)
 
 
-@both
-@dtypes
+@both_and_dtypes
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_upstreams_in_two_sweeps(arch: str, dtype: torch.dtype, reduction: str, monkeypatch):
     """A number for all chunks; and one for each token, with a stride."""
@@ -762,7 +784,7 @@ def test_upstreams_in_two_sweeps(arch: str, dtype: torch.dtype, reduction: str, 
     check(case, run, reduction=reduction, dloss=dloss)
 
 
-@both
+@hopper_first
 @pytest.mark.parametrize("frozen", ["", "weight"])
 def test_two_sweeps_give_the_same_bits_again(arch: str, frozen: str, monkeypatch):
     """Whatever the schedule of warps; and no stripes where the weight is frozen."""
@@ -799,8 +821,7 @@ def _upstreams(n: int) -> dict[str, torch.Tensor]:
     return {"expanded": torch.tensor(-1.5).expand(n), "strided": wide[:, 1], "zeros and 1e4": large}
 
 
-@both
-@pytest.mark.parametrize("how", ["recompute", "keep", "fp16", "fp16 keep"])
+@ways_without_stripes
 def test_upstream(arch: str, how: str):
     name = {"recompute": "strided", "fp16": "expanded"}.get(how, "zeros and 1e4")
     dloss = _upstreams(37)[name]
@@ -808,7 +829,7 @@ def test_upstream(arch: str, how: str):
     check(case, run, dloss=dloss)
 
 
-@both
+@hopper_first
 @pytest.mark.parametrize("how", ["fp16", "fp16 keep, stripes"])
 @pytest.mark.parametrize("size", [0.0, 2.0**-40, 2.0**16])
 def test_float16_scales_rows_of_any_upstream_into_its_range(arch: str, how: str, size: float):
@@ -837,9 +858,8 @@ def test_an_ignore_index_beyond_int32_scales_every_float16_row(arch: str):
     check(case, train(case, arch, dloss=dloss), dloss=dloss)
 
 
-@both
+@ways_without_stripes
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("how", ["recompute", "keep", "fp16", "fp16 keep"])
 def test_reductions(arch: str, how: str, reduction: str):
     case, run = run_how(
         how, lambda dtype: ignoring(random_case(37, 64, 130, dtype)), arch, reduction=reduction
@@ -861,8 +881,14 @@ def test_frozen(arch: str, frozen: str, dtype: torch.dtype, kept: int):
     assert gemms == 1 + 2 * (2 if kept else 1) - (1 if kept else 0)
 
 
-@both
-@pytest.mark.parametrize("how", ["recompute", "keep, stripes", "keep", "fp16", "fp16 keep, stripes"])
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        pytest.param(arch, how, marks=[full] if arch != "sm_90a" and how != "keep, stripes" else [])
+        for arch in ARCHITECTURES
+        for how in ("recompute", "keep, stripes", "keep", "fp16", "fp16 keep, stripes")
+    ],
+)
 def test_retained_backwards(arch: str, how: str):
     """Two gradients of one forward, then the first again with the same bits: nothing saved is written to."""
     dtype, kept, window = HOW[how]

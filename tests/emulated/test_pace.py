@@ -26,10 +26,18 @@ CONFIGS = {
     "sm_100a, two pairs": replace(PAIR, cluster_m=4),
     "sm_100a, single": replace(PAIR, tile_m=128, cluster_m=1),
 }
+# Also tested without pacing here; the others in the long sweep.
+NOT_PACED = "sm_90a, pingpong", "sm_100a, pair"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize(
+    ("name", "paced"),
+    [
+        pytest.param(name, paced, marks=[] if paced or name in NOT_PACED else pytest.mark.emulator_full)
+        for name in CONFIGS
+        for paced in (False, True)
+    ],
+)
 def test_pace(paced: bool, name: str):
     """Clusters of different loads; those with fewer runs count the steps that they do not make."""
     case = random_case(140, 200, 5 * 256, BF16)
