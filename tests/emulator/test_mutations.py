@@ -35,15 +35,15 @@ def test_every_mutation_is_found_or_explained(subject, tmp_path):
 
 @pytest.mark.parametrize("subject", [*BACKWARD, *COMPACTION], ids=lambda s: s.name)
 def test_some_mutations_of_long_surveys(subject, tmp_path):
-    """Two or three of those without a reason to go unfound, each found by one of the first schedules."""
+    """Two of those without a reason to go unfound, each found by one of the first schedules."""
     emulated = subject.build(str(tmp_path))
     # That the arithmetic is right otherwise is what the tests of tests/emulated say that these checks are.
     if subject.rules is mutate.RULES:
         assert subject.check(emulated, 1), "the kernel itself fails"
     mine = subject.mutates(emulated.ptx)
     some = [m for m in mutate.mutations(emulated.ptx, subject.rules) if mine(m) and subject.reason(m) is None]
-    some = some[3 :: max(min(16, len(some) - 4), -(-len(some) // 3))]
-    assert 2 <= len(some) <= 3
+    some = some[3 :: max(min(16, len(some) - 4), -(-len(some) // 3))][:2]
+    assert len(some) == 2
     verdicts = mutate.survey(emulated, subject.check, range(4), lambda m: m in some, subject.rules)
     assert len(verdicts) == len(some)
     assert not [v.mutation for v in verdicts if not v.found]
