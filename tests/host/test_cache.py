@@ -504,10 +504,11 @@ def test_no_folder_can_be_there(
 # Processes
 
 
-def test_eight_processes_at_once(tmp_path: Path):
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.emulator_full)])
+def test_processes_at_once(count: int, tmp_path: Path):
     """All of them miss; each gets its function, and one good file and nothing else is left."""
     folder = tmp_path / "does" / "not" / "exist yet"
-    processes = [start(folder) for _ in range(8)]
+    processes = [start(folder) for _ in range(count)]
     # All of them are waited for, whoever was first.
     imported = [finish(process)[0] for process in processes]
     assert any(imported)
