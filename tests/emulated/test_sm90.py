@@ -123,9 +123,7 @@ def test_chosen_config(tiles: tuple[int, int], dtype: torch.dtype):
 @pytest.mark.parametrize(
     "tiles",
     [
-        pytest.param(
-            tiles, marks=[] if tiles in ((32, 1), (176, 2), (192, 1)) else [pytest.mark.emulator_full]
-        )
+        pytest.param(tiles, marks=[] if tiles in ((32, 1), (176, 2)) else [pytest.mark.emulator_full])
         for tiles in CHOSEN
     ],
     ids=str,
