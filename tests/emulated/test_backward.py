@@ -758,6 +758,7 @@ SWEEPS = [(64, 128, 1), (32, 200, 3), (128, 330, 1), (192, 70, 2)]
         for dtype in (BF16, FP16)
         for i, sweep in enumerate(SWEEPS)
     ],
+    ids=str,
 )
 def test_two_sweeps(arch: str, dtype: torch.dtype, chunk: int, columns: int, splits: int, monkeypatch):
     """Ignored rows of nan; and in every chunk rows whose gradients are unlike the others'."""
