@@ -381,7 +381,10 @@ _SM_90A = Architecture(
     term_columns=(
         ("softcap", 160),
         ("entropy", 160),
+        ("squares", 144),
         ("total", 160),
+        ("logits", 160),
+        ("argmax", 160),
         ("gap", 176),
         ("uniform", 176),
         ("shared", 176),
@@ -389,7 +392,7 @@ _SM_90A = Architecture(
         ("linear_bias", 176),
         ("bias_gradient", 160),
     ),
-    kept_columns=(("softcap", 128), ("entropy", 128), ("total", 128)),
+    kept_columns=(("softcap", 128), ("entropy", 128), ("total", 128), ("logits", 128), ("argmax", 160)),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
@@ -428,7 +431,7 @@ _SM_100A = Architecture(
     dense_flops_per_clock=8192,
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
-    term_columns=(("softcap", 224),),
+    term_columns=(("softcap", 224), ("squares", 224)),
     kept_columns=(),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )

@@ -49,7 +49,10 @@ TERMS: dict[str, dict[str, Any]] = {
     "row_scale": {"row_scale": Address},
     "class_weight": {"class_weight": Address},
     "entropy": {"more_partials": Address, "mean_gap": Address},
+    "squares": {"more_partials": Address, "square_sum": Address},
     "total": {"more_partials": Address, "total_gap": Address},
+    "logits": {"more_partials": Address, "logit_sum": Address},
+    "argmax": {"more_partials": Address, "argmax": Address},
     "proportion": {
         "target_weight": Address,
         "onehot": Float32,
@@ -70,9 +73,10 @@ Of logits, of a product x: linear_bias (V,): x + linear_bias. logit_scale: logit
 cap tanh(|s| x / c), with c the option, a scale s, and both a temperature and s's sign in `cap`: all are of
 maths.softcap_numbers. row_scale (n,): multiplies z.
 
-Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). total: total_gap (n,), the sum of
-row_max - z, times class_weight (V,) if that is a term. more_partials (partials of a row, n, numbers):
-scratch, a number for entropy and two for a total.
+Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). squares: square_sum (n,), the sum of
+exp(2 (z - row_max)). total: total_gap (n,), the sum of row_max - z, times class_weight (V,) if it is a term.
+logits: logit_sum (n,), that of z. argmax: argmax (n,) int32, the first class with the largest z.
+more_partials (partials of a row, n, numbers): scratch, with as many numbers of a term as MORE_PARTS says.
 
 Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
 target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.
@@ -92,6 +96,9 @@ bias_gradient: dbias (V,), the gradient's sums over tokens: written by launches 
 first ones, else added to. with_dhidden: whether only by those that compute dhidden (0 or 1). column_sums:
 scratch, a number for each slab of tokens (Fragment) and class of a launch.
 """
+MORE_PARTS = {"entropy": 1, "squares": 1, "total": 2, "logits": 1, "argmax": 1}
+"""Numbers in a partial of a row, by the terms of a forward, in their order there: a total's second are the
+weights that it is of, and an argmax is the bits of an int32."""
 COMPUTED_ROWS = 64
 """Compacted tokens are computed in multiples of so many, the depth of a k tile (kernels/rows.py)."""
 

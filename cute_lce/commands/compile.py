@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from ..arch import ARCHITECTURES
+from ..arguments import MORE_PARTS
 from ..compile import cache
 from ..plan.kernels import Key, MergeKey, Terms, kernels
 from .terminal import positive
@@ -56,6 +57,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         ("--label-smoothing", "of calls with label_smoothing"),
         ("--class-weights", "with class weights beside it"),
         ("--entropy", "of linear_logprob for the entropy, with a gradient, and what else is asked for"),
+        ("--log-sum-sq-probs", "for that of linear_logprob beside what else is asked for"),
+        ("--mean-logit", "likewise"),
+        ("--argmax", "likewise, and for is_top1"),
         ("--temperatures", "with a tensor of temperatures"),
     ):
         command.add_argument(option, action="store_true", help=text)
@@ -91,9 +95,16 @@ def terms_of(args: argparse.Namespace) -> Terms:
     if args.temperatures:
         logits = (*logits, "row_scale")
     weights = ("class_weight",) if args.class_weights and args.label_smoothing else ()
-    forward = *logits, *weights, *("entropy",) * args.entropy, *("total",) * args.label_smoothing
+    sums = {
+        "entropy": args.entropy,
+        "squares": args.log_sum_sq_probs,
+        "total": args.label_smoothing,
+        "logits": args.mean_logit,
+        "argmax": args.argmax,
+    }
+    forward = *logits, *weights, *(term for term in MORE_PARTS if sums[term])
     smooth_cap = args.softcap and args.label_smoothing
-    keeps = None if args.entropy or weights or smooth_cap else forward
+    keeps = None if args.entropy or args.log_sum_sq_probs or weights or smooth_cap else forward
     if keeps is not None and (args.z_loss or args.label_smoothing):
         keeps = (*keeps, "proportion")
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights

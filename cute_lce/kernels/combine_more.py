@@ -6,35 +6,43 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
-from cute_lce.arguments import COMBINE_ROWS
+from cute_lce.arguments import COMBINE_ROWS, MORE_PARTS
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.combine import LANES, WARPS, CombineTensors
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import computed, origin
 
+NOWHERE = 2**31 - 1
+
 
 class CombineMore:
     """After kernels.combine, whose row_max and row_sum it reads; blocks, rows and lanes as there.
 
-    Timeline of a block: each lane adds up its partials, gaps relative to the row's maximum -> the 4 lanes of
-    a row by shuffles -> shared memory -> warp 0 adds up 16 results, and writes. The order of a row's partials
-    is fixed. Shared memory: 512 bytes for each number of a token.
+    Timeline of a block: each lane adds up its partials, relative to the row's maximum -> the 4 lanes of a row
+    by shuffles -> shared memory -> warp 0 adds up 16 results, and writes. The order of a row's partials is
+    fixed; of argmax it does not matter. Shared memory: 512 bytes for each number of a token.
     """
 
     @cute.jit
     def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
-        terms = tensors.loss.terms
-        # Of a token, and of a partial, which has the weights that a total is of.
-        self.count = ("entropy" in terms) + ("total" in terms)
-        self.parts = ("entropy" in terms) + 2 * ("total" in terms)
+        self._place(tensors.loss.terms)
 
         @cute.struct
         class SharedStorage:
-            sums: cute.struct.MemRange[Float32, WARPS * COMBINE_ROWS * self.count]
+            sums: cute.struct.MemRange[Float32, WARPS * COMBINE_ROWS * max(len(self.sums), 1)]
+            first: cute.struct.MemRange[Int32, WARPS * COMBINE_ROWS]
 
         self.storage = SharedStorage
         blocks = cute.ceil_div(cute.size(tensors.target), COMBINE_ROWS)
         self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream)
+
+    def _place(self, terms: tuple[str, ...]):
+        """Where a token's sums are, by their terms, and those of a partial, which has `parts` numbers."""
+        present = [term for term in MORE_PARTS if term in terms]
+        self.sums = {term: i for i, term in enumerate(each for each in present if each != "argmax")}
+        counts = [MORE_PARTS[term] for term in present]
+        self.at = {term: sum(counts[:i]) for i, term in enumerate(present)}
+        self.parts = sum(counts)
 
     @cute.kernel
     def kernel(self, tensors: CombineTensors):
@@ -43,40 +51,64 @@ class CombineMore:
         line, share = lane % COMBINE_ROWS, lane // COMBINE_ROWS
         row = cute.arch.block_idx()[0] * COMBINE_ROWS + line
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        layout = cute.make_layout((WARPS, COMBINE_ROWS, self.count))
-        shared = storage.sums.get_tensor(layout)
-        sums = cute.make_rmem_tensor(self.count, Float32)
+        shared = storage.sums.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS, max(len(self.sums), 1))))
+        shared_first = storage.first.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS)))
+        sums = cute.make_rmem_tensor(max(len(self.sums), 1), Float32)
         sums.fill(0.0)
-        token = Int32(0)
+        first_class, token = Int32(NOWHERE), Int32(0)
         if row < n:
             token = origin(tensors.rows, row)
         if row < computed(tensors.rows):
-            row_max = row_stats.finite_max(tensors.row_max[token])
+            highest = tensors.row_max[token]
+            row_max = row_stats.finite_max(highest)
             first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
             for number in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
                 at = (Int64(number) * n + row) * self.parts
                 more = numbers(loss.more_partials + 4 * at, self.parts)
                 own_max, own_sum = tensors.partials[number, row, 0], tensors.partials[number, row, 1]
-                if cutlass.const_expr("entropy" in loss.terms):
-                    if own_sum > 0:
-                        gap = more[0] + (row_max - own_max) * own_sum
-                        sums[0] += maths.rescaled(gap, own_max, row_max, row_stats.exp)
-                if cutlass.const_expr("total" in loss.terms):
-                    rise = row_max - row_stats.finite_max(own_max)
-                    sums[self.count - 1] += more[self.parts - 2] + rise * more[self.parts - 1]
-        for i in cutlass.range_constexpr(self.count):
-            for step in cutlass.range_constexpr(2):
+                if own_sum > 0:
+                    if cutlass.const_expr("entropy" in self.at):
+                        gap = more[self.at["entropy"]] + (row_max - own_max) * own_sum
+                        gap = maths.rescaled(gap, own_max, row_max, row_stats.exp)
+                        sums[self.sums["entropy"]] += gap
+                    if cutlass.const_expr("squares" in self.at):
+                        factor = row_stats.exp(own_max - row_max)
+                        sums[self.sums["squares"]] += more[self.at["squares"]] * factor * factor
+                if cutlass.const_expr("total" in self.at):
+                    rise, total = row_max - row_stats.finite_max(own_max), self.at["total"]
+                    sums[self.sums["total"]] += more[total] + rise * more[total + 1]
+                if cutlass.const_expr("logits" in self.at):
+                    sums[self.sums["logits"]] += more[self.at["logits"]]
+                if cutlass.const_expr("argmax" in self.at):
+                    if own_max == highest:
+                        first_class = cutlass.min(first_class, more[self.at["argmax"]].bitcast(Int32))
+        for step in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(len(self.sums)):
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=COMBINE_ROWS << step)
-            if share == 0:
+            other_first = cute.arch.shuffle_sync_bfly(first_class, offset=COMBINE_ROWS << step)
+            first_class = cutlass.min(first_class, other_first)
+        if share == 0:
+            for i in cutlass.range_constexpr(len(self.sums)):
                 shared[warp, line, i] = sums[i]
+            shared_first[warp, line] = first_class
         cute.arch.sync_threads()
         if warp == 0 and share == 0 and row < n:
-            for i in cutlass.range_constexpr(self.count):
-                for other in cutlass.range_constexpr(1, WARPS):
+            for other in cutlass.range_constexpr(1, WARPS):
+                for i in cutlass.range_constexpr(len(self.sums)):
                     sums[i] += shared[other, line, i]
-            if cutlass.const_expr("entropy" in loss.terms):
-                mean_gap = numbers(loss.mean_gap, cute.size(tensors.row_max))
-                mean_gap[token] = sums[0] / tensors.row_sum[token]
-            if cutlass.const_expr("total" in loss.terms):
-                total_gap = numbers(loss.total_gap, cute.size(tensors.row_max))
-                total_gap[token] = sums[self.count - 1]
+                first_class = cutlass.min(first_class, shared_first[other, line])
+            self._write(tensors, sums, first_class, token)
+
+    def _write(self, tensors: CombineTensors, sums: cute.Tensor, first_class: Int32, token: Int32):
+        """A token's numbers."""
+        loss, count = tensors.loss, cute.size(tensors.row_max)
+        if "entropy" in self.sums:
+            numbers(loss.mean_gap, count)[token] = sums[self.sums["entropy"]] / tensors.row_sum[token]
+        if "squares" in self.sums:
+            numbers(loss.square_sum, count)[token] = sums[self.sums["squares"]]
+        if "total" in self.sums:
+            numbers(loss.total_gap, count)[token] = sums[self.sums["total"]]
+        if "logits" in self.sums:
+            numbers(loss.logit_sum, count)[token] = sums[self.sums["logits"]]
+        if "argmax" in self.at:
+            numbers(loss.argmax, count)[token] = first_class.bitcast(Float32)

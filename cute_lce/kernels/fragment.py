@@ -108,8 +108,9 @@ def fold(leaf, merge):
         upper = (lane & step) != 0
         mine, theirs = [], []
         for a, b in zip(node(j, 2 * step), node(j + step // 4, 2 * step), strict=True):
-            mine.append(Float32(cutlass.select_(upper, b, a)))
-            sent = Float32(cutlass.select_(upper, a, b))
+            kind = Int32 if isinstance(a, Int32) else Float32
+            mine.append(kind(cutlass.select_(upper, b, a)))
+            sent = kind(cutlass.select_(upper, a, b))
             theirs.append(cute.arch.shuffle_sync_bfly(sent, offset=step))
         return merge(*mine, *theirs)
 

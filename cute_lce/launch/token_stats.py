@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import maths
-from ..arguments import Operands
+from ..arguments import MORE_PARTS, Operands
 from ..exchange import Merge, RowSums, Sum
 from ..implementation import (
     AllGradients,
@@ -39,10 +39,17 @@ from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
 from .token_terms import Gradient, Shared, Tensors, kept_gradient, loss_of
 
-SERVED = ("logprob", "lse", "entropy", "total_nll")
+STATISTICS_OF = {
+    "entropy": "entropy",
+    "log_sum_sq_probs": "squares",
+    "total_nll": "total",
+    "mean_logit": "logits",
+    "argmax": "argmax",
+    "is_top1": "argmax",
+}
+"""The numbers that need more than a row's maximum and sum, and the terms of a forward that give it."""
+SERVED = ("logprob", "lse", *STATISTICS_OF)
 """The numbers that kernels compute."""
-STATISTICS_OF = {"entropy": "entropy", "total_nll": "total"}
-"""Of these the ones that need more than a row's maximum and sum, and the terms of a forward that give it."""
 
 T = TypeVar("T")
 
@@ -64,7 +71,9 @@ def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
     if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
         return False
     known = ("lse",) * bool(options.z_loss) + ("total_nll",) * bool(options.label_smoothing)
-    known += ("entropy",) * (not options.entropy_grad and "logprob" in options.outputs)
+    if "logprob" in options.outputs:
+        # Without a gradient.
+        known += ("mean_logit", "argmax", "is_top1", *("entropy",) * (not options.entropy_grad))
     return set(options.outputs) <= {"logprob", *known}
 
 
@@ -144,7 +153,8 @@ def forward(
         return STATISTICS.forward(operands, options, request, merge)
     tensors = Tensors.of(operands)
     loss = loss_of(options, tensors)
-    more = [term for name, term in STATISTICS_OF.items() if name in options.outputs]
+    asked = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
+    more = [term for term in MORE_PARTS if term in asked]
     if "total" in more and tensors.class_weight is not None:
         loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
     loss = loss.with_terms(*more)
@@ -161,12 +171,12 @@ def forward(
             lse_slope=2.0 * options.z_loss,
             onehot_ratio=ratio.data_ptr(),
         )
-    parts = sum(_PARTS[term] for term in more)
+    parts = sum(MORE_PARTS[term] for term in more)
     request = request._replace(statistics=True, limits=_beside_more_partials(given, request, parts))
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
     prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
-    sums = {name: torch.empty((n,), dtype=torch.float32, device=device) for name in more}
+    sums = {term: torch.empty((n,), dtype=_DTYPES.get(term, torch.float32), device=device) for term in more}
     if more:
         partials = torch.empty((prepared.partials * n * parts,), dtype=torch.float32, device=device)
         outputs = {_OUTPUTS[name]: each.data_ptr() for name, each in sums.items()}
@@ -175,12 +185,7 @@ def forward(
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
     assert row_sum is not None
-    weight = None
-    if "total" in sums:
-        every = tensors.class_weight
-        weight = row_sum.new_full((), given.weight.shape[0]) if every is None else every.sum()
-    mean_gap, total_gap = sums.get("entropy"), sums.get("total")
-    own = RowSums(row_max, row_sum, found.loss, mean_gap, total_gap, weight)
+    own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
     if merge is not None:
         own = merge(own)
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
@@ -192,9 +197,15 @@ def forward(
         numbers["entropy"] = maths.entropy(log_row_sum, own.mean_gap)
     if own.total_gap is not None and own.weight is not None:
         numbers["total_nll"] = log_row_sum * own.weight + own.total_gap
+    if own.square_sum is not None:
+        numbers["log_sum_sq_probs"] = maths.log_sum_sq_probs(log_row_sum, own.square_sum.log())
+    for name in ("mean_logit", "argmax", "is_top1"):
+        value = getattr(own, name)
+        if value is not None:
+            numbers[name] = value
     valid = ~is_ignored(given.target, options.ignore_index)
     return Stats(
-        **{name: torch.where(valid, numbers[name], 0) for name in options.outputs},
+        **{name: numbers[name].masked_fill(~valid, 0) for name in options.outputs},
         row_max=own.row_max,
         row_sum=own.row_sum,
         mean_gap=own.mean_gap,
@@ -205,10 +216,38 @@ def forward(
     )
 
 
-_PARTS = {"entropy": 1, "total": 2}
-"""A forward's terms, and how many numbers a partial of a row has of each."""
-_OUTPUTS = {"entropy": "mean_gap", "total": "total_gap"}
+_OUTPUTS = {
+    "entropy": "mean_gap",
+    "squares": "square_sum",
+    "total": "total_gap",
+    "logits": "logit_sum",
+    "argmax": "argmax",
+}
 """A forward's terms, and the number of Loss that says where what they give is written."""
+_DTYPES = {"argmax": torch.int32}
+"""Of those that are not float32."""
+
+
+def _sums_of(
+    operands: StatsOperands, options: StatsOptions, sums: dict[str, Tensor], row_max: Tensor
+) -> dict[str, Tensor]:
+    """Fields of RowSums, of what a forward's terms gave."""
+    found: dict[str, Tensor] = {}
+    if "entropy" in sums:
+        found["mean_gap"] = sums["entropy"]
+    if "squares" in sums:
+        found["square_sum"] = sums["squares"]
+    V = operands.weight.shape[0]
+    if "total" in sums:
+        every = operands.class_weight
+        found["total_gap"] = sums["total"]
+        found["weight"] = row_max.new_full((), V) if every is None else every.float().sum()
+    if "logits" in sums:
+        found["mean_logit"] = sums["logits"] / V
+    if "argmax" in sums:
+        found["argmax"] = sums["argmax"].long()
+        found["is_top1"] = found["argmax"] == operands.target
+    return found
 
 
 def backward(

@@ -40,7 +40,10 @@ class Loss(NamedTuple):
     class_weight: int = 0
     more_partials: int = 0
     mean_gap: int = 0
+    square_sum: int = 0
     total_gap: int = 0
+    logit_sum: int = 0
+    argmax: int = 0
     target_weight: int = 0
     onehot: float = 1.0
     beside: float = 0.0

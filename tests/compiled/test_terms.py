@@ -59,6 +59,7 @@ TERMS = {
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
     "smoothing": (("class_weight", "total"), ("coefficients", "uniform", "class_weight")),
     "bias": (("linear_bias",), ("linear_bias", "coefficients", "bias_gradient")),
+    "numbers": (("row_scale", "entropy", "squares", "logits", "argmax"), ("coefficients",)),
     "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),
 }
 
@@ -69,6 +70,7 @@ KEPT = (
     ("row_scale", "entropy"),
     ("linear_bias", "logit_scale", "total", "proportion"),
     ("softcap",),
+    ("row_scale", "logits", "argmax"),
     ("softcap", "row_scale", "entropy"),
     ("linear_bias", "softcap", "proportion"),
     ("linear_bias", "softcap", "row_scale", "proportion"),

@@ -18,7 +18,7 @@ from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import Numbers
-from tests.numerics import assert_close, jumping, random_case
+from tests.numerics import Case, assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -124,6 +124,48 @@ def test_entropy(arch, dtype):
 
 
 NAMES = ("logprob", "lse", "entropy", "total_nll")
+PLAIN = ("log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
+"""Without a gradient."""
+
+
+def repeating(case: Case) -> Case:
+    """Each class again in its thread, in its warp and in other tiles: the first of equal ones wins."""
+    weight = case.linear_weight.clone()
+    half = len(weight) // 2
+    weight[8:16], weight[16:32] = weight[:8], weight[:16]
+    weight[64:96] = weight[:32]
+    weight[half : 2 * half] = weight[:half]
+    target = torch.where(torch.arange(len(case.target)) % 2 == 0, case.target, case.target % half)
+    case = replace(case, linear_weight=weight, target=target)
+    top = (case.input.double() @ weight.double().mT).argmax(1)
+    return replace(case, target=torch.where(torch.arange(len(top)) % 3 == 0, top, target))
+
+
+@each_architecture(("sm_90a", BF16))
+def test_numbers_without_a_gradient(arch, dtype):
+    """Ties between and within tiles, and classes that are never taken."""
+    case = ignoring(repeating(random_case(21, 72, 330, dtype, scale=4.0)))
+    numbers = Numbers(case, ("logprob", *PLAIN), temperature=torch.linspace(0.3, 3, 21), softcap=9.0)
+    run = token_stats.run(numbers, arch, window=130)
+    token_stats.check(numbers, run)
+    assert run.stats.is_top1 is not None
+    assert 3 < run.stats.is_top1.sum() < 21
+    forward = "softcap", "row_scale", "squares", "logits", "argmax"
+    assert terms_of_keys(run) == {forward, ("softcap", "row_scale", "coefficients")}
+    bias, target = torch.zeros(330), torch.where(case.target < 0, case.target, 140 + case.target % 60)
+    bias[:140], bias[200:] = -torch.inf, -torch.inf
+    outputs = "logprob", "log_sum_sq_probs", "argmax", "is_top1"
+    numbers = Numbers(replace(case, target=target), outputs, linear_bias=bias.to(dtype))
+    token_stats.check(numbers, token_stats.run(numbers, arch, need_dinput=False))
+
+
+@each_architecture(("sm_90a", BF16))
+@pytest.mark.parametrize("kept", [128, pytest.param(330, marks=full)])
+def test_numbers_beside_what_is_kept(arch, dtype, kept):
+    case = ignoring(repeating(random_case(21, 72, 330, dtype, scale=4.0)))
+    case = jumping(case, {300: 100.0 if dtype is BF16 else 12.0}, slice(5, None, 6))
+    numbers = Numbers(case, ("logprob", "mean_logit", "argmax", "is_top1"), temperature=0.7)
+    token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))
 
 
 @each_architecture(("sm_90a", FP16))
@@ -145,9 +187,10 @@ def test_numbers_of_any_schedule_of_warps(arch, seed):
     n, V = 30 + 7 * seed, 190 + 37 * seed
     case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, dtype, scale=6.0, seed=seed))
     differentiated = tuple(name for i, name in enumerate(NAMES) if (seed + 1) >> i & 1) or NAMES
+    plain = PLAIN if seed % 5 != 2 else tuple(name for name in PLAIN if name != "mean_logit")
     numbers = Numbers(
         case,
-        NAMES,
+        (*NAMES, *plain),
         differentiated,
         softcap=10.0 if seed % 3 == 0 else None,
         temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,

@@ -159,8 +159,12 @@ def by_torch(
         "lse": z.logsumexp(1),
         "entropy": -(each.exp() * each.masked_fill(each == -torch.inf, 0)).sum(1),
         "total_nll": -(each * every).sum(1),
+        "log_sum_sq_probs": each.exp().square().sum(1).log(),
+        "mean_logit": z.mean(1),
+        "argmax": z.argmax(1),
     }
     values = {name: value.masked_fill(ignored, 0) for name, value in values.items()}
+    values["is_top1"] = (values["argmax"] == case.target) & ~ignored
     upstream = {name: given.to(wide) for name, given in numbers.upstream.items()}
     if numbers.is_loss:
         own = {name: values[name] for name in numbers.outputs}
@@ -184,7 +188,11 @@ def check(numbers: Numbers, found: Run) -> None:
     for name in numbers.outputs:
         mine = getattr(found.stats, name)
         assert mine is not None
-        assert_close(name, mine, values[name], plain_values[name])
+        if mine.is_floating_point():
+            assert_close(name, mine, values[name], plain_values[name])
+        else:
+            assert mine.dtype is values[name].dtype
+            assert torch.equal(mine, values[name]), name
     for name, mine in zip(NAMES, found.gradients, strict=True):
         if mine is not None:
             assert mine.dtype is numbers.case.input.dtype

@@ -328,6 +328,8 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
             (*given, added),
         ),
         ("--entropy", ("entropy",), (*given, "gap")),
+        ("--argmax --mean-logit", ("logits", "argmax"), plain, ("logits", "argmax"), plain),
+        ("--log-sum-sq-probs --entropy --argmax", ("entropy", "squares", "argmax"), (*given, "gap")),
         ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
         ("--label-smoothing", *smooth),
         (

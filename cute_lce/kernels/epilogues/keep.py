@@ -46,7 +46,8 @@ class KeepState(NamedTuple):
 
 
 class KeepEpilogue:
-    """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep.
+    """The forward's epilogue, which also keeps the exponentials of the first columns; see kernels.keep. Not
+    with squares, for whose range relative to K that of float32 is too small.
 
     A kept element's exponential is computed once, relative to its token's K, for the operand and for the
     statistics. A token has one j for a warp's rows of a tile, a unit.
@@ -86,7 +87,7 @@ class KeepEpilogue:
             for owned in self._at_once(state):
                 self._keep(tensors, staging, state, frag, row, column, slab, owned, of)
         else:
-            self.forward.accumulate(state.forward, frag, slab, of)
+            self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, of)
         if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
             state.forward.seen[0] += self.forward.count(of)
 
@@ -124,6 +125,7 @@ class KeepEpilogue:
                 keep.notes[unit, token] = Uint16(Int32(steps))
             raises = raises or steps > 0
             base[i] = maths.raised(base[i], steps, self.kept)
+        self.forward.take(state.forward, frag, row_max, row, tensors.forward.vocab, slab, owned)
         if cute.arch.vote_any_sync(raises):
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):

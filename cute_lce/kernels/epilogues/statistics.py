@@ -20,6 +20,8 @@ from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
 NOTHING = -200.0  # an exponent whose exponential is 0
+SQUARED = 2.0**-32  # of exponentials that are squared: they are at most 2^HEADROOM
+NOWHERE = 2**31 - 1  # behind all classes
 
 
 class ForwardTensors(NamedTuple):
@@ -45,16 +47,20 @@ class ForwardState(NamedTuple):
     """For each token that a lane owns: the maximum of the classes that its warp has seen in this run, their
     sum relative to 2^base, with an integer base.
 
-    With terms, of the exponents x = z log2 e - base: gap, the sum of x 2^x; total, of x times the class's
-    weight; and seen (1,), that of the weights, the same for all tokens.
+    With terms, of the exponents x = z log2 e - base: gap, the sum of x 2^x; squares, of (SQUARED 2^x)^2;
+    total, of x times the class's weight; and seen (1,), that of the weights, the same for all tokens. logits:
+    the sum of z. argmax: the first class with the maximum, int32.
     """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
     base: cute.Tensor
     gap: Any = None
+    squares: Any = None
     total: Any = None
     seen: Any = None
+    logits: Any = None
+    argmax: Any = None
 
 
 class TotalOf(NamedTuple):
@@ -109,16 +115,19 @@ class ForwardEpilogue:
         return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, count))
 
     def _more(self, loss: LossArguments, count: int) -> list:
-        """gap, total and seen of ForwardState, zeros."""
+        """gap, squares, total, seen, logits and argmax of ForwardState, zeros."""
         counts = (
-            count * ("entropy" in loss.terms),
-            count * ("total" in loss.terms),
-            1 * ("total" in loss.terms),
+            (count * ("entropy" in loss.terms), Float32),
+            (count * ("squares" in loss.terms), Float32),
+            (count * ("total" in loss.terms), Float32),
+            (1 * ("total" in loss.terms), Float32),
+            (count * ("logits" in loss.terms), Float32),
+            (count * ("argmax" in loss.terms), Int32),
         )
-        found = [cute.make_rmem_tensor(each, Float32) if each else None for each in counts]
+        found = [cute.make_rmem_tensor(each, kind) if each else None for each, kind in counts]
         for each in found:
             if each is not None:
-                each.fill(0.0)
+                each.fill(0)
         return found
 
     @cute.jit
@@ -135,7 +144,7 @@ class ForwardEpilogue:
     ):
         self.mask_and_catch(tensors, frag, row, column, slab)
         of = self.total_of(tensors, row)
-        self.accumulate(state, frag, slab, of)
+        self.accumulate(state, frag, row, tensors.vocab, slab, of)
         if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
             state.seen[0] += self.count(of)
 
@@ -163,7 +172,13 @@ class ForwardEpilogue:
 
     @cute.jit
     def accumulate(
-        self, state: ForwardState, frag: cute.Tensor, slab: cutlass.Constexpr[int], of: TotalOf | None = None
+        self,
+        state: ForwardState,
+        frag: cute.Tensor,
+        row: Int32,
+        vocab: Int32,
+        slab: cutlass.Constexpr[int],
+        of: TotalOf | None = None,
     ):
         """Add a fragment of logits to the statistics. of: where a total is asked for.
 
@@ -177,6 +192,7 @@ class ForwardEpilogue:
             (row_max[i],) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
             above = maths.kept_exponent(row_max[i], state.base[slab * fragment.owned + i], fma)
             exceeds = exceeds or above > maths.HEADROOM
+        self.take(state, frag, row_max, row, vocab, slab, range(fragment.owned))
         if cute.arch.vote_any_sync(exceeds):
             for i in cutlass.range_constexpr(fragment.owned):
                 own = slab * fragment.owned + i
@@ -186,6 +202,9 @@ class ForwardEpilogue:
                         step = state.base[own] - base
                         gap = state.gap[own] + step * state.row_sum[own]
                         state.gap[own] = gap * cute.math.exp2(step, fastmath=True)
+                    if cutlass.const_expr(state.squares is not None):
+                        factor = cute.math.exp2(state.base[own] - base, fastmath=True)
+                        state.squares[own] *= factor * factor
                     if cutlass.const_expr(state.total is not None):
                         state.total[own] += (state.base[own] - base) * state.seen[0]
                     state.row_sum[own] *= cute.math.exp2(state.base[own] - base, fastmath=True)
@@ -200,7 +219,7 @@ class ForwardEpilogue:
         self, state: ForwardState, frag: cute.Tensor, terms: cute.Tensor, slab: int, of: TotalOf | None
     ):
         """A fragment's sum of each token that the lane owns; the sums of terms are added to the state's."""
-        more = [each for each in (state.gap, state.total) if each is not None]
+        more = [each for each in (state.gap, state.squares, state.total) if each is not None]
         for i in range(self.fragment.owned):
             own = slab * self.fragment.owned + i
             leaf = functools.partial(
@@ -208,11 +227,42 @@ class ForwardEpilogue:
                 *(self.fragment, frag, state.base[own], SHARED * i),
                 in_place=False,
                 gaps=state.gap is not None,
+                squares=state.squares is not None,
                 of=of,
             )
             terms[i], *others = fold(leaf, add_each)
             for sums, other in zip(more, others, strict=True):
                 sums[own] = sums[own] + other
+
+    @cute.jit
+    def take(
+        self,
+        state: ForwardState,
+        frag: cute.Tensor,
+        row_max: cute.Tensor,
+        row: Int32,
+        vocab: Int32,
+        slab: cutlass.Constexpr[int],
+        owned: cutlass.Constexpr[range],
+    ):
+        """What terms want of the logits as they are: their sum; and where a tile's maximum exceeds that of all
+        before, as it seldom does, its first row becomes argmax. row_max (owned,): of the tokens `owned` by
+        this lane in a slab."""
+        if cutlass.const_expr(state.logits is not None):
+            for i in cutlass.range_constexpr(owned.start, owned.stop):
+                (total,) = fold(
+                    functools.partial(sum_of, self.fragment, frag, vocab - row, SHARED * i), add_each
+                )
+                state.logits[slab * self.fragment.owned + i] += total
+        if cutlass.const_expr(state.argmax is not None):
+            for i in cutlass.range_constexpr(owned.start, owned.stop):
+                own = slab * self.fragment.owned + i
+                exceeds = row_max[i] > state.row_max[own]
+                if cute.arch.vote_any_sync(exceeds):
+                    leaf = functools.partial(first_of, self.fragment, frag, row, row_max[i], SHARED * i)
+                    (first,) = fold(leaf, min_each)
+                    if exceeds:
+                        state.argmax[own] = first
 
     def update(
         self,
@@ -295,15 +345,22 @@ class ForwardEpilogue:
                 self._end_more(tensors, state, own, exponent, one, number, token)
 
     def _end_more(self, tensors: ForwardTensors, state: ForwardState, own: int, exponent, one, number, token):
-        """The sums of terms: of gaps row_max - z, relative to exp(row_max); of gaps times weights, and of
-        the weights."""
+        """What terms have (MORE_PARTS): the sums of gaps row_max - z and of squares, relative to exp(row_max)
+        and its square; of gaps times weights, and of the weights; of logits; and the argmax."""
         sums = []
         if state.gap is not None:
             gap = exponent * state.row_sum[own] - state.gap[own]
             sums.append(gap * Float32(1 / maths.LOG2_E) / one)
+        if state.squares is not None:
+            factor = Float32(1 / SQUARED) / one
+            sums.append(state.squares[own] * factor * factor)
         if state.total is not None:
             total = exponent * state.seen[0] - state.total[own]
             sums += [total * Float32(1 / maths.LOG2_E), state.seen[0]]
+        if state.logits is not None:
+            sums.append(state.logits[own])
+        if state.argmax is not None:
+            sums.append(state.argmax[own].bitcast(Float32))
         if sums:
             n = cute.size(tensors.target)
             first = (Int64(number) * n + token) * len(sums)
@@ -317,6 +374,37 @@ def highest(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
     if first + j >= fragment.count:
         return (-Float32.inf,)
     return (row_stats.tree([frag[r, first + j] for r in range(len(fragment.rows))], cute.arch.fmax),)
+
+
+def sum_of(fragment: Fragment, frag: cute.Tensor, left: Int32, first: int, j: int):
+    """The sum of a thread's elements of a column, element first + j of a row, in the `left` rows from its
+    first on that are in the vocabulary."""
+    if first + j >= fragment.count:
+        return (Float32(0.0),)
+    values = [frag[r, first + j] for r in range(len(fragment.rows))]
+    inside = [row < left for row in fragment.rows]
+    pairs = zip(inside, values, strict=True)
+    return (row_stats.tree([Float32(cutlass.select_(*each, Float32(0.0))) for each in pairs], _add),)
+
+
+def _add(a, b):
+    return a + b
+
+
+def first_of(fragment: Fragment, frag: cute.Tensor, row: Int32, highest: Float32, first: int, j: int):
+    """The first row of a thread's elements of a column, element first + j of a row, that is `highest`, which
+    the column's owner has; row: of element 0."""
+    found = Int32(NOWHERE)
+    if first + j < fragment.count:
+        highest = spread(highest, j)
+        for r in reversed(range(len(fragment.rows))):
+            is_highest = frag[r, first + j] == highest
+            found = Int32(cutlass.select_(is_highest, row + fragment.rows[r], found))
+    return (found,)
+
+
+def min_each(a: Int32, b: Int32):
+    return (Int32(cutlass.min(a, b)),)
 
 
 def fmax_each(a: Float32, b: Float32):
@@ -337,17 +425,19 @@ def exponentials(
     *,
     in_place: bool,
     gaps: bool = False,
+    squares: bool = False,
     of: TotalOf | None = None,
     cap_factor: Callable[[int], Float32] | None = None,
 ):
     """The sum of 2^x, with x = z log2 e - base, of a thread's elements of a column, element first + j of a
-    row; with `gaps` also that of x 2^x, with `of` that of x times the rows' weights.
+    row; with `gaps` also that of x 2^x, with `squares` of (SQUARED 2^x)^2, with `of` of x times the rows'
+    weights.
 
     base: of the column that this lane owns among the 32 with elements first, first + 1, ...
     in_place: whether the exponentials replace the fragment's elements; with `cap_factor`, of
     each j, times the slope of the softcap that gave z (maths.slope_of_capped), which is not in the sums.
     """
-    c, several = first + j, 1 + gaps + (of is not None)
+    c, several = first + j, 1 + gaps + squares + (of is not None)
     if c >= fragment.count:
         return (Float32(0.0),) * several
     base = spread(base, j)
@@ -360,6 +450,9 @@ def exponentials(
         if gaps:
             # 0 times -inf is 0 here.
             each.append(term * cute.arch.fmax(exponent, Float32(NOTHING)))
+        if squares:
+            least = term * Float32(SQUARED)
+            each.append(least * least)
         if of is not None:
             counted = exponent if of.weight is None else exponent * of.weight[r]
             each.append(Float32(cutlass.select_(fragment.rows[r] < of.left, counted, Float32(0.0))))
