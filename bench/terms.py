@@ -15,7 +15,7 @@ TENSORS = ("linear_bias", "weight", "token_weight", "temperatures")
 """Made here: of the sizes of the call."""
 READ = "entropy_read"
 """An entropy without a gradient."""
-OUTPUTS = ("logprob", "lse", "entropy", READ)
+OUTPUTS = ("logprob", "lse", "entropy", READ, "log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
 """Those of linear_logprob, whose sum of these is the loss."""
 
 
@@ -61,7 +61,7 @@ def loss(text: str, request: providers.Request, hidden: Tensor, weight: Tensor) 
 
     def numbers(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         found = cute_lce.linear_logprob(x, w, y, outputs=names, **options, **given)
-        rows = torch.stack([getattr(found, name) for name in names]).sum(0)
+        rows = torch.stack([getattr(found, name).float() for name in names]).sum(0)
         return rows if request.reduction == "none" else rows.mean()
 
     return numbers

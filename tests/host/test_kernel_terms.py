@@ -103,6 +103,11 @@ def test_losses_of_the_kernels(asked, terms, forward, backward, reduction, sched
             ("logit_scale", GIVEN),
         ),
         ({"temperature": torch.ones(40)}, ("row_scale",), ("row_scale", GIVEN)),
+        (
+            {"outputs": ("is_top1", "logprob", "mean_logit", "log_sum_sq_probs", "argmax")},
+            ("squares", "logits", "argmax"),
+            (GIVEN,),
+        ),
     ],
     ids=lambda each: "-".join(each),
 )
@@ -124,7 +129,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         (linear_cross_entropy, {"softcap": 1e-8, "schedule": "keep"}),
         (linear_cross_entropy, {"softcap": 30.0, "logit_scale": 0.0}),
         (linear_logprob, {"outputs": ("topk_logprob",), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)}),
-        (linear_logprob, {"outputs": ("lse", "argmax"), "entropy_grad": False}),
+        (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs"), "schedule": "keep"}),
     ],
     ids=[
         "weighted smoothing kept",
@@ -137,7 +142,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         "low softcap kept",
         "softcap of zeros",
         "topk",
-        "argmax",
+        "squares kept",
     ],
 )
 def test_others_are_the_streaming_paths(asked, call, options):

@@ -245,9 +245,9 @@ class ForwardEpilogue:
         slab: cutlass.Constexpr[int],
         owned: cutlass.Constexpr[range],
     ):
-        """What terms want of the logits as they are: their sum; and where a tile's maximum exceeds that of all
-        before, as it seldom does, its first row becomes argmax. row_max (owned,): of the tokens `owned` by
-        this lane in a slab."""
+        """What terms want of the logits as they are: their sum; and where a tile's maximum exceeds that of
+        all before, as it seldom does, its first row becomes argmax. row_max (owned,): of the tokens `owned`
+        by this lane in a slab."""
         if cutlass.const_expr(state.logits is not None):
             for i in cutlass.range_constexpr(owned.start, owned.stop):
                 (total,) = fold(
