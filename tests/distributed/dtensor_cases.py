@@ -311,7 +311,6 @@ def tokens_and_vocabulary_sharded(here: Rank) -> None:
 CASES = (
     a_sharded_weight,
     sharded_tokens,
-    ops_of_sharded_tokens,
     placements_that_are_refused,
     a_parallel_style,
     fully_sharded_units,
@@ -319,3 +318,4 @@ CASES = (
     fully_sharded_and_tensor_parallel,
     tokens_and_vocabulary_sharded,
 )
+LAST_CASES = (ops_of_sharded_tokens,)

@@ -28,6 +28,7 @@ CASES = (
     *logprob_cases.CASES,
     *number_cases.CASES,
     *term_cases.CASES,
+    *dtensor_cases.LAST_CASES,
 )
 GLOO = {
     2: CASES,

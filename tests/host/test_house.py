@@ -62,7 +62,17 @@ def test_imports_run_downwards():
         ("streaming", {"arguments", "exchange", "implementation", "maths", "options", "plan"}),
         (
             "parallel",
-            {"arguments", "exchange", "implementation", "maths", "module", "ops", "options", "plan"}
+            {
+                "arguments",
+                "exchange",
+                "implementation",
+                "logprob",
+                "maths",
+                "module",
+                "ops",
+                "options",
+                "plan",
+            }
             | {"streaming"},
         ),
         (

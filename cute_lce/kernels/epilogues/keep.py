@@ -9,17 +9,8 @@ from cutlass import Boolean, Float32, Int32, Uint16
 
 from cute_lce import maths
 from cute_lce.arguments import KEPT_TILE
-from cute_lce.kernels.epilogues.statistics import (
-    ForwardEpilogue,
-    ForwardState,
-    ForwardTensors,
-    More,
-    TotalOf,
-    add_each,
-    exponentials,
-    fmax_each,
-    highest,
-)
+from cute_lce.kernels.epilogues.leaves import TotalOf, add_each, exponentials, fmax_each, highest
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors, More
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_ignored
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold

@@ -1,7 +1,6 @@
 """The forward's epilogue: row statistics of the logits, and the target's logit."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -11,6 +10,17 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.epilogues.leaves import (
+    SQUARED,
+    TotalOf,
+    add_each,
+    exponentials,
+    first_of,
+    fmax_each,
+    highest,
+    min_each,
+    sum_of,
+)
 from cute_lce.kernels.epilogues.store import Staging
 from cute_lce.kernels.epilogues.tokens import has_target, targets
 from cute_lce.kernels.fragment import SHARED, Fragment, fold, spread
@@ -19,9 +29,6 @@ from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
-NOTHING = -200.0  # an exponent whose exponential is 0
-SQUARED = 2.0**-32  # of exponentials that are squared: they are at most 2^HEADROOM
-NOWHERE = 2**31 - 1  # behind all classes
 
 
 class ForwardTensors(NamedTuple):
@@ -61,14 +68,6 @@ class ForwardState(NamedTuple):
     seen: Any = None
     logits: Any = None
     argmax: Any = None
-
-
-class TotalOf(NamedTuple):
-    """What a thread's rows count in a total: their classes' weights, or None for ones, and how many rows from
-    its first on are in the vocabulary."""
-
-    weight: Any
-    left: Int32
 
 
 class More(NamedTuple):
@@ -367,99 +366,3 @@ class ForwardEpilogue:
             partials = numbers(tensors.loss.more_partials + 4 * first, len(sums))
             for i, each in enumerate(sums):
                 partials[i] = each
-
-
-def highest(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
-    """The maximum of a thread's elements of a column, element first + j of a row."""
-    if first + j >= fragment.count:
-        return (-Float32.inf,)
-    return (row_stats.tree([frag[r, first + j] for r in range(len(fragment.rows))], cute.arch.fmax),)
-
-
-def sum_of(fragment: Fragment, frag: cute.Tensor, left: Int32, first: int, j: int):
-    """The sum of a thread's elements of a column, element first + j of a row, in the `left` rows from its
-    first on that are in the vocabulary."""
-    if first + j >= fragment.count:
-        return (Float32(0.0),)
-    values = [frag[r, first + j] for r in range(len(fragment.rows))]
-    inside = [row < left for row in fragment.rows]
-    pairs = zip(inside, values, strict=True)
-    return (row_stats.tree([Float32(cutlass.select_(*each, Float32(0.0))) for each in pairs], _add),)
-
-
-def _add(a, b):
-    return a + b
-
-
-def first_of(fragment: Fragment, frag: cute.Tensor, row: Int32, highest: Float32, first: int, j: int):
-    """The first row of a thread's elements of a column, element first + j of a row, that is `highest`, which
-    the column's owner has; row: of element 0."""
-    found = Int32(NOWHERE)
-    if first + j < fragment.count:
-        highest = spread(highest, j)
-        for r in reversed(range(len(fragment.rows))):
-            is_highest = frag[r, first + j] == highest
-            found = Int32(cutlass.select_(is_highest, row + fragment.rows[r], found))
-    return (found,)
-
-
-def min_each(a: Int32, b: Int32):
-    return (Int32(cutlass.min(a, b)),)
-
-
-def fmax_each(a: Float32, b: Float32):
-    return (cute.arch.fmax(a, b),)
-
-
-def add_each(*both: Float32):
-    half = len(both) // 2
-    return tuple(a + b for a, b in zip(both[:half], both[half:], strict=True))
-
-
-def exponentials(
-    fragment: Fragment,
-    frag: cute.Tensor,
-    base: Float32,
-    first: int,
-    j: int,
-    *,
-    in_place: bool,
-    gaps: bool = False,
-    squares: bool = False,
-    of: TotalOf | None = None,
-    cap_factor: Callable[[int], Float32] | None = None,
-):
-    """The sum of 2^x, with x = z log2 e - base, of a thread's elements of a column, element first + j of a
-    row; with `gaps` also that of x 2^x, with `squares` of (SQUARED 2^x)^2, with `of` of x times the rows'
-    weights.
-
-    base: of the column that this lane owns among the 32 with elements first, first + 1, ...
-    in_place: whether the exponentials replace the fragment's elements; with `cap_factor`, of
-    each j, times the slope of the softcap that gave z (maths.slope_of_capped), which is not in the sums.
-    """
-    c, several = first + j, 1 + gaps + squares + (of is not None)
-    if c >= fragment.count:
-        return (Float32(0.0),) * several
-    base = spread(base, j)
-    factor = None if cap_factor is None else cap_factor(j)
-    sums: list[list] = [[] for _ in range(several)]
-    for r in range(len(fragment.rows)):
-        exponent = maths.kept_exponent(frag[r, c], base, fma)
-        term = cute.math.exp2(exponent, fastmath=True)
-        each = [term]
-        if gaps:
-            # 0 times -inf is 0 here.
-            each.append(term * cute.arch.fmax(exponent, Float32(NOTHING)))
-        if squares:
-            least = term * Float32(SQUARED)
-            each.append(least * least)
-        if of is not None:
-            counted = exponent if of.weight is None else exponent * of.weight[r]
-            each.append(Float32(cutlass.select_(fragment.rows[r] < of.left, counted, Float32(0.0))))
-        for values, value in zip(sums, each, strict=True):
-            values.append(value)
-        if in_place:
-            z, frag[r, c] = frag[r, c], term
-            if factor is not None:
-                frag[r, c] = term * maths.slope_of_capped(z, factor, row_stats.fma)
-    return tuple(row_stats.tree(values, lambda a, b: a + b) for values in sums)
