@@ -386,6 +386,20 @@ def by_terms(file: str) -> Rows:
     ]
 
 
+def by_floor(file: str) -> Rows:
+    """Ours and the others, each pass of each shape."""
+    return [
+        [
+            f"{record['n']}, {record['d']}, {record['vocab']}",
+            "forward" if record["pass"] == "fwd" else "both",
+            record["provider"],
+            f"{record['ms']:.2f}",
+            f"{ratio(record):.3f}",
+        ]
+        for record in records(file)
+    ]
+
+
 def paper(file: str) -> Rows:
     """The paper's shapes: ours and the fastest peer of each pass, and the paper's own forward."""
     rows: Rows = []
@@ -474,6 +488,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         budgets,
         over_gpus,
         by_terms,
+        by_floor,
         paper,
         paper_errors,
         by_step,
