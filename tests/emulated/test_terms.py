@@ -17,8 +17,8 @@ from tests.device import forget_plans, two_sweeps
 from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
-from tests.emulated.token_stats import Numbers
-from tests.numerics import Case, assert_close, jumping, random_case
+from tests.emulated.token_stats import PLAIN, Numbers, repeating
+from tests.numerics import assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -124,21 +124,6 @@ def test_entropy(arch, dtype):
 
 
 NAMES = ("logprob", "lse", "entropy", "total_nll")
-PLAIN = ("log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
-"""Without a gradient."""
-
-
-def repeating(case: Case) -> Case:
-    """Each class again in its thread, in its warp and in other tiles: the first of equal ones wins."""
-    weight = case.linear_weight.clone()
-    half = len(weight) // 2
-    weight[8:16], weight[16:32] = weight[:8], weight[:16]
-    weight[64:96] = weight[:32]
-    weight[half : 2 * half] = weight[:half]
-    target = torch.where(torch.arange(len(case.target)) % 2 == 0, case.target, case.target % half)
-    case = replace(case, linear_weight=weight, target=target)
-    top = (case.input.double() @ weight.double().mT).argmax(1)
-    return replace(case, target=torch.where(torch.arange(len(top)) % 3 == 0, top, target))
 
 
 @each_architecture(("sm_90a", BF16))
