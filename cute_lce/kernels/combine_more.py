@@ -12,8 +12,6 @@ from cute_lce.kernels.combine import LANES, WARPS, CombineTensors
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import computed, origin
 
-NOWHERE = 2**31 - 1
-
 
 class CombineMore:
     """After kernels.combine, whose row_max and row_sum it reads; blocks, rows and lanes as there.
@@ -55,7 +53,7 @@ class CombineMore:
         shared_first = storage.first.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS)))
         sums = cute.make_rmem_tensor(max(len(self.sums), 1), Float32)
         sums.fill(0.0)
-        first_class, token = Int32(NOWHERE), Int32(0)
+        first_class, token = Int32(row_stats.NOWHERE), Int32(0)
         if row < n:
             token = origin(tensors.rows, row)
         if row < computed(tensors.rows):

@@ -15,7 +15,6 @@ from cute_lce.kernels.row_stats import fma
 
 NOTHING = -200.0  # an exponent whose exponential is 0
 SQUARED = 2.0**-32  # of exponentials that are squared: they are at most 2^HEADROOM
-NOWHERE = 2**31 - 1  # behind all classes
 
 
 class TotalOf(NamedTuple):
@@ -51,7 +50,7 @@ def _add(a, b):
 def first_of(fragment: Fragment, frag: cute.Tensor, row: Int32, highest: Float32, first: int, j: int):
     """The first row of a thread's elements of a column, element first + j of a row, that is `highest`, which
     the column's owner has; row: of element 0."""
-    found = Int32(NOWHERE)
+    found = Int32(row_stats.NOWHERE)
     if first + j < fragment.count:
         highest = spread(highest, j)
         for r in reversed(range(len(fragment.rows))):
