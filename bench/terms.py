@@ -15,8 +15,11 @@ TENSORS = ("linear_bias", "weight", "token_weight", "temperatures")
 """Made here: of the sizes of the call."""
 READ = "entropy_read"
 """An entropy without a gradient."""
-OUTPUTS = ("logprob", "lse", "entropy", READ, "log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
+TOPK = "topk"
+"""topk_logprob of so many random ids a token."""
+OUTPUTS = ("logprob", "lse", "entropy", READ, TOPK, "log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
 """Those of linear_logprob, whose sum of these is the loss."""
+_NAMES = {READ: "entropy", TOPK: "topk_logprob"}
 
 
 def parse(text: str) -> dict[str, float | None]:
@@ -24,8 +27,9 @@ def parse(text: str) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
-        if (name in NUMBERS) != bool(number) or name not in (*NUMBERS, *TENSORS, *OUTPUTS):
-            names = ", ".join((*(f"{each}=NUMBER" for each in NUMBERS), *TENSORS, *OUTPUTS))
+        if (name in (*NUMBERS, TOPK)) != bool(number) or name not in (*NUMBERS, *TENSORS, *OUTPUTS):
+            others = *TENSORS, *(each for each in OUTPUTS if each != TOPK)
+            names = ", ".join((*(f"{each}=NUMBER" for each in (*NUMBERS, TOPK)), *others))
             raise ValueError(f"--terms: got {part!r}, want none or some of {names}")
         found[name] = float(number) if number else None
     return found
@@ -56,12 +60,15 @@ def loss(text: str, request: providers.Request, hidden: Tensor, weight: Tensor) 
         return functools.partial(call, **options, **given)
     if "temperatures" in given:
         given["temperature"] = given.pop("temperatures")
-    names = tuple("entropy" if name == READ else name for name in outputs) or ("logprob",)
+    names = tuple(_NAMES.get(name, name) for name in outputs) or ("logprob",)
+    if TOPK in terms:
+        given["topk_ids"] = torch.randint(V, (n, int(terms[TOPK] or 0)), device=device)
     options["entropy_grad"] = READ not in terms
 
     def numbers(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         found = cute_lce.linear_logprob(x, w, y, outputs=names, **options, **given)
-        rows = torch.stack([getattr(found, name).float() for name in names]).sum(0)
+        each = [getattr(found, name).float() for name in names]
+        rows = torch.stack([number.sum(-1) if number.dim() > 1 else number for number in each]).sum(0)
         return rows if request.reduction == "none" else rows.mean()
 
     return numbers

@@ -385,6 +385,7 @@ _SM_90A = Architecture(
         ("total", 160),
         ("logits", 160),
         ("argmax", 160),
+        ("topk", 176),
         ("gap", 176),
         ("uniform", 176),
         ("shared", 176),

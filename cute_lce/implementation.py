@@ -297,7 +297,8 @@ class Stats(NamedTuple):
     For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for.
     kept (n, kept_columns): products of hidden and weight, or what kernels keep, with kept_scale, as in
     Results; onehot_ratio: what was subtracted from that at the target, over the softmax, where it is not 1.
-    target_logit: z of the target, if there is a softcap.
+    target_logit: z of the target, if there is a softcap; topk_logit (n, K): likewise of the ids, of
+    use where they are classes.
     """
 
     logprob: Tensor | None = None
@@ -316,6 +317,7 @@ class Stats(NamedTuple):
     target_logit: Tensor | None = None
     kept_scale: Tensor | None = None
     onehot_ratio: Tensor | None = None
+    topk_logit: Tensor | None = None
 
 
 class StatsUpstream(NamedTuple):
@@ -338,6 +340,7 @@ class StatsSaved(NamedTuple):
     target_logit: Tensor | None = None
     kept_scale: Tensor | None = None
     onehot_ratio: Tensor | None = None
+    topk_logit: Tensor | None = None
 
 
 def outputs_of(terms: TermOptions) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         ("--log-sum-sq-probs", "for that of linear_logprob beside what else is asked for"),
         ("--mean-logit", "likewise"),
         ("--argmax", "likewise, and for is_top1"),
+        ("--topk", "for topk_logprob, with a gradient, whatever K is"),
         ("--temperatures", "with a tensor of temperatures"),
     ):
         command.add_argument(option, action="store_true", help=text)
@@ -102,12 +103,14 @@ def terms_of(args: argparse.Namespace) -> Terms:
         "logits": args.mean_logit,
         "argmax": args.argmax,
     }
-    forward = *logits, *weights, *(term for term in MORE_PARTS if sums[term])
+    topk = ("topk",) * args.topk
+    forward = *logits, *weights, *(term for term in MORE_PARTS if sums[term]), *topk
     smooth_cap = args.softcap and args.label_smoothing
-    keeps = None if args.entropy or args.log_sum_sq_probs or weights or smooth_cap else forward
+    recomputes = args.entropy or args.log_sum_sq_probs or args.topk or weights or smooth_cap
+    keeps = None if recomputes else forward
     if keeps is not None and (args.z_loss or args.label_smoothing):
         keeps = (*keeps, "proportion")
-    more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights
+    more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights, *topk
     if more or args.linear_bias or args.softcap or args.z_loss or args.temperatures:
         more = "coefficients", *more
     bias = ("bias_gradient",) * args.linear_bias

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
-from cute_lce.arguments import COMBINE_ROWS, MORE_PARTS
+from cute_lce.arguments import COMBINE_ROWS, MORE_PARTS, NO_CLASS
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.combine import LANES, WARPS, CombineTensors
 from cute_lce.kernels.logits import numbers
@@ -53,7 +53,7 @@ class CombineMore:
         shared_first = storage.first.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS)))
         sums = cute.make_rmem_tensor(max(len(self.sums), 1), Float32)
         sums.fill(0.0)
-        first_class, token = Int32(row_stats.NOWHERE), Int32(0)
+        first_class, token = Int32(NO_CLASS), Int32(0)
         if row < n:
             token = origin(tensors.rows, row)
         if row < computed(tensors.rows):

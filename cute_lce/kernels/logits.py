@@ -48,7 +48,7 @@ def of_tokens(
     for i in cutlass.range_constexpr(fragment.owned):
         token, exists = fragment.owned_column(column, slab, i, n)
         if exists:
-            own[i] = given[_of_operands(rows, token)]
+            own[i] = given[of_operands(rows, token)]
     return own
 
 
@@ -66,12 +66,12 @@ def _of_token(
     own = Float32(0.0)
     token, exists = fragment.owned_column(column, slab, i, n)
     if exists:
-        own = numbers(address, n)[_of_operands(rows, token)]
+        own = numbers(address, n)[of_operands(rows, token)]
     return own
 
 
 @cute.jit
-def _of_operands(rows: Compacted, at: Int32) -> Int32:
+def of_operands(rows: Compacted, at: Int32) -> Int32:
     """Which of the operands' tokens the launch's token `at` is, compacted or not."""
     token = rows.first + at
     if rows.source.iterator.toint() != 0:

@@ -12,9 +12,6 @@ from cutlass import Float32, Int32
 from cute_lce import maths
 from cute_lce.arguments import REDUCTIONS
 
-NOWHERE = 2**31 - 1
-"""Behind all classes."""
-
 
 def exp(exponent):
     """e^exponent, from exp2.approx."""

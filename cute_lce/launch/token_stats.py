@@ -38,6 +38,7 @@ from .forward import KernelForward
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
 from .token_terms import Gradient, Shared, Tensors, kept_gradient, loss_of
+from .topk import Topk
 
 STATISTICS_OF = {
     "entropy": "entropy",
@@ -48,7 +49,7 @@ STATISTICS_OF = {
     "is_top1": "argmax",
 }
 """The numbers that need more than a row's maximum and sum, and the terms of a forward that give it."""
-SERVED = ("logprob", "lse", *STATISTICS_OF)
+SERVED = ("logprob", "lse", "topk_logprob", *STATISTICS_OF)
 """The numbers that kernels compute."""
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     cap = options.softcap
     if cap is not None and not maths.softcap_fits(cap, options.logit_scale, options.temperature):
         return False
-    return operands.topk_ids is None and set(options.outputs) <= set(SERVED)
+    return set(options.outputs) <= set(SERVED)
 
 
 def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
@@ -171,6 +172,11 @@ def forward(
             lse_slope=2.0 * options.z_loss,
             onehot_ratio=ratio.data_ptr(),
         )
+    valid = ~is_ignored(given.target, options.ignore_index)
+    topk, topk_values = Topk.of(operands.topk_ids, valid, given.weight.shape[0]), None
+    if topk is not None:
+        topk_values = torch.empty(topk.ids.shape, dtype=torch.float32, device=device)
+        loss = topk.added_to(loss, topk_values)
     parts = sum(MORE_PARTS[term] for term in more)
     request = request._replace(statistics=True, limits=_beside_more_partials(given, request, parts))
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
@@ -186,6 +192,11 @@ def forward(
     assert row_max is not None
     assert row_sum is not None
     own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
+    if topk is not None and topk_values is not None:
+        own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
+    elif operands.topk_ids is not None:
+        none = row_max.new_zeros(operands.topk_ids.shape)
+        own = own._replace(topk_logit=none, topk_known=none.bool())
     if merge is not None:
         own = merge(own)
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
@@ -203,9 +214,14 @@ def forward(
         value = getattr(own, name)
         if value is not None:
             numbers[name] = value
-    valid = ~is_ignored(given.target, options.ignore_index)
+    wanted = {
+        name: numbers[name].masked_fill(~valid, 0) for name in options.outputs if name != "topk_logprob"
+    }
+    if own.topk_logit is not None and own.topk_known is not None:
+        each = maths.logprob(log_row_sum.unsqueeze(1), own.row_max.unsqueeze(1), own.topk_logit)
+        wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & own.topk_known, each, 0)
     return Stats(
-        **{name: numbers[name].masked_fill(~valid, 0) for name in options.outputs},
+        **wanted,
         row_max=own.row_max,
         row_sum=own.row_sum,
         mean_gap=own.mean_gap,
@@ -213,6 +229,7 @@ def forward(
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=ratio,
+        topk_logit=own.topk_logit if loss.cap else None,
     )
 
 

@@ -14,6 +14,7 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..streaming.token_stats import Coefficients
+from .topk import Topk
 
 AT_ONCE = 1 << 22
 """Hidden numbers that are summed over tokens at once."""
@@ -53,6 +54,12 @@ class Loss(NamedTuple):
     kept_factor: int = 0
     gap: int = 0
     uniform: int = 0
+    topk_ids: int = 0
+    topk_starts: int = 0
+    topk_values: int = 0
+    topk: int = 0
+    topk_buckets: int = 0
+    topk_shift: int = 0
     shared: int = 0
     weight_sum: int = 0
     hidden_sum: int = 0
@@ -141,9 +148,8 @@ class Gradient(NamedTuple):
             loss = loss._replace(row_factor=row_factor.data_ptr())
         softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
         target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
-        if loss.cap and saved.target_logit is not None:
-            cap = loss.cap if tensors.row_scale is None else loss.cap * tensors.row_scale
-            target *= maths.cap_slope(saved.target_logit / cap)
+        if saved.target_logit is not None:
+            target *= _slope(saved.target_logit, loss, tensors)
         gap, uniform = coefficients.gap_factor, coefficients.uniform
         if gap is not None:
             gap = maths.softmax_factor(gap * factor, saved.row_sum)
@@ -153,7 +159,15 @@ class Gradient(NamedTuple):
             loss = loss.with_terms("uniform", uniform=uniform.data_ptr())
             if tensors.class_weight is not None:
                 loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
-        return cls(loss, target, softmax, (row_factor, gap, uniform, *tensors))
+        topk, values = Topk.of(operands.topk_ids, valid, operands.weight.shape[0]), None
+        if coefficients.topk is not None and topk is not None:
+            rows = factor.unsqueeze(1) if isinstance(factor, Tensor) else factor
+            values = coefficients.topk * rows
+            if saved.topk_logit is not None:
+                values *= _slope(saved.topk_logit, loss, tensors)
+            values = values.gather(1, topk.order)
+            loss = topk.added_to(loss, values)
+        return cls(loss, target, softmax, (row_factor, gap, uniform, values, *(topk or ())[:3], *tensors))
 
 
 def kept_gradient(
@@ -222,6 +236,16 @@ class Shared(NamedTuple):
             hidden_sum=0 if self.rows is None else self.rows.data_ptr(),
         )
         return gradient._replace(loss=loss, others=(*gradient.others, *self))
+
+
+def _slope(logit: Tensor, loss: Any, tensors: Tensors) -> Tensor | float:
+    """The derivative of a softcap where it gave z; logit (n, ...)."""
+    if not loss.cap:
+        return 1.0
+    cap = loss.cap
+    if tensors.row_scale is not None:
+        cap = (cap * tensors.row_scale).view(-1, *[1] * (logit.dim() - 1))
+    return maths.cap_slope(logit / cap)
 
 
 def _product_factor(loss: Any, tensors: Tensors, valid: Tensor) -> Tensor | float:

@@ -112,8 +112,10 @@ def fake_token_stats(*arguments):
         shapes["mean_gap"] = (n,)
     if options.softcap is not None:
         shapes["target_logit"] = (n,)
-    if "topk_logprob" in options.outputs and ids is not None:
+    if ids is not None:
         shapes["topk_logprob"] = tuple(ids.shape)
+        if options.softcap is not None:
+            shapes["topk_logit"] = tuple(ids.shape)
     kept = _empty_kept(operands, options, kept_columns)
     return tuple(
         kept[name] if name in kept else input.new_empty(shapes.get(name, (0,)), dtype=_DTYPES.get(name, acc))

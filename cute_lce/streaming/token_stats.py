@@ -225,6 +225,7 @@ def _numbers(sums: RowSums, options: StatsOptions, valid: Tensor) -> Stats:
         row_sum=sums.row_sum,
         mean_gap=sums.mean_gap,
         target_logit=sums.target_logit if options.softcap is not None else None,
+        topk_logit=sums.topk_logit if options.softcap is not None else None,
     )
 
 
@@ -233,8 +234,8 @@ def _are_classes(ids: Tensor, V: int) -> Tensor:
 
 
 class Coefficients(NamedTuple):
-    """See the file's docstring; (n,), but topk (n, K): what is added at an id's first occurrence in its row.
-    0 in ignored rows. target: wherever the target is, of a shard too."""
+    """See the file's docstring; (n,), but topk (n, K): of each of the ids, which may be equal. 0 in ignored
+    rows. target: wherever the target is, of a shard too."""
 
     softmax: Tensor
     gap_factor: Tensor | None
@@ -277,7 +278,7 @@ def coefficients_of(
     if given.topk_logprob is not None and operands.topk_ids is not None:
         classes = _are_classes(operands.topk_ids, operands.weight.shape[0])
         each = torch.where(classes, given.topk_logprob, 0)
-        softmax, topk = softmax - each.sum(1), _at_first(operands.topk_ids, each)
+        softmax, topk = softmax - each.sum(1), each
     return Coefficients(softmax, gap_factor, uniform, given.logprob, topk)
 
 
@@ -326,6 +327,9 @@ def gradients(
     gap_factor = coefficients.gap_factor
     if gap_factor is not None:
         gap_factor = torch.where(valid, maths.softmax_factor(gap_factor, saved.row_sum), 0).unsqueeze(1)
+    topk, ids = coefficients.topk, operands.topk_ids
+    if topk is not None and ids is not None:
+        topk = _at_first(ids, topk)
     # One in another shard is in no window.
     classes = target.long()
     dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
@@ -355,9 +359,9 @@ def gradients(
         if coefficients.target is not None:
             inside, column = in_window(classes, low, high)
             dlogits.scatter_add_(1, column, torch.where(inside, coefficients.target, 0).unsqueeze(1))
-        if coefficients.topk is not None and operands.topk_ids is not None:
-            inside, column = _ids_in_window(operands.topk_ids, low, high)
-            dlogits.scatter_add_(1, column, torch.where(inside, coefficients.topk, 0))
+        if topk is not None and ids is not None:
+            inside, column = _ids_in_window(ids, low, high)
+            dlogits.scatter_add_(1, column, torch.where(inside, topk, 0))
         dlogits.mul_(factor)
         if slope is not None:
             dlogits.mul_(slope)

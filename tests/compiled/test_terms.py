@@ -61,6 +61,11 @@ TERMS = {
     "bias": (("linear_bias",), ("linear_bias", "coefficients", "bias_gradient")),
     "numbers": (("row_scale", "entropy", "squares", "logits", "argmax"), ("coefficients",)),
     "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),
+    "topk": (("topk",), ("coefficients", "topk")),
+    "topk_beside": (
+        ("linear_bias", "softcap", "row_scale", "entropy", "argmax", "topk"),
+        ("linear_bias", "softcap", "row_scale", "coefficients", "gap", "topk", "bias_gradient"),
+    ),
 }
 
 

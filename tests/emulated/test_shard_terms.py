@@ -78,12 +78,13 @@ def run(
             leaves.get("dbias"),
             None if whole.class_weight is None else whole.class_weight[rows].clone(),
             None if whole.temperature is None else whole.temperature.clone(),
+            None if whole.topk_ids is None else whole.topk_ids.clone(),
         )
         spread = Spread(group, None if equal else start, None, grad_input, sm_margin)  # pyright: ignore
         found = numbers_of(own, options, loss, compute, spread)
         values = {name: getattr(found.stats, name) for name in options.outputs}
         # To the last bit, nan included.
-        every = group.gather(torch.stack([each.detach().float() for each in values.values()]))
+        every = group.gather(torch.cat([each.detach().float().flatten() for each in values.values()]))
         assert all(torch.equal(each.view(torch.int32), every[0].view(torch.int32)) for each in every)
         differentiated = [values[name] for name in upstream]
         given = torch.autograd.grad(differentiated, [*leaves.values()], [*upstream.values()])
@@ -295,39 +296,16 @@ def test_slices_of_tokens(arch, dtype, sliced_target):
         assert_close(name, got, want, base.to(got.dtype))
 
 
-def test_numbers_that_only_the_streaming_path_has():
-    """Beside sums that the kernels merge."""
-    case = ignoring(random_case(20, 64, 140, BF16))
-    outputs = ("logprob", "topk_logprob", "argmax", "is_top1", "log_sum_sq_probs", "mean_logit")
+@each_of(("sm_90a", BF16))
+def test_topk_of_shards(arch, dtype):
+    """Beside sums that the kernels merge; each shard has some of the ids, and one row's are all of one."""
+    case = ignoring(random_case(20, 64, 140, dtype, scale=4.0))
     ids = torch.arange(60).view(20, 3) * 5 % 150
-
-    def on(rank: int) -> list[Tensor]:
-        shard = case.linear_weight[70 * rank : 70 * rank + 70].clone()
-        given = StatsOperands(case.input.clone(), shard, case.target.clone(), topk_ids=ids.clone())
-        return linear_logprob(
-            given,
-            Wanted(outputs, True, 1.0),
-            LossOptions("none", case.ignore_index),
-            TermOptions(),
-            ComputeOptions(),
-            Spread(group),  # pyright: ignore
-        )
-
-    with ranks("sm_90a", 2) as (group, counts):
-        found = group.run(on)
-    assert [name for name in counts.launched if "Merge" in name]
-    options: dict[str, Any] = {"ignore_index": case.ignore_index, "topk_ids": ids}
-    exact, plain = (
-        reference.linear_logprob(case.input.to(kind), case.linear_weight.to(kind), case.target, **options)
-        for kind in (torch.float64, torch.float32)
-    )
-    for name, first, second in zip(outputs, *found, strict=True):
-        want, base = getattr(exact, name), getattr(plain, name)
-        assert torch.equal(first, second)
-        if first.is_floating_point():
-            assert_close(name, first, want, base)
-        else:
-            assert torch.equal(first, want)
+    ids[:, 1], ids[7] = case.target, 3
+    names = "logprob", "topk_logprob"
+    numbers = Numbers(case, (*names, *token_stats.PLAIN), names, softcap=6.0, topk_ids=ids)
+    launched = check(numbers, arch, [50, 90])
+    assert [name for name in launched if "Merge" in name]
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import PLAIN, Numbers, repeating
-from tests.numerics import assert_close, jumping, random_case
+from tests.numerics import Case, assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -151,6 +151,83 @@ def test_numbers_beside_what_is_kept(arch, dtype, kept):
     case = jumping(case, {300: 100.0 if dtype is BF16 else 12.0}, slice(5, None, 6))
     numbers = Numbers(case, ("logprob", "mean_logit", "argmax", "is_top1"), temperature=0.7)
     token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))
+
+
+def given_ids(case: Case, K: int, seed: int = 0) -> torch.Tensor:
+    """Some the target, some equal, neighbours, in the last classes, and some no class."""
+    n, V = len(case.target), len(case.linear_weight)
+    ids = torch.randint(V, (n, K), generator=torch.Generator().manual_seed(seed))
+    ids[::2, 0] = case.target.long()[::2]
+    ids[1::3, 1], ids[2::3, -1] = ids[1::3, 0], V - 1
+    ids[::5] = torch.arange(K) + V // 2
+    ids[3::7, K // 2], ids[4::7, 2] = -5, V + seed
+    return ids
+
+
+@each_architecture(("sm_90a", BF16), ("sm_100a", FP16))
+def test_topk(arch, dtype):
+    """Of a row whose other coefficients are 0 too, and of one that is ignored."""
+    case = ignoring(random_case(21, 72, 330, dtype, scale=4.0))
+    ids, names = given_ids(case, 9), ("logprob", "topk_logprob")
+    numbers = Numbers(case, names, names, topk_ids=ids)
+    run = token_stats.run(numbers, arch, window=130)
+    token_stats.check(numbers, run)
+    assert terms_of_keys(run) == {("topk",), ("coefficients", "topk")}
+    wrong = ids.clone()
+    wrong[2, 4] += 1
+    with pytest.raises(AssertionError):
+        token_stats.check(replace(numbers, topk_ids=wrong), run)
+
+
+@each_architecture(("sm_100a", BF16))
+def test_topk_of_other_logits(arch, dtype):
+    """Capped, with a temperature of each row and a bias, whose gradient has that of the ids."""
+    case = ignoring(random_case(45, 72, 201, dtype, scale=4.0))
+    numbers = Numbers(
+        case,
+        ("topk_logprob", "entropy", "lse"),
+        ("topk_logprob", "entropy"),
+        linear_bias=torch.linspace(-3, 3, 201).to(dtype),
+        softcap=6.0,
+        temperature=torch.linspace(0.3, 3, 45),
+        topk_ids=given_ids(case, 5).int(),
+    )
+    token_stats.check(numbers, token_stats.run(numbers, arch, window=130))
+
+
+@full
+@both
+@pytest.mark.parametrize("seed", range(20))
+def test_topk_of_any_schedule_of_warps(arch, seed):
+    dtype = FP16 if seed % 2 else BF16
+    n, V, K = 30 + 7 * seed, 190 + 37 * seed, (5, 1 + 64 * (seed % 2), 300)[seed % 3]
+    case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, dtype, scale=6.0, seed=seed))
+    ids = given_ids(case, K, seed) if K > 4 else torch.randint(-3, V + 3, (n, K))
+    numbers = Numbers(
+        case,
+        (*LOSS, "topk_logprob"),
+        (("topk_logprob",), ("logprob", "topk_logprob"))[seed % 2],
+        softcap=10.0 if seed % 3 == 0 else None,
+        temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
+        linear_bias=torch.linspace(-1, 1, V).to(dtype) if seed % 3 == 1 else None,
+        topk_ids=ids,
+    )
+    needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
+    run = token_stats.run(numbers, arch, seed=seed, window=130 if seed % 2 else 0, **needs)
+    token_stats.check(numbers, run)
+
+
+@each_architecture(("sm_90a", BF16))
+def test_topk_of_compacted_rows(arch, dtype, monkeypatch):
+    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
+    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
+    forget_plans()
+    case = ignoring(random_case(20, 64, 200, dtype, scale=4.0))
+    names = ("logprob", "topk_logprob")
+    numbers = Numbers(case, names, names, topk_ids=given_ids(case, 6))
+    run = token_stats.run(numbers, arch)
+    token_stats.check(numbers, run)
+    assert any("Gather" in name for name in run.emulator.launched)
 
 
 @each_architecture(("sm_90a", FP16))

@@ -56,6 +56,7 @@ class Numbers:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     entropy_grad: bool = True
+    topk_ids: Tensor | None = None
 
     @property
     def options(self) -> StatsOptions:
@@ -85,7 +86,7 @@ class Numbers:
         temperature = self.temperature if isinstance(self.temperature, Tensor) else None
         others = (
             None if each is None else each.clone()
-            for each in (self.linear_bias, self.class_weight, temperature)
+            for each in (self.linear_bias, self.class_weight, temperature, self.topk_ids)
         )
         return StatsOperands(case.input.clone(), case.linear_weight.clone(), case.target.clone(), *others)
 
@@ -93,7 +94,10 @@ class Numbers:
     def upstream(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(7)
         n = len(self.case.target)
-        found = {name: torch.randn(n, generator=generator) * 3 for name in self.differentiated}
+        shapes = {"topk_logprob": () if self.topk_ids is None else self.topk_ids.shape}
+        found = {
+            name: torch.randn(shapes.get(name, (n,)), generator=generator) * 3 for name in self.differentiated
+        }
         for each in found.values():
             each[::4] = 0
         return found
@@ -179,6 +183,11 @@ def by_torch(
         "argmax": z.argmax(1),
     }
     values = {name: value.masked_fill(ignored, 0) for name, value in values.items()}
+    if numbers.topk_ids is not None:
+        ids, V = numbers.topk_ids.long(), case.linear_weight.shape[0]
+        values["topk_logprob"] = each.gather(1, ids.clamp(0, V - 1))
+        nothing = (ids < 0) | (ids >= V) | ignored.unsqueeze(1)
+        values["topk_logprob"] = values["topk_logprob"].masked_fill(nothing, 0)
     values["is_top1"] = (values["argmax"] == case.target) & ~ignored
     upstream = {name: given.to(wide) for name, given in numbers.upstream.items()}
     if numbers.is_loss:

@@ -341,8 +341,9 @@ class known_allocations:
         class Record(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 out = func(*args, **(kwargs or {}))
-                if _is_tensor(out) and out.device.type == "cpu" and out.numel():
-                    tensors.append(out)
+                for each in out if isinstance(out, tuple) else (out,):
+                    if _is_tensor(each) and each.device.type == "cpu" and each.numel():
+                        tensors.append(each)
                 return out
 
         self._mode = Record()

@@ -331,6 +331,42 @@ def test_the_kernels_numbers(dtype, temperature, shape):
             assert_close(f"{name} of {chosen}", one, want, plain.to(dtype), rounding=2 * 2.0**-8)
 
 
+@dtypes
+@pytest.mark.parametrize("K", [1, 64, 300])
+def test_the_kernels_topk(dtype, K):
+    """Beside the others, where most ids are in few tiles, and with a softcap and a bias."""
+    n, d, V = 1100, 256, 20000
+    case = device_case(n, d, V, dtype)
+    case.target[::3] = case.ignore_index
+    ids = torch.randint(-3, V + 3, (n, K), device="cuda", generator=torch.Generator("cuda").manual_seed(K))
+    ids[::2] = ids[::2].clamp(min=0) % 300
+    ids[:, 0] = case.target
+    bias = torch.linspace(-1, 1, V, device="cuda").to(dtype)
+    for names, terms in (
+        (("topk_logprob",), {}),
+        (("logprob", "entropy", "topk_logprob"), {"softcap": 8.0, "temperature": 0.7, "linear_bias": bias}),
+    ):
+        shape = n, len(names) - 1 + K
+        upstream = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(K + 1))
+
+        def run(function, wide, names=names, terms=terms, upstream=upstream):
+            given = [case.input, case.linear_weight, *(terms[name] for name in ("linear_bias",) if terms)]
+            leaves = [each.detach().to(wide).requires_grad_() for each in given]
+            options = {**terms, **({"linear_bias": leaves[2]} if terms else {})}
+            if function is linear_logprob:
+                options["outputs"] = names
+            found = function(*leaves[:2], case.target, topk_ids=ids, **options)
+            numbers = [getattr(found, name).reshape(n, -1) for name in names]
+            dnumbers = upstream.to(numbers[0].dtype).split([each.shape[1] for each in numbers], 1)
+            return *(each.detach() for each in numbers), *torch.autograd.grad(numbers, leaves, dnumbers)
+
+        found = run(linear_logprob, dtype)
+        expected, plain = (run(reference.linear_logprob, wide) for wide in (torch.float64, FP32))
+        for i, (one, want, other) in enumerate(zip(found, expected, plain, strict=True)):
+            rounding = 2 * 2.0**-8 if i >= len(names) else 0.0
+            assert_close(f"{i} of {names}", one, want, other.to(one.dtype), rounding=rounding)
+
+
 def check_top(found, expected):
     """Where float32 sees two logits as equal, or in another order, the other one may be first."""
     agree = (found.argmax == expected.argmax).double().mean()

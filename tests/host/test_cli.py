@@ -329,6 +329,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         ),
         ("--entropy", ("entropy",), (*given, "gap")),
         ("--argmax --mean-logit", ("logits", "argmax"), plain, ("logits", "argmax"), plain),
+        ("--topk --argmax", ("argmax", "topk"), (*given, "topk")),
         ("--log-sum-sq-probs --entropy --argmax", ("entropy", "squares", "argmax"), (*given, "gap")),
         ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
         ("--label-smoothing", *smooth),

@@ -108,6 +108,12 @@ def test_losses_of_the_kernels(asked, terms, forward, backward, reduction, sched
             ("squares", "logits", "argmax"),
             (GIVEN,),
         ),
+        (
+            {"outputs": ("topk_logprob", "lse"), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)},
+            ("topk",),
+            (GIVEN, "topk"),
+        ),
+        ({"outputs": ("topk_logprob", "logprob"), "topk_ids": torch.zeros(40, 0).long()}, (), (GIVEN,)),
     ],
     ids=lambda each: "-".join(each),
 )
@@ -128,7 +134,14 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         (linear_cross_entropy, {"softcap": 1e8}),
         (linear_cross_entropy, {"softcap": 1e-8, "schedule": "keep"}),
         (linear_cross_entropy, {"softcap": 30.0, "logit_scale": 0.0}),
-        (linear_logprob, {"outputs": ("topk_logprob",), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)}),
+        (
+            linear_logprob,
+            {
+                "outputs": ("topk_logprob", "logprob"),
+                "topk_ids": torch.zeros(40, 2, dtype=torch.int64),
+                "schedule": "keep",
+            },
+        ),
         (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs"), "schedule": "keep"}),
     ],
     ids=[
@@ -141,7 +154,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         "high softcap",
         "low softcap kept",
         "softcap of zeros",
-        "topk",
+        "topk kept",
         "squares kept",
     ],
 )

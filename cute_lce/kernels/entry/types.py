@@ -133,7 +133,7 @@ def compacted(rows: arguments.Rows, n: Int32) -> Compacted:
 
 def has_numbers_of_tokens(loss: arguments.LossArguments) -> bool:
     """Whether terms have vectors that epilogues read by the tokens' origins."""
-    return any(term in loss.terms for term in ("row_scale", "gap", "uniform", "bias_gradient"))
+    return any(term in loss.terms for term in ("row_scale", "topk", "gap", "uniform", "bias_gradient"))
 
 
 def gather_tensors(

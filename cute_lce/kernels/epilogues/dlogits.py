@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.epilogues.ids import visit_ids
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import (
     NO_ROW,
@@ -136,6 +137,8 @@ class DlogitsEpilogue:
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     if row + fragment.rows[r] == target:
                         frag[r, c] = maths.dlogits(frag[r, c], scale)
+        if cutlass.const_expr("topk" in tensors.loss.terms):
+            visit_ids(tensors, fragment, frag, tensors.first + row, column, slab, adds=True)
         if state.ignored.any:
             for i in cutlass.range_constexpr(fragment.owned):
                 zero_ignored(fragment, state.ignored, frag, slab, i)

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_lce import maths
+from cute_lce.arguments import NO_CLASS
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.fragment import Fragment, spread
 from cute_lce.kernels.row_stats import fma
@@ -50,7 +51,7 @@ def _add(a, b):
 def first_of(fragment: Fragment, frag: cute.Tensor, row: Int32, highest: Float32, first: int, j: int):
     """The first row of a thread's elements of a column, element first + j of a row, that is `highest`, which
     the column's owner has; row: of element 0."""
-    found = Int32(row_stats.NOWHERE)
+    found = Int32(NO_CLASS)
     if first + j < fragment.count:
         highest = spread(highest, j)
         for r in reversed(range(len(fragment.rows))):

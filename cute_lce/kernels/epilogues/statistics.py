@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
+from cute_lce.kernels.epilogues.ids import visit_ids
 from cute_lce.kernels.epilogues.leaves import (
     SQUARED,
     TotalOf,
@@ -299,8 +300,8 @@ class ForwardEpilogue:
         column: Int32,
         slab: cutlass.Constexpr[int],
     ):
-        """Products become logits, rows beyond the vocabulary -inf; the targets' logits in the fragment are
-        stored."""
+        """Products become logits, rows beyond the vocabulary -inf; the targets' logits in the fragment, and
+        those of given ids, are stored."""
         fragment = self.fragment
         if cutlass.const_expr(has_own_logits(tensors.loss)):
             own = tile_logits(tensors, row, tensors.vocab - 1, column, slab, fragment)
@@ -327,6 +328,8 @@ class ForwardEpilogue:
                     if row + fragment.rows[r] == target:
                         token = column + (slab * fragment.columns + fragment.offset(c))
                         tensors.target_logit[token] = frag[r, c]
+        if cutlass.const_expr("topk" in tensors.loss.terms):
+            visit_ids(tensors, fragment, frag, row, column, slab, adds=False)
 
     @cute.jit
     def end(self, tensors: ForwardTensors, state: ForwardState, column: Int32, partial: Int32):
