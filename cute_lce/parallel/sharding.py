@@ -26,6 +26,9 @@ OPS = (
 OF_CLASSES = {"linear_weight", "linear_bias", "class_weight"}
 SUMS = {"num_valid", "dlinear_weight", "dlinear_bias", "dweight_accumulator", "dbias_accumulator"}
 """Over the tokens of each rank."""
+BESIDE_KEPT = {"kept_scale", "onehot_ratio"}
+"""Of the tokens of `kept`, whose placement decides, and so never redistributed. There may be none of them:
+that depends on the device, for which torch before 2.13 takes the CPU where it asks for their shapes."""
 GRADIENTS = {
     "need_dinput": ("dinput", "dinput_accumulator"),
     "need_dweight": ("dlinear_weight", "dweight_accumulator"),
@@ -77,6 +80,6 @@ def _absent(values: dict[str, Any]) -> Iterator[str]:
 
 def _of_tokens(name: str) -> Placement:
     """Where the tokens are sharded."""
-    if name in OF_CLASSES:
+    if name in OF_CLASSES or name in BESIDE_KEPT:
         return Replicate()
     return Partial() if name in SUMS else Shard(0)
