@@ -29,6 +29,8 @@ ELSEWHERE, IGNORED = -1, -100
 """Targets counted from a shard's first class: of another shard, and of an ignored token."""
 NO_CLASS = 2**31 - 1
 """Greater than any class."""
+TOPK_CLASSES, TOPK_TOKENS = 128, 16
+"""Classes and tokens whose given ids lie together (TERMS' topk)."""
 KEPT_TILE = 128
 """Columns that are kept, or not, together."""
 UNIT = 32
@@ -56,12 +58,11 @@ TERMS: dict[str, dict[str, Any]] = {
     "logits": {"more_partials": Address, "logit_sum": Address},
     "argmax": {"more_partials": Address, "argmax": Address},
     "topk": {
-        "topk_ids": Address,
+        "topk_entries": Address,
         "topk_starts": Address,
         "topk_values": Address,
-        "topk": Int32,
-        "topk_buckets": Int32,
-        "topk_shift": Int32,
+        "topk_units": Int32,
+        "topk_blocks": Int32,
     },
     "proportion": {
         "target_weight": Address,
@@ -88,9 +89,10 @@ exp(2 (z - row_max)). total: total_gap (n,), the sum of row_max - z, times class
 logits: logit_sum (n,), that of z. argmax: argmax (n,) int32, the first class with the largest z.
 more_partials (partials of a row, n, numbers): scratch, with as many numbers of a term as MORE_PARTS says.
 
-Of both: topk: K classes of each token, topk_ids (n, K) int32, ascending, those that are none at the end as
-NO_CLASS; topk_starts (n, buckets) int32: where the ids begin that are b << topk_shift or more. topk_values
-(n, K) in the order of the ids: z, written by a forward; added to the gradient by x by a backward.
+Of both: topk: some classes of each token. topk_entries, int32: token TOPK_CLASSES + class % TOPK_CLASSES, by
+units of TOPK_CLASSES classes, in these by blocks of TOPK_TOKENS tokens; tokens are the operands' or the
+compacted ones. topk_starts (units blocks + 1,) int32: where those of a unit and block begin. topk_values, of
+each entry: z, written by a forward; added to the gradient by x by a backward.
 
 Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
 target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.

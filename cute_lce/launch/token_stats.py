@@ -38,7 +38,7 @@ from .forward import KernelForward
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
 from .token_terms import Gradient, Shared, Tensors, kept_gradient, loss_of
-from .topk import Topk
+from .topk import MOST_TOKENS, Topk
 
 STATISTICS_OF = {
     "entropy": "entropy",
@@ -62,6 +62,9 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the kernels compute these numbers, of operands whose device and dtype they serve."""
     cap = options.softcap
     if cap is not None and not maths.softcap_fits(cap, options.logit_scale, options.temperature):
+        return False
+    ids = operands.topk_ids
+    if ids is not None and (ids.shape[0] > MOST_TOKENS or ids.shape[0] * ids.shape[1] >= 2**31):
         return False
     return set(options.outputs) <= set(SERVED)
 
@@ -172,11 +175,8 @@ def forward(
             lse_slope=2.0 * options.z_loss,
             onehot_ratio=ratio.data_ptr(),
         )
-    valid = ~is_ignored(given.target, options.ignore_index)
-    topk, topk_values = Topk.of(operands.topk_ids, valid, given.weight.shape[0]), None
-    if topk is not None:
-        topk_values = torch.empty(topk.ids.shape, dtype=torch.float32, device=device)
-        loss = topk.added_to(loss, topk_values)
+    if operands.topk_ids is not None and operands.topk_ids.shape[1]:
+        loss = loss.with_terms("topk")
     parts = sum(MORE_PARTS[term] for term in more)
     request = request._replace(statistics=True, limits=_beside_more_partials(given, request, parts))
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
@@ -187,6 +187,12 @@ def forward(
         partials = torch.empty((prepared.partials * n * parts,), dtype=torch.float32, device=device)
         outputs = {_OUTPUTS[name]: each.data_ptr() for name, each in sums.items()}
         loss = loss._replace(more_partials=partials.data_ptr(), **outputs)
+    valid = ~is_ignored(given.target, options.ignore_index)
+    topk_values = None
+    topk = Topk.of(operands.topk_ids, valid, given.weight.shape[0], compacted=prepared.compaction is not None)
+    if topk is not None:
+        topk_values = torch.empty(topk.entries.shape, dtype=torch.float32, device=device)
+        loss = topk.added_to(loss, topk_values)
     found = prepared.statistics(given, loss)
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
@@ -300,6 +306,13 @@ def backward(
     key = "backward", *_kind(given), loss.terms, request
     prepared = _remembered(key, backward_of, given, loss, request)
     assert isinstance(prepared, KernelBackward)
+    topk = topk_values = None
+    if gradient.topk is not None:
+        compacted = prepared.compaction is not None
+        topk = Topk.of(operands.topk_ids, valid, given.weight.shape[0], compacted=compacted)
+    if topk is not None and gradient.topk is not None:
+        topk_values = gradient.topk.reshape(-1)[topk.order]
+        loss = topk.added_to(loss, topk_values)
     dbias = None
     if request.need_dbias:
         dbias = saved.row_max.new_empty((given.weight.shape[0],))

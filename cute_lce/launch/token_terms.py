@@ -14,7 +14,6 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..streaming.token_stats import Coefficients
-from .topk import Topk
 
 AT_ONCE = 1 << 22
 """Hidden numbers that are summed over tokens at once."""
@@ -54,12 +53,11 @@ class Loss(NamedTuple):
     kept_factor: int = 0
     gap: int = 0
     uniform: int = 0
-    topk_ids: int = 0
+    topk_entries: int = 0
     topk_starts: int = 0
     topk_values: int = 0
-    topk: int = 0
-    topk_buckets: int = 0
-    topk_shift: int = 0
+    topk_units: int = 0
+    topk_blocks: int = 0
     shared: int = 0
     weight_sum: int = 0
     hidden_sum: int = 0
@@ -120,12 +118,13 @@ def loss_of(options: StatsOptions, tensors: Tensors) -> Any:
 
 class Gradient(NamedTuple):
     """What a backward reads: its loss, and what lies where else dloss and row_sum do (arguments.TERMS).
-    others: tensors whose addresses the loss has."""
+    others: tensors whose addresses the loss has. topk (n, K): what is added at topk_ids, if it is a term."""
 
     loss: Any
     dloss: Tensor
     row_sum: Tensor
     others: tuple[Tensor | None, ...]
+    topk: Tensor | None = None
 
     @classmethod
     def of(
@@ -159,15 +158,13 @@ class Gradient(NamedTuple):
             loss = loss.with_terms("uniform", uniform=uniform.data_ptr())
             if tensors.class_weight is not None:
                 loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
-        topk, values = Topk.of(operands.topk_ids, valid, operands.weight.shape[0]), None
-        if coefficients.topk is not None and topk is not None:
-            rows = factor.unsqueeze(1) if isinstance(factor, Tensor) else factor
-            values = coefficients.topk * rows
+        topk = coefficients.topk
+        if topk is not None and topk.numel():
+            topk = topk * (factor.unsqueeze(1) if isinstance(factor, Tensor) else factor)
             if saved.topk_logit is not None:
-                values *= _slope(saved.topk_logit, loss, tensors)
-            values = values.gather(1, topk.order)
-            loss = topk.added_to(loss, values)
-        return cls(loss, target, softmax, (row_factor, gap, uniform, values, *(topk or ())[:3], *tensors))
+                topk *= _slope(saved.topk_logit, loss, tensors)
+            loss = loss.with_terms("topk")
+        return cls(loss, target, softmax, (row_factor, gap, uniform, *tensors), topk)
 
 
 def kept_gradient(

@@ -7,51 +7,56 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import NO_CLASS
+from ..arguments import TOPK_CLASSES, TOPK_TOKENS
 
-BUCKETS = 4
-"""For each id of a token, about: few ids lie between where a bucket begins and what a tile wants."""
-LEAST_SHIFT = 8
-"""No bucket has fewer classes than a tile."""
+MOST_TOKENS = 2**31 // TOPK_CLASSES
+"""An entry has a token and a class in 32 bits."""
 
 
 class Topk(NamedTuple):
-    """ids (n, K) int32, ascending. order (n, K) int64: where each was given. starts (n, buckets) int32, of
-    2^shift classes each. known (n, K) bool, as given: whether an id is a class of a valid token."""
+    """The ids that are classes of valid tokens, in the kernels' order, and behind them the others.
 
-    ids: Tensor
-    order: Tensor
+    entries (n K,) int32; starts (units blocks + 1,) int32. order (n K,) int64: where each was given. known
+    (n, K) bool, as given: whether it is a class of a valid token. units, blocks: their numbers.
+    """
+
+    entries: Tensor
     starts: Tensor
-    shift: int
+    order: Tensor
     known: Tensor
+    units: int
+    blocks: int
 
     @classmethod
-    def of(cls, given: Tensor | None, valid: Tensor, classes: int) -> Topk | None:
-        """None where there are no ids."""
+    def of(cls, given: Tensor | None, valid: Tensor, classes: int, *, compacted: bool) -> Topk | None:
+        """None where there are no ids. compacted: whether the pass computes valid tokens alone."""
         if given is None or given.shape[1] == 0:
             return None
-        n, K = given.shape
+        n, device = given.shape[0], given.device
+        units, blocks = -(-classes // TOPK_CLASSES), -(-n // TOPK_TOKENS)
         known = (given >= 0) & (given < classes) & valid.unsqueeze(1)
-        each = torch.where(known, given, NO_CLASS).int().contiguous()
-        ids, order = each.sort(dim=1, stable=True)
-        shift = max((classes // (BUCKETS * K)).bit_length() - 1, LEAST_SHIFT)
-        edges = torch.arange(0, classes, 1 << shift, dtype=torch.int32, device=given.device)
-        starts = torch.searchsorted(ids, edges.expand(n, -1).contiguous(), out_int32=True)
-        return cls(ids, order, starts, shift, known)
+        token = valid.cumsum(0) - 1 if compacted else torch.arange(n, device=device)
+        token = token.unsqueeze(1)
+        key = torch.where(known, given // TOPK_CLASSES * blocks + token // TOPK_TOKENS, units * blocks)
+        if units * blocks < 2**31:
+            key = key.int()
+        key, order = key.reshape(-1).sort(stable=True)
+        starts = torch.arange(units * blocks + 1, dtype=key.dtype, device=device)
+        starts = torch.searchsorted(key, starts, out_int32=True)
+        entries = (token * TOPK_CLASSES + given % TOPK_CLASSES).int().reshape(-1)[order]
+        return cls(entries, starts, order, known, units, blocks)
 
     def added_to(self, loss: Any, values: Tensor) -> Any:
-        """The loss with the term. values (n, K): in the order of `ids`."""
-        return loss.with_terms(
-            "topk",
-            topk_ids=self.ids.data_ptr(),
+        """The loss with what the term reads. values (n K,): of the entries."""
+        return loss._replace(
+            topk_entries=self.entries.data_ptr(),
             topk_starts=self.starts.data_ptr(),
             topk_values=values.data_ptr(),
-            topk=self.ids.shape[1],
-            topk_buckets=self.starts.shape[1],
-            topk_shift=self.shift,
+            topk_units=self.units,
+            topk_blocks=self.blocks,
         )
 
     def as_given(self, values: Tensor) -> Tensor:
-        """Values in the order of `ids` as the ids were given; 0 where those are not known."""
-        found = torch.zeros_like(values).scatter_(1, self.order, values)
-        return found.masked_fill_(~self.known, 0)
+        """(n, K) of values of the entries; 0 where the ids are not known."""
+        found = torch.zeros_like(values).scatter_(0, self.order, values)
+        return found.view(self.known.shape).masked_fill_(~self.known, 0)

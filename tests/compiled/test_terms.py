@@ -63,7 +63,7 @@ TERMS = {
     "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),
     "topk": (("topk",), ("coefficients", "topk")),
     "topk_beside": (
-        ("linear_bias", "softcap", "row_scale", "entropy", "argmax", "topk"),
+        ("linear_bias", "softcap", "row_scale", "entropy", "topk"),
         ("linear_bias", "softcap", "row_scale", "coefficients", "gap", "topk", "bias_gradient"),
     ),
 }

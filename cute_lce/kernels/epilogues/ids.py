@@ -4,11 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_lce.arguments import NO_CLASS
-from cute_lce.kernels.fragment import Fragment, first_row_of_warp, spread
-from cute_lce.kernels.logits import of_operands
+from cute_lce.arguments import TOPK_CLASSES, TOPK_TOKENS, LossArguments
+from cute_lce.kernels.fragment import Fragment, first_row_of_warp
 
-BLOCK = 8  # columns that the lanes 8 b to 8 b + 7 own
+LANES = 32
+BLOCK = 8
+"""Columns of which a thread has two adjacent elements in each row."""
 
 
 @cute.jit
@@ -21,120 +22,134 @@ def visit_ids(
     slab: cutlass.Constexpr[int],
     adds: cutlass.Constexpr[bool],
 ):
-    """A tile's elements at the ids of their tokens are written to topk_values, or these added to them.
+    """The elements of a slab at the ids of its tokens are written to topk_values, or these added to them.
 
-    row: the class of a thread's first row. Each lane walks through the sorted ids of the tokens that it owns,
-    from where a tile's first class lies in them, one of each token at a time; equal ids one after the other.
+    row: the class of a thread's first row. The entries of some blocks of tokens at a unit of classes are
+    adjacent: each lane reads one, and those in the warp's rows and the slab's columns are visited in turn.
     """
+    loss, lane = tensors.loss, cute.arch.lane_idx()
     first = first_row_of_warp(row)
-    end = first + fragment.span
-    at, ids = (cute.make_rmem_tensor(fragment.owned, Int32) for _ in range(2))
-    for i in cutlass.range_constexpr(fragment.owned):
-        at[i] = _begin(tensors, fragment, first, column, slab, i)
-    for i in cutlass.range_constexpr(fragment.owned):
-        ids[i] = _id(tensors, fragment, at[i], column, slab, i)
-    remain = _any_before(ids, end)
-    while remain:
-        for i in cutlass.range_constexpr(fragment.owned):
-            hits = cute.arch.vote_ballot_sync(_is_row(fragment, ids[i] - first))
-            if hits != 0:
-                columns = fragment.shared(i)
-                for c in cutlass.range_constexpr(columns.start, columns.stop, 2):
-                    if (hits >> ((c - columns.start) // 2 * BLOCK)) & ((1 << BLOCK) - 1) != 0:
-                        for each in cutlass.range_constexpr(2):
-                            _visit(tensors, fragment, frag, row, column, slab, c + each, at[i], ids[i], adds)
-        for i in cutlass.range_constexpr(fragment.owned):
-            if ids[i] < end:
-                at[i] += 1
-                ids[i] = _id(tensors, fragment, at[i], column, slab, i)
-        remain = _any_before(ids, end)
+    # By the operands' tokens, or the compacted ones.
+    token = tensors.rows.first + (column - 2 * (lane & 3) + slab * fragment.columns)
+    block = cutlass.min(token // TOPK_TOKENS, loss.topk_blocks)
+    end_block = cutlass.min(cute.ceil_div(token + fragment.columns, TOPK_TOKENS), loss.topk_blocks)
+    count = Int64(loss.topk_units) * loss.topk_blocks + 1
+    starts = _integers(loss.topk_starts, count)
+    last = cutlass.min((first + (fragment.span - 1)) // TOPK_CLASSES + 1, loss.topk_units)
+    for unit in cutlass.range(first // TOPK_CLASSES, last, unroll=1):
+        begin, end = starts[unit * loss.topk_blocks + block], starts[unit * loss.topk_blocks + end_block]
+        distance = unit * TOPK_CLASSES - first
+        for at in cutlass.range(begin, end, LANES, unroll=1):
+            _visit_entries(loss, fragment, frag, distance, token, at, end, adds)
 
 
-@cute.jit
-def _begin(
-    tensors,
-    fragment: cutlass.Constexpr[Fragment],
-    first: Int32,
-    column: Int32,
-    slab: cutlass.Constexpr[int],
-    i: cutlass.Constexpr[int],
-) -> Int32:
-    """Where the i-th owned token's ids may reach class `first`; at the end where there is no token."""
-    loss, n = tensors.loss, cute.size(tensors.target)
-    at = loss.topk
-    token, exists = fragment.owned_column(column, slab, i, n)
-    if exists:
-        bucket = cutlass.min(first >> loss.topk_shift, loss.topk_buckets - 1)
-        starts = _of_token(loss.topk_starts, of_operands(tensors.rows, token), loss.topk_buckets, Int32)
-        at = starts[bucket]
-    return at
-
-
-@cute.jit
-def _id(
-    tensors,
-    fragment: cutlass.Constexpr[Fragment],
-    at: Int32,
-    column: Int32,
-    slab: cutlass.Constexpr[int],
-    i: cutlass.Constexpr[int],
-) -> Int32:
-    """The i-th owned token's id there, NO_CLASS at the end."""
-    found, loss = Int32(NO_CLASS), tensors.loss
-    if at < loss.topk:
-        token, _ = fragment.owned_column(column, slab, i, Int32(0))
-        found = _of_token(loss.topk_ids, of_operands(tensors.rows, token), loss.topk, Int32)[at]
-    return found
-
-
-def _of_token(address: Int64, token: Int32, count: Int32, element) -> cute.Tensor:
-    """A token's row of (n, count) elements of 4 bytes."""
-    first = address + 4 * Int64(token) * Int64(count)
-    pointer = cute.make_ptr(element, first, cute.AddressSpace.gmem, assumed_align=4)
+def _integers(address: Int64, count) -> cute.Tensor:
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 @cute.jit
-def _any_before(ids: cute.Tensor, end: Int32) -> Boolean:
-    found = Boolean(False)
-    for i in cutlass.range_constexpr(cute.size(ids)):
-        found = found or ids[i] < end
-    return cute.arch.vote_any_sync(found)
+def _visit_entries(
+    loss: LossArguments,
+    fragment: cutlass.Constexpr[Fragment],
+    frag: cute.Tensor,
+    distance: Int32,
+    token: Int32,
+    at: Int32,
+    end: Int32,
+    adds: cutlass.Constexpr[bool],
+):
+    """Those at `at` to at + 31, before `end`. distance: of the unit's first class from the warp's first row.
+    token: of the slab's first column."""
+    own = at + cute.arch.lane_idx()
+    entries, floats = _integers(loss.topk_entries, end), _floats(loss.topk_values, end)
+    row, column, value, inside = Int32(0), Int32(0), Float32(0.0), Boolean(False)
+    if own < end:
+        row = distance + (entries[own] & (TOPK_CLASSES - 1))
+        column = (entries[own] >> (TOPK_CLASSES.bit_length() - 1)) - token
+        inside = (column >= 0) & (column < fragment.columns) & _is_row(fragment, row)
+        if cutlass.const_expr(adds):
+            value = floats[own]
+    left = cute.arch.vote_ballot_sync(inside)
+    while left != 0:
+        # The lowest bit's.
+        source = cute.arch.popc((left & -left) - 1)
+        left = left & (left - 1)
+        each_row, each_column = cute.arch.shuffle_sync(row, source), cute.arch.shuffle_sync(column, source)
+        if cutlass.const_expr(adds):
+            each_value = cute.arch.shuffle_sync(value, source)
+            _add(fragment, frag, each_row, each_column, each_value, 0, fragment.columns // BLOCK)
+        else:
+            found = cute.make_rmem_tensor(1, Float32)
+            found[0] = 0.0
+            _take(fragment, frag, each_row, each_column, found, 0, fragment.columns // BLOCK)
+            if _is_lane(each_row, each_column):
+                floats[at + source] = found[0]
 
 
-def _is_row(fragment: Fragment, distance: Int32) -> Boolean:
-    """Whether that is the distance of one of the warp's rows from its first."""
+def _floats(address: Int64, count) -> cute.Tensor:
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def _is_row(fragment: Fragment, row: Int32) -> Boolean:
+    """Whether it is one of the warp's rows, counted from its first."""
     found = Boolean(False)
     for block in fragment.rows:
-        found = found | ((distance >= block) & (distance < block + 8))
+        found = found | ((row >= block) & (row < block + 8))
     return found
 
 
+def _is_lane(row: Int32, column: Int32) -> Boolean:
+    """Whether this lane has the element. row, column: counted from the warp's, and the slab's, first."""
+    return cute.arch.lane_idx() == (row & 7) * 4 + ((column & 7) >> 1)
+
+
+def _parts(fragment: Fragment, block: int, row: Int32, column: Int32):
+    """(r, c, whether the lane that has the element has it there) for a thread's elements in a block."""
+    for r, first in enumerate(fragment.rows):
+        for odd in range(2):
+            yield r, 2 * block + odd, ((row & -8) == first) & ((column & 1) == odd)
+
+
 @cute.jit
-def _visit(
-    tensors,
+def _take(
     fragment: cutlass.Constexpr[Fragment],
     frag: cute.Tensor,
     row: Int32,
     column: Int32,
-    slab: cutlass.Constexpr[int],
-    c: cutlass.Constexpr[int],
-    at: Int32,
-    own: Int32,
-    adds: cutlass.Constexpr[bool],
+    found: cute.Tensor,
+    low: cutlass.Constexpr[int],
+    high: cutlass.Constexpr[int],
 ):
-    """One id of the token of element c's column: the lane that has its row writes or adds. at, own: where the
-    id is, and the id, of the tokens that this lane owns in the 32 columns."""
-    loss, distance, at = tensors.loss, spread(own, c) - row, spread(at, c)
-    is_own = Boolean(False)
-    for block in fragment.rows:
-        is_own = is_own | (distance == block)
-    if is_own:
-        token = of_operands(tensors.rows, column + (slab * fragment.columns + fragment.offset(c)))
-        values = _of_token(loss.topk_values, token, loss.topk, Float32)
-        for r in cutlass.range_constexpr(len(fragment.rows)):
-            if distance == fragment.rows[r]:
-                if cutlass.const_expr(adds):
-                    frag[r, c] = frag[r, c] + values[at]
-                else:
-                    values[at] = frag[r, c]
+    """An element among the blocks low to high - 1, to found (1,) in the lane that has it."""
+    middle = (low + high) // 2
+    if cutlass.const_expr(high - low == 1):
+        for r, c, here in _parts(fragment, low, row, column):
+            found[0] = Float32(cutlass.select_(here, frag[r, c], found[0]))
+    elif column < middle * BLOCK:
+        _take(fragment, frag, row, column, found, low, middle)
+    else:
+        _take(fragment, frag, row, column, found, middle, high)
+
+
+@cute.jit
+def _add(
+    fragment: cutlass.Constexpr[Fragment],
+    frag: cute.Tensor,
+    row: Int32,
+    column: Int32,
+    value: Float32,
+    low: cutlass.Constexpr[int],
+    high: cutlass.Constexpr[int],
+):
+    """Adds to an element among the blocks low to high - 1."""
+    middle = (low + high) // 2
+    if cutlass.const_expr(high - low == 1):
+        is_lane = _is_lane(row, column)
+        for r, c, here in _parts(fragment, low, row, column):
+            frag[r, c] = frag[r, c] + Float32(cutlass.select_(here & is_lane, value, Float32(0.0)))
+    elif column < middle * BLOCK:
+        _add(fragment, frag, row, column, value, low, middle)
+    else:
+        _add(fragment, frag, row, column, value, middle, high)
