@@ -154,12 +154,12 @@ def test_numbers_beside_what_is_kept(arch, dtype, kept):
 
 
 def given_ids(case: Case, K: int, seed: int = 0) -> torch.Tensor:
-    """Some the target, some equal, neighbours, in the last classes, and some no class."""
+    """Some the target, some equal, neighbours on both sides of a unit's end, the last class, and no class."""
     n, V = len(case.target), len(case.linear_weight)
     ids = torch.randint(V, (n, K), generator=torch.Generator().manual_seed(seed))
     ids[::2, 0] = case.target.long()[::2]
     ids[1::3, 1], ids[2::3, -1] = ids[1::3, 0], V - 1
-    ids[::5] = torch.arange(K) + V // 2
+    ids[::5] = (torch.arange(K) + 252) % V
     ids[3::7, K // 2], ids[4::7, 2] = -5, V + seed
     return ids
 
@@ -235,8 +235,8 @@ def test_numbers_by_chunks_of_tokens(arch, dtype, monkeypatch):
     """Each finds its own tokens' coefficients; bfloat16's without a compaction, as there is no dweight."""
     two_sweeps(monkeypatch, 64, 128)
     case = ignoring(random_case(90, 72, 137, dtype, scale=4.0))
-    temperature = torch.linspace(0.3, 3, 90)
-    numbers = Numbers(case, NAMES, NAMES, temperature=temperature, softcap=8.0)
+    temperature, names, ids = torch.linspace(0.3, 3, 90), (*NAMES, "topk_logprob"), given_ids(case, 7)
+    numbers = Numbers(case, names, names, temperature=temperature, softcap=8.0, topk_ids=ids)
     token_stats.check(numbers, token_stats.run(numbers, arch, need_dweight=dtype is FP16))
 
 
