@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cute_lce.arch import ARCHITECTURES, MOST_STAGES, Gpu, architecture, of_capability
+from cute_lce.arguments import TOPK_TOKENS
 from cute_lce.compile import driver
 from cute_lce.launch import KERNELS
 from cute_lce.launch.device import gpu_of
@@ -60,6 +61,9 @@ def test_every_configuration_is_of_its_row(arch: str):
     assert set(row.dweight_configs) == {config for configs in row.configs for config in configs.dweight}
     for every in (row.token_configs, row.dweight_configs):
         assert len(set(every)) == len(every)
+    # Tiles, and chunks of tokens, begin where a block of given ids does.
+    for config in (*row.token_configs, *row.forward_configs):
+        assert config.tile_n % TOPK_TOKENS == 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -24,15 +24,15 @@ def visit_ids(
 ):
     """The elements of a slab at the ids of its tokens are written to topk_values, or these added to them.
 
-    row: the class of a thread's first row. The entries of some blocks of tokens at a unit of classes are
-    adjacent: each lane reads one, and those in the warp's rows and the slab's columns are visited in turn.
+    row: the class of a thread's first row. The entries of a slab's tokens, which are whole blocks, at a unit
+    of classes are adjacent: each lane reads one, and those in the warp's rows are visited in turn.
     """
     loss, lane = tensors.loss, cute.arch.lane_idx()
     first = first_row_of_warp(row)
     # By the operands' tokens, or the compacted ones.
     token = tensors.rows.first + (column - 2 * (lane & 3) + slab * fragment.columns)
     block = cutlass.min(token // TOPK_TOKENS, loss.topk_blocks)
-    end_block = cutlass.min(cute.ceil_div(token + fragment.columns, TOPK_TOKENS), loss.topk_blocks)
+    end_block = cutlass.min(block + fragment.columns // TOPK_TOKENS, loss.topk_blocks)
     count = Int64(loss.topk_units) * loss.topk_blocks + 1
     starts = _integers(loss.topk_starts, count)
     last = cutlass.min((first + (fragment.span - 1)) // TOPK_CLASSES + 1, loss.topk_units)
@@ -67,7 +67,7 @@ def _visit_entries(
     if own < end:
         row = distance + (entries[own] & (TOPK_CLASSES - 1))
         column = (entries[own] >> (TOPK_CLASSES.bit_length() - 1)) - token
-        inside = (column >= 0) & (column < fragment.columns) & _is_row(fragment, row)
+        inside = _is_row(fragment, row)
         if cutlass.const_expr(adds):
             value = floats[own]
     left = cute.arch.vote_ballot_sync(inside)
