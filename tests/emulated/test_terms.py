@@ -195,6 +195,15 @@ def test_topk_of_other_logits(arch, dtype):
     token_stats.check(numbers, token_stats.run(numbers, arch, window=130))
 
 
+@each_architecture(("sm_100a", BF16))
+def test_topk_in_slabs(arch, dtype, monkeypatch):
+    """Of two tiles of three slabs on Blackwell: each visits its own blocks of tokens."""
+    narrow_plans(monkeypatch, tile_n=96)
+    case = ignoring(random_case(110, 40, 137, dtype, scale=4.0))
+    numbers = Numbers(case, ("topk_logprob",), ("topk_logprob",), topk_ids=given_ids(case, 5))
+    token_stats.check(numbers, token_stats.run(numbers, arch))
+
+
 @full
 @both
 @pytest.mark.parametrize("seed", range(20))
