@@ -1,6 +1,7 @@
 """Fused linear cross entropy: the loss of ``hidden @ weight.T`` without the logits."""
 
 from .functional import linear_cross_entropy
+from .logit_term import LogitTerm
 from .logprob import LinearLogprob, linear_logprob
 from .module import LinearCrossEntropy
 from .options import LossOptions, TokenStats
@@ -9,6 +10,7 @@ from .sampled import sampled_linear_cross_entropy
 __all__ = [
     "LinearCrossEntropy",
     "LinearLogprob",
+    "LogitTerm",
     "LossOptions",
     "TokenStats",
     "__version__",

@@ -313,7 +313,8 @@ class Gpu(NamedTuple):
     def serving(self, terms: tuple[str, ...], keeps: bool = False) -> Gpu:
         """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
         limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
-        columns = [most for term, most in limits if term in terms]
+        names = {*terms, *("own_term" for each in terms if each.startswith("own_term_"))}
+        columns = [most for term, most in limits if term in names]
         return self._replace(columns=min(columns)) if columns else self
 
 
@@ -380,6 +381,7 @@ _SM_90A = Architecture(
     data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
     term_columns=(
         ("softcap", 160),
+        ("own_term", 128),
         ("entropy", 160),
         ("squares", 144),
         ("total", 160),
@@ -432,7 +434,7 @@ _SM_100A = Architecture(
     dense_flops_per_clock=8192,
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
-    term_columns=(("softcap", 224), ("squares", 224)),
+    term_columns=(("softcap", 224), ("own_term", 192), ("squares", 224)),
     kept_columns=(),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )

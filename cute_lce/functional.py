@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import ops, options
 from .arguments import Operands
+from .logit_term import LogitTerm, as_number
 from .options import NO_TERMS, ComputeOptions, LossOptions, TermOptions, check_positive
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def linear_cross_entropy(
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float | None = None,
+    softcap: float | LogitTerm | None = None,
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,
     denominator: Tensor | float | None = None,
@@ -70,7 +71,8 @@ def linear_cross_entropy(
             "grad_in_forward" in 16 bits makes linear_weight's gradient nan, as torch does.
         label_smoothing: in [0, 1]: the part of a target's probability that is spread over all classes.
         logit_scale: multiplies the logits.
-        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. None: not applied.
+        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. Or a `LogitTerm`, which
+            is applied instead: a function of one's own, with which the kernels recompute. None: neither.
         z_loss: the coefficient of the square of the row's lse, which is added to its loss.
         token_weight: target's shape, any real dtype: multiplies the row's loss. "mean" does not divide by it.
         denominator: a number that is not negative, or a tensor of shape () on input's device, of any real
@@ -159,7 +161,7 @@ def linear_cross_entropy(
         workspace_mb = options.DEFAULT_WORKSPACE_MB
     values = reduction, ignore_index, logit_scale, schedule, workspace_mb, window
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
-    terms = label_smoothing, softcap, z_loss
+    terms = label_smoothing, as_number(softcap), z_loss
     tensors: tuple[Any, Any, Any, Any] = linear_bias, weight, token_weight, denominator
     if ops.has_heads(linear_weight):
         if over_group != ON_ONE_DEVICE:

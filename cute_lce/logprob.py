@@ -11,6 +11,7 @@ from . import ops, options
 from .arguments import Operands
 from .functional import ON_ONE_DEVICE, check_types, named_over_group
 from .implementation import StatsOperands
+from .logit_term import LogitTerm, as_number
 from .ops.logprob import Wanted
 from .options import ComputeOptions, LossOptions, TokenStats
 
@@ -32,7 +33,7 @@ def linear_logprob(
     linear_bias: Tensor | None = None,
     ignore_index: int | None = -100,
     logit_scale: float = 1.0,
-    softcap: float | None = None,
+    softcap: float | LogitTerm | None = None,
     schedule: str = "auto",
     workspace_mb: float | None = None,
     window: int | None = None,
@@ -78,6 +79,7 @@ def linear_logprob(
     names = tuple(outputs) if isinstance(outputs, list) else outputs
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
+    cap = as_number(softcap)
     plain = ops.is_plain_eager(input, linear_weight, target)
     if not plain and ops.is_distributed(input, linear_weight, target):
         from .parallel import dtensor
@@ -90,7 +92,7 @@ def linear_logprob(
             "linear_bias": linear_bias,
             "ignore_index": ignore_index,
             "logit_scale": logit_scale,
-            "softcap": softcap,
+            "softcap": cap,
             "schedule": schedule,
             "workspace_mb": workspace_mb,
             "window": window,
@@ -104,7 +106,7 @@ def linear_logprob(
             StatsOperands(input, linear_weight, target, linear_bias, temperature=tensor, topk_ids=topk_ids),
             Wanted(names, entropy_grad, number),
             LossOptions("none", ignore_index, logit_scale),
-            softcap,
+            cap,
             ComputeOptions(schedule, workspace_mb, window),
             call.spread_of(*over_group),
             plain,
@@ -123,7 +125,7 @@ def linear_logprob(
         entropy_grad=entropy_grad,
         ignore_index=ignore_index,
         logit_scale=logit_scale,
-        softcap=softcap,
+        softcap=cap,
         schedule=schedule,
         workspace_mb=workspace_mb,
         window=window,

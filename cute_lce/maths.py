@@ -132,6 +132,14 @@ def small_capped(x, beyond, loss, fma):
     return x * fma(fma(total, beyond, loss.series_1), beyond, loss.series_0)
 
 
+def tanh_of_small(x, fma):
+    """tanh of |x| <= CAP_EDGE."""
+    beyond, total = beyond_edge(x, CAP_EDGE**2, fma), TANH_SERIES[0]
+    for coefficient in TANH_SERIES[1:]:
+        total = fma(total, beyond, coefficient)
+    return x * total
+
+
 def large_capped(distance, loss, exp2, reciprocal, fma):
     """The softcap of |x| >= edge, where it loses few digits by being a difference. distance: |x|."""
     return fma(reciprocal(1.0 + exp2(distance * loss.doubled)), -2.0 * loss.cap, loss.cap)

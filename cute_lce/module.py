@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from . import functional
 from .arguments import Operands
 from .functional import call_with_terms, check_types
+from .logit_term import term_of
 from .ops import is_distributed, is_plain_eager, linear_cross_entropy
 from .options import (
     NO_TERMS,
@@ -140,9 +141,14 @@ class LinearCrossEntropy(nn.Linear):
         return ", ".join(
             [
                 f"in_features={self.in_features}, num_classes={self.out_features}{bias}{heads}",
-                *(f"{name}={value!r}" for name, value in options.items()),
+                *(f"{name}={_shown(name, value)!r}" for name, value in options.items()),
             ]
         )
+
+
+def _shown(name: str, value: object) -> object:
+    """An option as it was given."""
+    return (term_of(value) if name == "softcap" else None) or value
 
 
 def _signature() -> inspect.Signature:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
 
 import torch
 
+from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -97,7 +98,7 @@ class TermOptions(_TermFields):
     """The numbers of a loss's terms; the defaults mean that there is no such term.
 
     label_smoothing: in [0, 1], the part of the target's probability that is spread over all classes.
-    softcap: c of z = c tanh(z / c), positive and finite, or None.
+    softcap: c of z = c tanh(z / c), positive and finite, a LogitTerm or the key of one, or None.
     z_loss: the coefficient of lse^2, finite.
 
     Raises TypeError and ValueError for anything else. Numbers may be symbolic.
@@ -108,14 +109,15 @@ class TermOptions(_TermFields):
     def __new__(
         cls,
         label_smoothing: float = 0.0,
-        softcap: float | None = None,
+        softcap: float | LogitTerm | None = None,
         z_loss: float = 0.0,
     ) -> TermOptions:
         _check_number("label_smoothing", label_smoothing)
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
         _check_finite("z_loss", z_loss)
-        if softcap is not None:
+        softcap = as_number(softcap)
+        if softcap is not None and not (isinstance(softcap, float) and term_of(softcap)):
             check_positive("softcap", softcap)
         return tuple.__new__(cls, (label_smoothing, softcap, z_loss))
 
@@ -259,7 +261,7 @@ class CallOptions(TypedDict, total=False):
     ignore_index: int | None
     logit_scale: float
     label_smoothing: float
-    softcap: float | None
+    softcap: float | LogitTerm | None
     z_loss: float
     schedule: str
     workspace_mb: float | None

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import torch_ops
+from .logit_term import LogitTerm, as_number, term_of
 from .options import LossOptions, TokenStats
 
 
@@ -19,7 +21,7 @@ def logits(
     linear_bias: Tensor | None = None,
     *,
     logit_scale: float = 1.0,
-    softcap: float | None = None,
+    softcap: float | LogitTerm | None = None,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """z = softcap((input @ linear_weight.T + linear_bias) logit_scale) / temperature, (..., V)."""
@@ -27,8 +29,12 @@ def logits(
     if linear_bias is not None:
         z = z + linear_bias
     z = z * logit_scale
-    if softcap is not None:
-        z = softcap * (z / softcap).tanh()
+    cap = as_number(softcap)
+    term = term_of(cap)
+    if term is not None:
+        z = term.logit(z, torch_ops).to(z.dtype)
+    elif cap is not None:
+        z = cap * (z / cap).tanh()
     return z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
 
 
@@ -50,7 +56,7 @@ def linear_cross_entropy(
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float | None = None,
+    softcap: float | LogitTerm | None = None,
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,
     denominator: Tensor | float | None = None,
@@ -116,7 +122,7 @@ def linear_logprob(
     linear_bias: Tensor | None = None,
     ignore_index: int | None = -100,
     logit_scale: float = 1.0,
-    softcap: float | None = None,
+    softcap: float | LogitTerm | None = None,
 ) -> TokenStats:
     """All numbers of each token that linear_logprob gives, from the logits in full.
 

@@ -11,7 +11,9 @@ from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
+from cute_lce.kernels.own import Ops
 from cute_lce.kernels.rows import Compacted
+from cute_lce.logit_term import of_kernel
 
 
 def numbers(address: Int64, count) -> cute.Tensor:
@@ -87,7 +89,7 @@ class TileLogits:
 
     def __init__(self, loss: LossArguments, linear_bias, row_scale):
         self.loss, self.linear_bias, self.row_scale = loss, linear_bias, row_scale
-        self.edge_square = None
+        self.edge_square, self.own = None, of_kernel(loss)
         if "softcap" in loss.terms:
             self.edge_square = cute.make_rmem_tensor(1, Float32)
             self.edge_square[0] = loss.edge_square
@@ -99,12 +101,25 @@ class TileLogits:
             for c in columns:
                 for r in rows:
                     frag[r, c] = frag[r, c] + self.linear_bias[r]
-        if self.edge_square is not None:
+        if self.own is not None:
+            for c in columns:
+                for r in rows:
+                    x = self.own.logit(frag[r, c] * self.loss.own_scale, Ops)
+                    frag[r, c] = Float32(x) * self.loss.own_inverse
+        elif self.edge_square is not None:
             _cap(frag, self.loss, self.edge_square, columns)
         else:
             for c in columns:
                 for r in rows:
                     frag[r, c] = maths.logits(frag[r, c], self.loss)
+
+    def slope(self, z: Float32):
+        """The derivative of what gave z, before `scale`; None: 1."""
+        if self.own is not None:
+            return Float32(self.own.slope(z * self.loss.own_temperature, Ops))
+        if self.edge_square is not None:
+            return maths.slope_of_capped(z, self.loss.inverse_square, row_stats.fma)
+        return None
 
     @staticmethod
     def together(count: int) -> list[range]:
@@ -209,4 +224,5 @@ def tile_logits(
 
 def has_own_logits(loss: LossArguments) -> bool:
     """Whether logits are more than a multiple of the products."""
-    return any(term in loss.terms for term in ("softcap", "linear_bias", "row_scale"))
+    others = any(term in loss.terms for term in ("softcap", "linear_bias", "row_scale"))
+    return others or of_kernel(loss) is not None

@@ -25,6 +25,7 @@ from ..implementation import (
     StatsSaved,
     StatsUpstream,
 )
+from ..logit_term import term_of
 from ..plan.forward import spare_bytes
 from ..plan.memory import forward_compaction_bytes
 from ..plan.problem import Limits, Problem
@@ -60,8 +61,9 @@ MOST_PREPARED = 1024
 
 def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the kernels compute these numbers, of operands whose device and dtype they serve."""
-    cap = options.softcap
-    if cap is not None and not maths.softcap_fits(cap, options.logit_scale, options.temperature):
+    cap, own = options.softcap, term_of(options.softcap)
+    capped = cap is not None and own is None
+    if capped and not maths.softcap_fits(cap, options.logit_scale, options.temperature):
         return False
     ids = operands.topk_ids
     if ids is not None and (ids.shape[0] > MOST_TOKENS or ids.shape[0] * ids.shape[1] >= 2**31):
@@ -72,6 +74,8 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
 def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether the gradients of the numbers that `serves` accepts can be had from what a forward keeps: those
     whose onehot's share is known there."""
+    if term_of(options.softcap) is not None:
+        return False
     if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
         return False
     known = ("lse",) * bool(options.z_loss) + ("total_nll",) * bool(options.label_smoothing)
@@ -231,11 +235,11 @@ def forward(
         row_max=own.row_max,
         row_sum=own.row_sum,
         mean_gap=own.mean_gap,
-        target_logit=lse + logprob if loss.cap else None,
+        target_logit=lse + logprob if options.softcap is not None else None,
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=ratio,
-        topk_logit=own.topk_logit if loss.cap else None,
+        topk_logit=own.topk_logit if options.softcap is not None else None,
     )
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import maths
+from .. import maths, torch_ops
 from ..arguments import Operands
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
+from ..logit_term import kernel_term, numbers_of, term_of
 from ..streaming.token_stats import Coefficients
 
 AT_ONCE = 1 << 22
@@ -36,6 +37,17 @@ class Loss(NamedTuple):
     series_1: float = 0.0
     series_2: float = 0.0
     series_3: float = 0.0
+    own_scale: float = 1.0
+    own_temperature: float = 1.0
+    own_inverse: float = 1.0
+    own_0: float = 0.0
+    own_1: float = 0.0
+    own_2: float = 0.0
+    own_3: float = 0.0
+    own_4: float = 0.0
+    own_5: float = 0.0
+    own_6: float = 0.0
+    own_7: float = 0.0
     row_scale: int = 0
     class_weight: int = 0
     more_partials: int = 0
@@ -106,7 +118,11 @@ def loss_of(options: StatsOptions, tensors: Tensors) -> Any:
     loss = Loss(options.ignore_index, (), scale)
     if tensors.linear_bias is not None:
         loss = loss.with_terms("linear_bias", linear_bias=tensors.linear_bias.data_ptr())
-    if options.softcap is not None:
+    term = term_of(options.softcap)
+    if term is not None:
+        numbers = numbers_of(term, options.logit_scale, options.temperature)
+        loss = loss.with_terms(kernel_term(term), **numbers)
+    elif options.softcap is not None:
         numbers = maths.softcap_numbers(options.softcap, options.logit_scale, options.temperature)
         loss = loss.with_terms("softcap", **numbers)
     elif scale != 1:
@@ -148,7 +164,7 @@ class Gradient(NamedTuple):
         softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
         target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
         if saved.target_logit is not None:
-            target *= _slope(saved.target_logit, loss, tensors)
+            target *= _slope(saved.target_logit, options, tensors)
         gap, uniform = coefficients.gap_factor, coefficients.uniform
         if gap is not None:
             gap = maths.softmax_factor(gap * factor, saved.row_sum)
@@ -162,7 +178,7 @@ class Gradient(NamedTuple):
         if topk is not None and topk.numel():
             topk = topk * (factor.unsqueeze(1) if isinstance(factor, Tensor) else factor)
             if saved.topk_logit is not None:
-                topk *= _slope(saved.topk_logit, loss, tensors)
+                topk *= _slope(saved.topk_logit, options, tensors)
             loss = loss.with_terms("topk")
         return cls(loss, target, softmax, (row_factor, gap, uniform, *tensors), topk)
 
@@ -235,14 +251,15 @@ class Shared(NamedTuple):
         return gradient._replace(loss=loss, others=(*gradient.others, *self))
 
 
-def _slope(logit: Tensor, loss: Any, tensors: Tensors) -> Tensor | float:
-    """The derivative of a softcap where it gave z; logit (n, ...)."""
-    if not loss.cap:
+def _slope(logit: Tensor, options: StatsOptions, tensors: Tensors) -> Tensor | float:
+    """The derivative of a softcap, or of a LogitTerm, where it gave z; logit (n, ...)."""
+    if options.softcap is None:
         return 1.0
-    cap = loss.cap
+    capped = logit * options.temperature
     if tensors.row_scale is not None:
-        cap = (cap * tensors.row_scale).view(-1, *[1] * (logit.dim() - 1))
-    return maths.cap_slope(logit / cap)
+        capped /= tensors.row_scale.view(-1, *[1] * (logit.dim() - 1))
+    term = term_of(options.softcap)
+    return maths.cap_slope(capped / options.softcap) if term is None else term.slope(capped, torch_ops)
 
 
 def _product_factor(loss: Any, tensors: Tensors, valid: Tensor) -> Tensor | float:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import maths
+from .. import maths, torch_ops
 from ..exchange import Merge, RowSums
 from ..implementation import (
     AllGradients,
@@ -28,6 +28,7 @@ from ..implementation import (
     StatsSaved,
     StatsUpstream,
 )
+from ..logit_term import term_of
 from . import memory
 from .backward import add_product
 from .products import Products, accumulate_dtype, add_mm, mm, without_autocast
@@ -56,9 +57,14 @@ class _Logits:
         if self._options.logit_scale != 1:
             z.mul_(self._options.logit_scale)
         if self._options.softcap is not None:
-            z = maths.cap_ratio(z, 1.0 / self._options.softcap, torch.tanh_)
-            slope = maths.cap_slope(z) if needs_slope else None
-            z = maths.capped(z, self._options.softcap)
+            term = term_of(self._options.softcap)
+            if term is None:
+                z = maths.cap_ratio(z, 1.0 / self._options.softcap, torch.tanh_)
+                slope = maths.cap_slope(z) if needs_slope else None
+                z = maths.capped(z, self._options.softcap)
+            else:
+                z = term.logit(z, torch_ops).to(z.dtype)
+                slope = term.slope(z, torch_ops).to(z.dtype) if needs_slope else None
         return z.div_(self._temperature), slope
 
     @property

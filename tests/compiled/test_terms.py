@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cute_lce.arch import Gpu, architecture
+from cute_lce.logit_term import kernel_term
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
+from tests.logit_terms import LogCap
 
 full = pytest.mark.emulator_full
 
@@ -92,6 +94,9 @@ def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...])
     own, without = (cubin.kernel(each, "Gemm") for each in (key, key._replace(terms=())))
     assert own.usage["STACK"] <= without.usage["STACK"]
     assert len(own.local_accesses) <= len(without.local_accesses)
+
+
+TERMS["own"] = ((kernel_term(LogCap(1.0)), "entropy"), (kernel_term(LogCap(1.0)), "coefficients", "gap"))
 
 
 SHORT = ("sm_90a", "softcap"), ("sm_100a", "entropy")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_lce.logit_term import kernel_term
 from cute_lce.plan import memory
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from tests.device import forget_plans, two_sweeps
@@ -18,6 +19,7 @@ from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import PLAIN, Numbers, repeating
+from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
 from tests.numerics import Case, assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -151,6 +153,43 @@ def test_numbers_beside_what_is_kept(arch, dtype, kept):
     case = jumping(case, {300: 100.0 if dtype is BF16 else 12.0}, slice(5, None, 6))
     numbers = Numbers(case, ("logprob", "mean_logit", "argmax", "is_top1"), temperature=0.7)
     token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))
+
+
+TERMS_OF_ONES_OWN = (LogCap(3.0), Tanh(5.0), Knee(0.5), SoftPlus())
+
+
+@pytest.mark.parametrize("term", TERMS_OF_ONES_OWN, ids=lambda term: type(term).__name__)
+@each_architecture(("sm_90a", BF16))
+def test_a_term_of_ones_own(arch, dtype, term):
+    """With a scale before it and a temperature behind it, and rows beyond the vocabulary."""
+    case = ignoring(random_case(21, 72, 137, dtype, scale=4.0))
+    names = ("logprob", "lse")
+    numbers = Numbers(case, names, names, softcap=term.key, logit_scale=0.8, temperature=0.7)
+    run = token_stats.run(numbers, arch)
+    token_stats.check(numbers, run)
+    own = kernel_term(term)
+    assert terms_of_keys(run) == {(own,), (own, "coefficients")}
+    with pytest.raises(AssertionError):
+        token_stats.check(replace(numbers, logit_scale=0.82), run)
+
+
+@each_architecture(("sm_100a", BF16))
+def test_a_term_of_ones_own_beside_others(arch, dtype):
+    case, names = ignoring(random_case(45, 72, 201, dtype, scale=4.0)), ("logprob", "entropy", "topk_logprob")
+    numbers = Numbers(
+        case,
+        names,
+        names,
+        linear_bias=torch.linspace(-3, 3, 201).to(dtype),
+        softcap=LogCap(2.0).key,
+        temperature=torch.linspace(0.3, 3, 45),
+        topk_ids=given_ids(case, 5),
+    )
+    token_stats.check(numbers, token_stats.run(numbers, arch, window=130))
+    with pytest.raises(AssertionError):
+        token_stats.check(
+            replace(numbers, softcap=LogCap(2.1).key), token_stats.run(numbers, arch, window=130)
+        )
 
 
 def given_ids(case: Case, K: int, seed: int = 0) -> torch.Tensor:

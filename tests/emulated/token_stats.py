@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cute_lce import torch_ops
 from cute_lce.implementation import (
     Request,
     RowLoss,
@@ -17,6 +18,7 @@ from cute_lce.implementation import (
     StatsUpstream,
 )
 from cute_lce.launch import STATISTICS
+from cute_lce.logit_term import term_of
 from cute_lce.options import TermOptions
 from cute_lce.plan.problem import Limits
 from tests.emulated.backward import device
@@ -51,7 +53,7 @@ class Numbers:
     linear_bias: Tensor | None = None
     class_weight: Tensor | None = None
     logit_scale: float = 1.0
-    softcap: float | None = None
+    softcap: float | None = None  # or a LogitTerm's key
     temperature: Tensor | float = 1.0
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -167,7 +169,10 @@ def by_torch(
     product = (hidden @ weight.mT).requires_grad_()
     z = product if numbers.linear_bias is None else product + numbers.linear_bias.to(wide)
     z = z * numbers.logit_scale
-    if numbers.softcap is not None:
+    term = term_of(numbers.softcap)
+    if term is not None:
+        z = term.logit(z, torch_ops)
+    elif numbers.softcap is not None:
         z = numbers.softcap * (z / numbers.softcap).tanh()
     z = z / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
     each = z.log_softmax(1)

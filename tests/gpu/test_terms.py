@@ -15,6 +15,7 @@ import cute_lce
 import cute_lce.reference
 from cute_lce import TokenStats, linear_cross_entropy
 from tests.gpu.test_forward import device_case
+from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
 from tests.numerics import FLOORS, assert_close
 
 # A test reads what it asked for: no field is None.
@@ -329,6 +330,27 @@ def test_the_kernels_numbers(dtype, temperature, shape):
             strict=True,
         ):
             assert_close(f"{name} of {chosen}", one, want, plain.to(dtype), rounding=2 * 2.0**-8)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "term", [LogCap(2.0), Tanh(5.0), Knee(0.5), SoftPlus()], ids=lambda t: type(t).__name__
+)
+def test_a_term_of_ones_own(dtype, term):
+    case = device_case(1100, 256, 20000, dtype)
+    case.target[::3] = case.ignore_index
+    terms = {"softcap": term, "logit_scale": 0.7, "z_loss": 1e-3, "reduction": "sum"}
+
+    def run(function, wide):
+        leaves = [each.detach().to(wide).requires_grad_() for each in (case.input, case.linear_weight)]
+        loss = function(*leaves, case.target, **terms)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    found = run(linear_cross_entropy, dtype)
+    expected, plain = (run(reference.linear_cross_entropy, wide) for wide in (torch.float64, FP32))
+    for name, one, want, other in zip(("loss", "dinput", "dweight"), found, expected, plain, strict=True):
+        rounding = 0.0 if name == "loss" else 2 * 2.0**-8
+        assert_close(name, one, want, other.to(one.dtype), rounding=rounding)
 
 
 @dtypes

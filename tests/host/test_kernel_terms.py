@@ -11,10 +11,12 @@ from cute_lce import linear_cross_entropy, linear_logprob
 from cute_lce.arch import Gpu
 from cute_lce.implementation import StatsOperands, StatsOptions
 from cute_lce.launch import KERNELS, token_stats
+from cute_lce.logit_term import kernel_term
 from cute_lce.ops import select
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key, MultiplyKey
 from cute_lce.plan.problem import Limits, Problem
 from tests.device import planned_for
+from tests.logit_terms import LogCap
 from tests.numerics import random_case
 
 BF16 = torch.bfloat16
@@ -52,6 +54,7 @@ def train(call, **options) -> None:
         assert leaf.grad.shape == leaf.shape
 
 
+OWN = kernel_term(LogCap(3.0))
 LOSSES = [
     ({"softcap": 30.0}, ("softcap",), ("softcap", GIVEN)),
     ({"softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-4}, ("softcap",), ("softcap", GIVEN)),
@@ -73,6 +76,8 @@ LOSSES = [
         ("softcap", GIVEN, "uniform", "class_weight"),
     ),
     ({"softcap": 30.0, "token_weight": torch.ones(40), "denominator": 7.0}, ("softcap",), ("softcap", GIVEN)),
+    ({"softcap": LogCap(3.0), "z_loss": 1e-4}, (OWN,), (OWN, GIVEN)),
+    ({"softcap": LogCap(5.0), "label_smoothing": 0.1}, (OWN, "total"), (OWN, GIVEN, "uniform")),
 ]
 
 
@@ -129,6 +134,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         (linear_logprob, {"outputs": ("lse", "logprob"), "schedule": "keep"}),
         (linear_logprob, {"outputs": ("lse", "logprob"), "schedule": "keep", "softcap": 30.0}),
         (linear_logprob, {"outputs": ("entropy", "logprob"), "schedule": "keep"}),
+        (linear_cross_entropy, {"softcap": LogCap(3.0), "schedule": "keep"}),
         (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 30.0, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 1e8}),
@@ -149,6 +155,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         "lse kept",
         "capped lse kept",
         "entropy kept",
+        "term of one's own kept",
         "z_loss at once",
         "softcap at once",
         "high softcap",

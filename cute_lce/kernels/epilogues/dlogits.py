@@ -177,9 +177,8 @@ class DlogitsEpilogue:
                 uniform = None if uniforms is None else spread(uniforms[c // SHARED], c)
                 scale = logits.scale(c)
                 for r in cutlass.range_constexpr(len(fragment.rows)):
-                    z, slope = frag[r, c], None
-                    if cutlass.const_expr("softcap" in loss.terms):
-                        slope = maths.slope_of_capped(z, loss.inverse_square, row_stats.fma)
+                    z = frag[r, c]
+                    slope = logits.slope(z)
                     one = uniform if weight is None else uniform * weight[r]
                     z = z if scale is None else z * scale
                     frag[r, c] = _gradient(z, ref, factor, gap, one, slope)

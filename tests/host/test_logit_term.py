@@ -1,0 +1,181 @@
+"""Functions of logits of one's own, in place of a softcap, by the streaming path."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import cute_lce
+from cute_lce import LinearCrossEntropy, LogitTerm, linear_cross_entropy, linear_logprob, reference
+from cute_lce.logit_term import kernel_term
+from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
+from tests.numerics import assert_close, random_case
+
+TERMS = LogCap(0.7), Tanh(2.0), Knee(0.5), SoftPlus()
+each_term = pytest.mark.parametrize("term", TERMS, ids=lambda term: type(term).__name__)
+
+
+def case(dtype: torch.dtype = torch.float64):
+    found = random_case(9, 8, 31, dtype, scale=2.0)
+    return found.input.clone().requires_grad_(), found.linear_weight.clone().requires_grad_(), found.target
+
+
+@each_term
+def test_losses_and_gradients(term):
+    hidden, weight, target = case()
+    target[2] = -100
+    others = {"z_loss": 0.01, "label_smoothing": 0.1, "logit_scale": 0.6}
+    for terms, reduction, schedule in itertools.product(
+        ({}, others), ("mean", "none"), ("recompute", "keep", "grad_in_forward")
+    ):
+        if (reduction, schedule) == ("none", "grad_in_forward"):
+            continue
+        given: dict[str, Any] = {"softcap": term, "reduction": reduction, **terms}
+        found = linear_cross_entropy(hidden, weight, target, schedule=schedule, window=11, **given)
+        wanted = reference.linear_cross_entropy(hidden, weight, target, **given)
+        assert torch.allclose(found, wanted, atol=1e-12)
+        gradients = [torch.autograd.grad(each.sum(), (hidden, weight)) for each in (found, wanted)]
+        for mine, other in zip(*gradients, strict=True):
+            assert other.abs().max() > 1e-3
+            assert torch.allclose(mine, other, atol=1e-12)
+    plain = linear_cross_entropy(hidden, weight, target)
+    assert (plain - linear_cross_entropy(hidden, weight, target, softcap=term)).abs() > 1e-3
+
+
+@each_term
+def test_gradcheck(term):
+    hidden, weight, target = case()
+
+    def numbers(hidden, weight):
+        found = linear_logprob(
+            *(hidden, weight, target),
+            softcap=term,
+            temperature=0.7,
+            outputs=("logprob", "entropy", "topk_logprob"),
+            topk_ids=target.unsqueeze(1) - 1,
+        )
+        return tuple(each for each in found if each is not None)
+
+    assert torch.autograd.gradcheck(numbers, (hidden, weight), atol=1e-6)
+
+
+@each_term
+def test_float32_has_its_own_precision(term):
+    hidden, weight, target = case(torch.float32)
+    wanted, plain = (
+        reference.linear_logprob(hidden.to(wide), weight.to(wide), target, softcap=term)
+        for wide in (torch.float64, torch.float32)
+    )
+    found = linear_logprob(hidden, weight, target, softcap=term, outputs=("logprob", "entropy"))
+    for name in ("logprob", "entropy"):
+        mine = getattr(found, name)
+        assert mine.dtype is torch.float32
+        assert_close(name, mine.detach(), getattr(wanted, name).detach(), getattr(plain, name).detach())
+
+
+def test_tanh_is_a_softcap():
+    hidden, weight, target = case()
+    for one, other in zip(
+        *(
+            torch.autograd.grad(linear_cross_entropy(hidden, weight, target, softcap=cap), (hidden, weight))
+            for cap in (Tanh(1.5), 1.5)
+        ),
+        strict=True,
+    ):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_in_a_graph_a_module_and_an_op():
+    hidden, weight, target = case(torch.float32)
+    term = LogCap(0.6)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    wanted = linear_cross_entropy(hidden, weight, target, softcap=term)
+    assert torch.equal(compiled(hidden, weight, target, softcap=term), wanted)
+    other = linear_cross_entropy(hidden, weight, target, softcap=LogCap(0.9))
+    assert torch.equal(compiled(hidden, weight, target, softcap=LogCap(0.9)), other)
+    head = LinearCrossEntropy(8, 31, softcap=term)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    assert torch.equal(head(hidden, target), wanted)
+    assert torch.allclose(head(hidden), reference.logits(hidden, weight, softcap=term))
+    assert "softcap=LogCap(cap=0.6)" in repr(head)
+    op = torch.ops.cute_lce.fused_linear_cross_entropy
+    assert torch.equal(op(hidden, weight, target, softcap=term.key), wanted)
+
+
+def test_a_key_is_of_values_and_of_functions():
+    assert LogCap(0.5).key == LogCap(0.5).key != LogCap(0.25).key
+    assert LogCap(0.5).key != Tanh(0.5).key
+    assert kernel_term(LogCap(0.5)) == kernel_term(LogCap(0.25)) != kernel_term(Tanh(0.5))
+    program = "from tests.logit_terms import LogCap; print(LogCap(0.5).key)"
+    run = [sys.executable, "-c", program]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(run, capture_output=True, text=True, check=True, env=env)
+    assert float(found.stdout) == LogCap(0.5).key
+
+    @dataclass(frozen=True)
+    class Twice(LogitTerm):
+        cap: float
+
+        def logit(self, x, ops):
+            return 2 * x
+
+        def slope(self, z, ops):
+            return ops.where(z < 0, 2.0, 2.0)
+
+    @dataclass(frozen=True)
+    class Thrice(LogitTerm):
+        cap: float
+
+        def logit(self, x, ops):
+            return 3 * x
+
+        def slope(self, z, ops):
+            return ops.where(z < 0, 3.0, 3.0)
+
+    assert kernel_term(Twice(1.0)) != kernel_term(Thrice(1.0))
+
+
+FACTOR = 3.0
+
+
+def test_what_is_no_term():
+    class Bare(LogitTerm):
+        def logit(self, x, ops):
+            return x
+
+    with pytest.raises(TypeError, match=r"^Bare: got no dataclass"):
+        Bare()
+
+    @dataclass(frozen=True)
+    class Half(LogitTerm):
+        def logit(self, x, ops):
+            return x
+
+    with pytest.raises(TypeError, match=r"^Half: got no function slope"):
+        Half()
+
+    @dataclass(frozen=True)
+    class Outside(LogitTerm):
+        def logit(self, x, ops):
+            return x * FACTOR
+
+        def slope(self, z, ops):
+            return z
+
+    with pytest.raises(TypeError, match=r"^Outside\.logit: got one that reads 'FACTOR'"):
+        Outside()
+    with pytest.raises(TypeError, match=r"^LogCap\.cap: got str"):
+        LogCap("3")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^LogCap\.cap: got bool"):
+        LogCap(True)
+    with pytest.raises(ValueError, match=r"^softcap: got -12\.0"):
+        linear_cross_entropy(*case(), softcap=-12.0)
+    assert cute_lce.LogitTerm is LogitTerm
