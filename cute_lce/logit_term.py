@@ -110,7 +110,7 @@ def _name(kind: type[LogitTerm]) -> str:
 
 
 def _code(code: CodeType) -> Any:
-    constants = tuple(_code(each) if isinstance(each, CodeType) else each for each in code.co_consts[1:])
+    constants = tuple(_code(each) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.co_code.hex(), code.co_names, code.co_varnames, constants
 
 

@@ -15,6 +15,7 @@ import cute_lce.reference
 from cute_lce.parallel import ranks as checks
 from tests.distributed.calls import shard_sizes, slice_of
 from tests.distributed.ranks import Rank
+from tests.logit_terms import LogCap
 from tests.numerics import assert_close, random_case
 
 linear_logprob: Any = cute_lce.linear_logprob
@@ -141,6 +142,7 @@ def every_number(here: Rank) -> None:
     order = list(reversed(range(here.ranks)))
     compare(here, torch.float32, sizes=uneven, order=order, terms={"softcap": 6.0}, window=16)
     compare(here, torch.bfloat16, outputs=("topk_logprob", "is_top1"), terms={"logit_scale": 0.7})
+    compare(here, torch.float32, outputs=("topk_logprob", "entropy"), terms={"softcap": LogCap(3.0)})
     compare(here, torch.float32, schedule="keep", workspace_mb=64, terms={"temperature": 0.7})
 
 
