@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import ops, options
 from .arguments import Operands
 from .logit_term import LogitTerm, as_number
-from .options import NO_TERMS, ComputeOptions, LossOptions, TermOptions, check_positive
+from .options import ComputeOptions, LossOptions, TermOptions, check_positive, has_terms
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -193,7 +193,7 @@ def linear_cross_entropy(
     if spread is not None:
         if not plain:
             check_types(input, linear_weight, target)
-        if terms != NO_TERMS or tensors != _NO_TENSORS:
+        if has_terms(terms) or tensors != _NO_TENSORS:
             from .parallel import public
 
             check_types(input, linear_weight, target)
@@ -207,7 +207,7 @@ def linear_cross_entropy(
         return _parallel().linear_cross_entropy(
             input, linear_weight, target, loss, compute, spread, watched=False, destination=destination
         )
-    if not plain or terms != NO_TERMS or tensors != _NO_TENSORS:
+    if not plain or has_terms(terms) or tensors != _NO_TENSORS:
         check_types(input, linear_weight, target)
         operands = Operands(input, linear_weight, target)
         return call_with_terms(operands, tensors, loss, terms, compute, plain, destination)

@@ -62,7 +62,8 @@ class LossOptions(_LossFields):
     ) -> LossOptions:
         if type(reduction) is not str or reduction not in REDUCTIONS:
             _check_choice("reduction", reduction, REDUCTIONS)
-        if logit_scale != NO_SCALE:
+        # By its type first: a tensor is compared element by element, and True equals 1.
+        if type(logit_scale) is not float or logit_scale != NO_SCALE:
             _check_finite("logit_scale", logit_scale)
         if ignore_index is None:
             ignore_index = IGNORE_INDEX
@@ -128,6 +129,8 @@ class TermOptions(_TermFields):
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name}: got {type(value).__name__}, want a number")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name}: got {value}, want a number that is a float, or in the range of int64")
 
 
 def _check_finite(name: str, value: Any) -> None:
@@ -144,6 +147,15 @@ def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
 
 
 NO_TERMS = TermOptions()
+
+
+def has_terms(numbers: tuple) -> bool:
+    """Whether numbers, TermOptions' fields, which may not have been checked, differ from NO_TERMS."""
+    try:
+        return numbers != NO_TERMS
+    except (RuntimeError, ValueError):
+        # Tensors and arrays, which equal nothing: TermOptions refuses them by name.
+        return True
 
 
 class TokenStats(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 from .arguments import Operands
 from .functional import check_types, denominator_of
 from .ops import checks, sampled, terms
-from .options import LossOptions
+from .options import MOST_WINDOW, LossOptions
 from .streaming.rows import is_ignored
 from .streaming.sampled import SampledOperands, SampledOptions
 
@@ -78,11 +78,12 @@ def sampled_linear_cross_entropy(
         raise TypeError(f"remove_accidental_hits: got {type(remove_accidental_hits).__name__}, want a bool")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window: got {window!r}, want at least 1 id or None")
+    window = 0 if window is None else min(window, MOST_WINDOW)
     shape, flat = operands.target.shape, checks.flatten(operands)
     if target_log_q is not None:
         target_log_q = target_log_q.reshape(-1)
     given = SampledOperands(*flat, sampled_ids, linear_bias, sampled_log_q, target_log_q)
-    how = SampledOptions(options.ignore_index, logit_scale, remove_accidental_hits, window or 0)
+    how = SampledOptions(options.ignore_index, logit_scale, remove_accidental_hits, window)
     losses = sampled.sampled(*given, *how)[0]
     valid = ~is_ignored(flat.target, options.ignore_index)
     if token_weight is not None:
@@ -103,6 +104,8 @@ def _check(
     hidden = operands.hidden
     if not isinstance(ids, Tensor):
         raise TypeError(f"sampled_ids: got {type(ids).__name__}, want a torch.Tensor")
+    if ids.is_nested:
+        raise ValueError("sampled_ids: got a nested tensor, want a dense tensor")
     if ids.dim() != 1 or ids.shape[0] == 0:
         raise ValueError(f"sampled_ids: got shape {tuple(ids.shape)}, want (m,), at least one class")
     checks.check_term("sampled_ids", ids, tuple(ids.shape), checks.TARGET_DTYPES, hidden)

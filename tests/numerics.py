@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -392,3 +393,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def make(name: str, dtype: torch.dtype, device: str = "cpu") -> Case:
     return CASES[name](dtype).to(device)
+
+
+def nested(tensor: Tensor, layout: torch.layout = torch.strided) -> Tensor:
+    """A tensor and its first two rows as one, which no call takes."""
+    with warnings.catch_warnings():
+        # Nested tensors are a prototype.
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([tensor, tensor[:2]], layout=layout)

@@ -152,7 +152,9 @@ def _check(operands: StatsOperands, outputs: tuple[str, ...]) -> None:
         got = "no tensor" if topk_ids is None else "a tensor"
         raise ValueError(f"topk_ids: got {got}, want one exactly where outputs has 'topk_logprob'")
     if topk_ids is not None:
-        ids = (*shape, topk_ids.shape[-1] if isinstance(topk_ids, Tensor) and topk_ids.dim() else 0)
+        # A nested tensor, which is refused, has no shape.
+        sized = isinstance(topk_ids, Tensor) and not topk_ids.is_nested and topk_ids.dim() > 0
+        ids = (*shape, topk_ids.shape[-1] if sized else 0)
         check_term("topk_ids", topk_ids, ids, TARGET_DTYPES, hidden)
 
 

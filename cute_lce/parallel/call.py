@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,12 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
             f"tp_group: got {what or type(tp_group).__name__}, want a torch.distributed.ProcessGroup or None"
         )
     if vocab_start is not None:
-        if isinstance(vocab_start, bool) or not isinstance(vocab_start, int):
+        # Of DTensors with a symbolic number of classes it is symbolic.
+        if isinstance(vocab_start, bool) or not isinstance(vocab_start, int | torch.SymInt):
             raise TypeError(f"vocab_start: got {type(vocab_start).__name__}, want an int or None")
         if vocab_start < 0:
             raise ValueError(f"vocab_start: got {vocab_start}, want at least 0")
+        vocab_start = cast("int", vocab_start)
     if not isinstance(grad_input, str) or grad_input not in GRAD_INPUTS:
         raise ValueError(f"grad_input: got {grad_input!r}, want one of {', '.join(map(repr, GRAD_INPUTS))}")
     if grad_input == "partial" and sequence_dim is not None:

@@ -285,6 +285,36 @@ def dtensors_in_one_graph(here: Rank) -> None:
             torch.testing.assert_close(whole(graph), whole(eager))
 
 
+def dtensors_of_symbolic_sizes_in_one_graph(here: Rank) -> None:
+    """A loss and numbers of each token, where the first class of a rank's shard is symbolic too."""
+    mesh, given = mesh_of(here), operands(here)
+    tokens = [place(given[name], mesh, [Shard(1)]) for name in ("input", "target", "temperature", "topk_ids")]
+    rows = [
+        place(given[name], mesh, [Shard(0)]).requires_grad_() for name in ("linear_weight", "linear_bias")
+    ]
+
+    def loss(input: Tensor, weight: Tensor, bias: Tensor, target: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        return (linear_cross_entropy(input, weight, target, linear_bias=bias, reduction="none"),)
+
+    def numbers(
+        input: Tensor, weight: Tensor, bias: Tensor, target: Tensor, temperature: Tensor, ids: Tensor
+    ) -> tuple[Tensor, ...]:
+        names = "logprob", "entropy", "topk_logprob", "argmax"
+        options = {"linear_bias": bias, "temperature": temperature, "topk_ids": ids, "outputs": names}
+        found = linear_logprob(input, weight, target, **options)
+        return tuple(each for each in found if each is not None)
+
+    backend = "inductor" if here.device != "cpu" else "aot_eager"
+    for function in (loss, numbers):
+        both = []
+        for call in (function, torch.compile(function, fullgraph=True, backend=backend, dynamic=True)):
+            results = call(tokens[0], *rows, *tokens[1:])
+            total: Any = sum(whole(each).sum() for each in results if each.requires_grad)
+            both.append((*(each.detach() for each in results), *torch.autograd.grad(total, rows)))
+        for eager, graph in zip(*both, strict=True):
+            torch.testing.assert_close(whole(graph), whole(eager))
+
+
 def terms_whose_placements_are_refused(here: Rank) -> None:
     mesh, given = mesh_of(here), operands(here)
     rows, everywhere, sliced = [Shard(0)], [Replicate()], [Shard(1)]
@@ -332,5 +362,6 @@ CASES = (
     parts_and_buffers,
     a_module_with_terms,
     dtensors_in_one_graph,
+    dtensors_of_symbolic_sizes_in_one_graph,
     terms_whose_placements_are_refused,
 )

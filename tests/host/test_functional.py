@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from cute_lce.ops import prepared
 from cute_lce.options import ComputeOptions
 from cute_lce.plan.memory import refuse_workspace
 from tests import numerics
-from tests.numerics import CASES, DTYPES
+from tests.numerics import CASES, DTYPES, nested
 
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
 REDUCTIONS = ("mean", "sum", "none")
@@ -275,13 +274,6 @@ def test_nan_stays_in_its_row(schedule):
 
 def good() -> dict[str, Any]:
     return {"input": torch.randn(4, 8), "linear_weight": torch.randn(10, 8), "target": torch.arange(4)}
-
-
-def nested(tensor: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # Nested tensors are a prototype.
-        warnings.simplefilter("ignore")
-        return torch.nested.nested_tensor([tensor, tensor[:2]], layout=layout)
 
 
 def jagged(tensor: torch.Tensor) -> torch.Tensor:

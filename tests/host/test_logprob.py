@@ -12,7 +12,7 @@ from torch import nn
 import cute_lce
 import cute_lce.reference
 from cute_lce import LinearLogprob, TokenStats
-from tests.numerics import assert_close, random_case
+from tests.numerics import assert_close, nested, random_case
 
 # A test reads what it asked for: no field is None.
 linear_logprob: Any = cute_lce.linear_logprob
@@ -294,6 +294,11 @@ def test_the_module():
             {"outputs": ("topk_logprob",), "topk_ids": torch.zeros(3, 4, 2)},
             TypeError,
             r"topk_ids: got torch\.float32",
+        ),
+        (
+            {"outputs": ("topk_logprob",), "topk_ids": nested(torch.arange(4))},
+            ValueError,
+            "topk_ids: got a nested tensor",
         ),
         ({"schedule": "grad_in_forward"}, ValueError, "schedule: got 'grad_in_forward', want"),
         ({"entropy_grad": 1}, TypeError, "entropy_grad: got int"),

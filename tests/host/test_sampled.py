@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_lce import linear_cross_entropy, reference, sampled_linear_cross_entropy
 from cute_lce.streaming import sampled as streaming
-from tests.numerics import assert_close, random_case
+from tests.numerics import assert_close, nested, random_case
 
 N, D, V, M = 13, 24, 90, 41
 
@@ -77,7 +77,7 @@ def check(case, ids: Tensor, call: Any = sampled_linear_cross_entropy, window: i
 def test_values_and_gradients(reduction, dtype):
     case, ids = case_of(dtype)
     terms = terms_of(dtype)
-    for window in (None, 1, 16):
+    for window in (None, 1, 16, 10**40):
         check(case, ids, window=window, reduction=reduction)
         check(case, ids, window=window, reduction=reduction, **terms)
         check(case, ids, window=window, reduction=reduction, remove_accidental_hits=False, **terms)
@@ -264,6 +264,7 @@ IDS = torch.zeros(M, dtype=torch.int64)
         ({"sampled_ids": IDS[:0]}, ValueError, r"sampled_ids: got shape \(0,\), want \(m,\)"),
         ({"sampled_ids": IDS[None]}, ValueError, r"sampled_ids: got shape \(1, 41\)"),
         ({"sampled_ids": IDS.float()}, TypeError, r"sampled_ids: got torch\.float32"),
+        ({"sampled_ids": nested(IDS)}, ValueError, "sampled_ids: got a nested"),
         ({"sampled_ids": IDS + V}, ValueError, r"sampled_ids: got 90, want classes in \[0, 90\)"),
         ({"sampled_ids": IDS - 100}, ValueError, "sampled_ids: got -100"),
         ({"sampled_log_q": torch.zeros(M)}, ValueError, "target_log_q: got a sampled_log_q or"),
