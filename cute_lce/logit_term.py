@@ -33,7 +33,7 @@ _kinds: dict[str, type[LogitTerm]] = {}
 class LogitTerm:
     """z = logit(x) instead of a softcap of each scaled logit x; given as ``softcap``.
 
-    A subclass is a frozen dataclass whose fields, at most 8, are numbers, and has two functions::
+    A subclass is a frozen dataclass whose fields, at most 8, are numbers, and has two functions:
 
         @dataclass(frozen=True)
         class LogCap(cute_lce.LogitTerm):

@@ -56,7 +56,10 @@ _logger = logging.getLogger("cute_lce")
 _functions: dict[Key, Callable[..., None]] = {}
 _lock = threading.Lock()
 
-SOURCES = ("kernels/**/*.py", "compile/*.py", "arch.py", "arguments.py", "maths.py", "plan/kernels.py")
+SOURCES = (
+    *("kernels/**/*.py", "compile/*.py", "plan/kernels.py"),
+    *("arch.py", "arguments.py", "logit_term.py", "maths.py"),
+)
 """Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
 CARRIED = Path(__file__).parent.parent / "carried"
 """The folder of the files that came with the package."""

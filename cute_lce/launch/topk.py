@@ -37,7 +37,7 @@ class Topk(NamedTuple):
         known = (given >= 0) & (given < classes) & valid.unsqueeze(1)
         token = valid.cumsum(0) - 1 if compacted else torch.arange(n, device=device)
         token = token.unsqueeze(1)
-        key = torch.where(known, given // TOPK_CLASSES * blocks + token // TOPK_TOKENS, units * blocks)
+        key = torch.where(known, given.long() // TOPK_CLASSES * blocks + token // TOPK_TOKENS, units * blocks)
         if units * blocks < 2**31:
             key = key.int()
         key, order = key.reshape(-1).sort(stable=True)
@@ -57,6 +57,5 @@ class Topk(NamedTuple):
         )
 
     def as_given(self, values: Tensor) -> Tensor:
-        """(n, K) of values of the entries; 0 where the ids are not known."""
-        found = torch.zeros_like(values).scatter_(0, self.order, values)
-        return found.view(self.known.shape).masked_fill_(~self.known, 0)
+        """(n, K) of values of the entries; of use where the ids are known."""
+        return torch.empty_like(values).scatter_(0, self.order, values).view(self.known.shape)

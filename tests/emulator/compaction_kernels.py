@@ -1,5 +1,5 @@
-"""The kernel that copies compacted tokens, which both architectures share, as a subject of mutations:
-all of its statements that compute or count."""
+"""The compaction's kernels, which both architectures share, as subjects of mutations: all of their statements
+that synchronise, compute or count."""
 
 from __future__ import annotations
 
@@ -24,10 +24,57 @@ DIVISION = (
     "Of a division that rounds towards zero, which adds 0 to numbers that are not negative.",
 )
 UNIFORM = (r"shfl\.sync\.idx", "a lane's own", "Of a number that all lanes have.")
+UP = (r"setp\.gt\.s32 .*, -1$", "or equal", "Of a division that rounds up, of a number that is not negative.")
+RANGES = (
+    r"and\.pred|shr\.u32 .*, 5$|and\.b32 .*, -32$",
+    "or|not shifted",
+    "The blocks' ranges become longer, and the first blocks have all tokens.",
+)
+AGAIN = (
+    r"min\.s32|setp\.(?:ge|lt)\.s32 \S+ %r\d+, %r\d+$",
+    "maximum|(?:not|or) equal",
+    "A block also moves tokens behind its own, to where their block does, or looks at 32 behind the last.",
+)
+ALL_HAVE_IT = (
+    r"setp\.ne\.b32 .*, 0$|or\.b32",
+    "reversed|and",
+    "Other lanes, or warps, or blocks, write the number that one writes: all have it.",
+)
+BEHIND = (
+    r"setp\.le\.s32",
+    "not equal",
+    "Sixteen bytes are copied behind a row, where the next row's copy is, which comes later here.",
+)
+
+
+def _gathers(program: Emulated, seed: int) -> bool:
+    """What tests/emulated/test_compaction.py asks of Gather, the shortest first."""
+    from tests.emulated.compaction import Tokens, is_right, run
+    from tests.emulated.test_compaction import CHUNKS, VALID, at_random
+
+    everything = ("hidden", "values", "sums")
+    calls = [
+        (Tokens(at_random(160), 136), 0, None),
+        *((Tokens(VALID[valid](160), 72), 0, None) for valid in ("none", "all", "the last", "a k tile")),
+        *((Tokens(VALID["a k tile and one"](160), 72), first, tokens) for first, tokens in CHUNKS),
+        *((Tokens(VALID["all but one"](40), d), 0, None) for d in (264, 520, 776, 1032, 2056)),
+        *((Tokens(at_random(n), 8), 0, None) for n in (33, 97, 1)),
+    ]
+    for what, first, tokens in calls:
+        if not is_right(what, run(what, first, tokens, seed=seed), first):
+            return False
+    # A thread counts a token of each 512, eight at once: any of these may be the last one, and the first one
+    # of a block.
+    thousands = (600, 1100, 1700, 2300, 3000, 3300, 3700, 4200, 4700, 5400)
+    for n, without in [*((70, (name,)) for name in everything), *((n, everything) for n in thousands)]:
+        what = Tokens(VALID["all"](n) if n > 600 else at_random(n), 8)
+        if not is_right(what, run(what, seed=seed, without=without), without=without):
+            return False
+    return True
 
 
 def _copies(program: Emulated, seed: int) -> bool:
-    """What tests/emulated/test_compaction.py asks of Copy."""
+    """What it asks of Copy."""
     from tests.emulated.compaction import Tokens, compacted, equal, run
     from tests.emulated.test_compaction import CHUNKS, VALID
 
@@ -51,5 +98,11 @@ def subjects() -> list[Subject]:
         return lambda entry: f"rows{kernel}" in entry
 
     return [
+        Subject(
+            "Gather",
+            *(_build, _gathers, range(1), 250, 30),
+            [*reasons, UP, RANGES, AGAIN, ALL_HAVE_IT, BEHIND],
+            *(of("Gather"), rules),
+        ),
         Subject("Copy", _build, _copies, range(1), 40, 4, reasons, of("Copy"), rules),
     ]

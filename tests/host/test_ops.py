@@ -671,6 +671,7 @@ def test_module_exports():
     assert set(cute_lce.__all__) == {
         "LinearCrossEntropy",
         "LinearLogprob",
+        "LogitTerm",
         "LossOptions",
         "TokenStats",
         "__version__",
