@@ -10,8 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-KIB = 1024
-WARPGROUP = 128
+KIB, WARPGROUP = 1024, 128
 WARPS = 4
 """Warps of a warpgroup that runs a tile's epilogue."""
 BOX_ROWS, BOX_COLUMNS = 16, 64
@@ -219,7 +218,7 @@ class Architecture:
     l2_bytes_per_clock: int
     data_sheet: DataSheet
     term_columns: tuple[tuple[str, int], ...]
-    kept_columns: tuple[tuple[str, int], ...]
+    kept_columns: tuple[tuple[str, int], ...] = ()
     tilings: tuple[Tilings, ...]
 
     @functools.cached_property
@@ -312,6 +311,7 @@ class Gpu(NamedTuple):
 
     def serving(self, terms: tuple[str, ...], keeps: bool = False) -> Gpu:
         """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
+        keeps &= "kept_logits" not in terms
         limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
         names = {*terms, *("own_term" for each in terms if each.startswith("own_term_"))}
         columns = [most for term, most in limits if term in names]
@@ -394,6 +394,7 @@ _SM_90A = Architecture(
         ("row_scale", 144),
         ("linear_bias", 176),
         ("bias_gradient", 160),
+        ("kept_logits", 144),
     ),
     kept_columns=(("softcap", 128), ("entropy", 128), ("total", 128), ("logits", 128), ("argmax", 160)),
     tilings=(
@@ -435,7 +436,6 @@ _SM_100A = Architecture(
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
     term_columns=(("softcap", 224), ("own_term", 192), ("squares", 224)),
-    kept_columns=(),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )
 _SM_103A = replace(

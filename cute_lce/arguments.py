@@ -76,6 +76,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "uniform": {"uniform": Address},
     "shared": {"shared": Address, "weight_sum": Address, "hidden_sum": Address},
     "bias_gradient": {"dbias": Address, "column_sums": Address, "with_dhidden": Int32},
+    "kept_logits": {"kept_logits": Address, "kept_pitch": Int64, "kept_notes": Address},
 }
 """What kernels that are compiled for a term take for it in LossArguments. Vectors are fp32, (V,) or, by the
 operands' tokens, (n,).
@@ -111,6 +112,11 @@ a launch whose classes were not kept.
 bias_gradient: dbias (V,), the gradient's sums over tokens: written by launches whose tokens are all or the
 first ones, else added to. with_dhidden: whether only by those that compute dhidden (0 or 1). column_sums:
 scratch, a number for each slab of tokens (Fragment) and class of a launch.
+
+Of a forward that keeps and of its backward: kept_logits: logits are kept instead of exponentials
+(kernels/kept_logits.py), of which a launch of the backward makes dlogits where it has the address of its
+classes': (n, columns) fp16, rows of kept_pitch elements; kept_notes (units, n) fp16. At address 0 it
+computes logits. A forward takes the addresses from KeepOutputs.
 """
 MORE_PARTS = {"entropy": 1, "squares": 1, "total": 2, "logits": 1, "argmax": 1}
 """Numbers in a partial of a row, by the terms of a forward, in their order there: a total's second are the
@@ -235,7 +241,8 @@ class KeepOutputs(NamedTuple):
     """What a forward that keeps writes in addition; all zero if it keeps nothing.
 
     kept (n, columns) in the operands' dtype, rows of `pitch` elements. kept_scale (n,) fp32. workspace:
-    reference (n,) fp32, most_raised (n,) int32, notes (units, n) uint16.
+    reference (n,) fp32, most_raised (n,) int32, notes (units, n) uint16. With the term kept_logits: kept in
+    fp16, workspace: notes (units, n) fp16, and nothing else.
     """
 
     kept: Address

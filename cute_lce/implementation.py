@@ -296,7 +296,8 @@ class Stats(NamedTuple):
     log sum p^2. mean_logit: of z over the classes.
     For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for.
     kept (n, kept_columns): products of hidden and weight, or what kernels keep, with kept_scale, as in
-    Results; onehot_ratio: what was subtracted from that at the target, over the softmax, where it is not 1.
+    Results, or of kept logits (units, n) fp16; onehot_ratio: what was subtracted from that at the target,
+    over the softmax, where it is not 1.
     target_logit: z of the target, if there is a softcap; topk_logit (n, K): likewise of the ids, of
     use where they are classes.
     """

@@ -131,6 +131,24 @@ class TileLogits:
         return None if self.row_scale is None else spread(self.row_scale[c // SHARED], c)
 
 
+FAR = -1e30
+"""A distance from the maximum whose exponential is 0."""
+
+
+def gradient(distance: Float32, factor, gap, uniform, slope):
+    """By a product, but for the onehot (arguments.TERMS). distance: z - row_max. factor: of its exponential.
+    gap, uniform, slope: None where there is none."""
+    found = row_stats.exp(distance)
+    if gap is None:
+        found = factor * found
+    else:
+        # 0 times -inf is 0 here.
+        found = (cute.arch.fmax(distance, Float32(FAR)) * gap + factor) * found
+    if uniform is not None:
+        found = found + uniform
+    return found if slope is None else found * slope
+
+
 TOGETHER = 4
 """Columns of a thread's elements, with four rows 512 logits of a warp, that are capped by the series alone if
 all are small. Fewer would be so more often, where some logits reach the edge; a vote is 3 instructions."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ..arguments import (
     Rows,
     Statistics,
     Upstream,
+    units,
 )
 from ..compile import cache
 from ..compile.frozen import freeze
@@ -94,12 +96,13 @@ class KernelBackward:
         """plan: None: chosen for the request."""
         hidden, weight, target = operands
         device, dtype, kept = hidden.device, hidden.dtype, request.kept_columns
+        keeps_logits = kept > 0 and "kept_logits" in loss.terms
         (n, self.features), self.itemsize = hidden.shape, dtype.itemsize
         d, needs = round_up(self.features, 8), (request.need_dinput, request.need_dweight)
         # Without padding the rows of what dweight is added to begin at multiples of 16 bytes.
         self.added, self.directly = request.added, self.features == d
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
-        problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs)
+        problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs, keeps_logits)
         gpu = gpu_of(device).serving(loss.terms)
         chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
@@ -108,7 +111,9 @@ class KernelBackward:
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
         usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
-        self.kept, self.pitch, self.half = kept, chosen.pitch, problem.half
+        self.pitch, self.half = chosen.pitch, problem.half
+        # Columns of exponentials, and of logits.
+        self.kept, self.kept_logits = (0, kept) if keeps_logits else (kept, 0)
         self.packing, self.padded = Packing(hidden, kept) if request.packs else None, d
         # What shards are summed of stays in fp32, and of one split is the result.
         exact = request.shard and request.is_summed
@@ -138,7 +143,7 @@ class KernelBackward:
         """The parts of the workspace, by their offsets. exact: whether sums of dinput stay in fp32."""
         chosen, problem, kept = self.plan, self.problem, self.kept
         n, d, itemsize = problem.n, problem.d, self.itemsize
-        compacted = compacts(problem, kept)
+        compacted = compacts(problem, kept or self.kept_logits)
         parts = Parts()
         part = parts.reserve
         self.progress = part(4 * self.counters)
@@ -224,6 +229,7 @@ class KernelBackward:
         counters = Counters(address=start + self.progress, clears=self.counters)
         groups = hidden, weight, target, arguments, upstream, statistics
         stripes, chunks = self.stripes, self.chunks
+        of_logits = iter(self._arguments_of_logits(saved, loss, arguments))
         if self.kept:
             kept, stripes = stripes[0], stripes[1:]
             is_last = not stripes and not chunks
@@ -256,9 +262,25 @@ class KernelBackward:
             rows = rows if self.compaction is None else rows._replace(sums=0)
         for stripe in stripes:
             last = self._accumulating(rows, result) if stripe is stripes[-1] else rows
-            yield *groups, gradients, source, last, stripe, counters
+            own = next(of_logits, arguments)
+            yield hidden, weight, target, own, *groups[4:], gradients, source, last, stripe, counters
             counters = after(counters)
             source, rows = source._replace(scales=0), self._gathered(rows)
+
+    def _arguments_of_logits(self, saved: Saved, loss: Any, arguments: Any) -> Iterator[Any]:
+        """The loss's arguments for each stripe of kept logits. arguments: for the others."""
+        kept, notes = saved.kept, saved.kept_scale
+        if not self.kept_logits or kept is None or notes is None:
+            return
+        for stripe in self.plan.stripes:
+            if stripe.first < self.kept_logits:
+                yield loss_arguments(
+                    of_recomputed(loss)._replace(
+                        kept_logits=kept.data_ptr() + stripe.first * kept.itemsize,
+                        kept_pitch=kept.stride(0),
+                        kept_notes=notes.data_ptr() + units(stripe.first) * notes.stride(0) * notes.itemsize,
+                    )
+                )
 
     def _accumulating(self, rows: Rows, result: int) -> Rows:
         """The same, for the last launch that adds to a shard's sums. result: the address of all tokens'."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import ForwardOutputs, KeepOutputs, Operands, Rows
+from ..arguments import ForwardOutputs, KeepOutputs, Operands, Rows, units
 from ..compile import cache
 from ..compile.frozen import freeze
 from ..implementation import Request, Results
@@ -29,6 +29,13 @@ def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
     """Uninitialised (kept, kept_scale): (n, kept_columns rounded up to 8) and (n,) fp32."""
     n = hidden.shape[0]
     return hidden.new_empty((n, round_up(kept_columns, 8))), hidden.new_empty((n,), dtype=torch.float32)
+
+
+def empty_kept_logits(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised (kept, notes): (n, kept_columns rounded up to 8) and (units, n), fp16."""
+    n, dtype = hidden.shape[0], torch.float16
+    kept = hidden.new_empty((n, round_up(kept_columns, 8)), dtype=dtype)
+    return kept, hidden.new_empty((units(kept_columns), n), dtype=dtype)
 
 
 def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelForward | EmptyForward:
@@ -87,7 +94,8 @@ class KernelForward:
         # The alignment of addresses is checked in every call.
         self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
         half, needs = hidden.dtype is torch.float16, request.statistics
-        problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs)
+        self.keeps_logits = kept > 0 and "kept_logits" in loss.terms
+        problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs, self.keeps_logits)
         sizes = n, problem.d, problem.vocab
         beside = {"kept": kept, "reserved": forward_compaction_bytes(problem, kept)}
         gpu = gpu_of(device).serving(loss.terms, kept > 0)
@@ -98,7 +106,8 @@ class KernelForward:
         self.kept_columns, self.pitch = kept, round_up(kept, 8)
         self.partials = chosen.gemm.windows * chosen.config.partials_per_window
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
-        self.kept = template(device, hidden.dtype, n, self.pitch)
+        self.kept = template(device, torch.float16 if self.keeps_logits else hidden.dtype, n, self.pitch)
+        self.notes = template(device, torch.float16, units(kept), n) if self.keeps_logits else None
         self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
         # Statistics that are not requested go behind the workspace.
         self.packing = Packing(hidden, kept) if request.packs or not needs else None
@@ -107,14 +116,14 @@ class KernelForward:
         parts, keep_parts = Parts(), Parts()
         parts.reserve(4 * chosen.workspace_floats)
         self.behind = parts.reserve(LOSS_AND_COUNT if request.shard else behind)
-        # A shard's `finish` needs it too.
-        keeping = keep_parts if request.shard else parts
-        self.keep_workspace = keeping.reserve(keep_workspace_bytes(n, kept))
+        # A shard's `finish` needs it too, if there is something to finish.
+        self.finishes = request.shard and kept > 0 and not self.keeps_logits
+        keeping = keep_parts if self.finishes else parts
+        self.keep_workspace = keeping.reserve(0 if self.keeps_logits else keep_workspace_bytes(n, kept))
         self.compaction, self.all_rows = None, freeze(Rows(first=0, tokens=n))
         if forward_compacts(problem, kept):
             copied = n * problem.d * hidden.dtype.itemsize
-            where = keeping if kept else parts
-            self.compaction = Compaction(where, n, target.dtype.itemsize, copied)
+            self.compaction = Compaction(keeping, n, target.dtype.itemsize, copied)
         self.workspace = template(device, torch.uint8, parts.nbytes)
         self.workspace_of_both = template(device, torch.uint8, keep_parts.nbytes)
 
@@ -125,17 +134,22 @@ class KernelForward:
         workspace = scratch.data_ptr()
         results, outputs, kept, kept_scale = self._results(total, workspace)
         keep = self.nothing_kept
-        if self.kept_columns:
-            keep = KeepOutputs(
-                kept=kept,
-                kept_scale=kept_scale,
-                workspace=workspace + self.keep_workspace,
-                pitch=self.pitch,
-                columns=self.kept_columns,
-            )
+        if self.keeps_logits:
+            keep = self._keep_outputs(kept, 0, kept_scale)
+        elif self.kept_columns:
+            keep = self._keep_outputs(kept, kept_scale, workspace + self.keep_workspace)
         rows = self.all_rows if self.compaction is None else self.compaction.rows(workspace)
         self.function(*operands, loss_arguments(loss), outputs, rows, self.gemm, keep)
         return results
+
+    def _keep_outputs(self, kept: int, kept_scale: int, workspace: int) -> KeepOutputs:
+        return KeepOutputs(
+            kept=kept,
+            kept_scale=kept_scale,
+            workspace=workspace,
+            pitch=self.pitch,
+            columns=self.kept_columns,
+        )
 
     def _results(self, total: Tensor, workspace: int) -> tuple[Results, ForwardOutputs, int, int]:
         """The results, and where they lie, with the addresses of kept and kept_scale."""
@@ -165,7 +179,8 @@ class KernelForward:
         results = Results(loss=total, row_max=row_max, row_sum=row_sum, num_valid=num_valid)
         if not self.kept_columns:
             return results, outputs, 0, 0
-        kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(self.row)
+        beside = self.row if self.notes is None else self.notes
+        kept, kept_scale = torch.empty_like(self.kept), torch.empty_like(beside)
         results = results._replace(kept=kept, kept_scale=kept_scale)
         return results, outputs, kept.data_ptr(), kept_scale.data_ptr()
 
@@ -180,14 +195,16 @@ class ShardForward(KernelForward):
         scratch = torch.empty_like(self.workspace)
         row_max, row_sum, target_logit = (torch.empty_like(self.row) for _ in range(3))
         kept = keep_workspace = None
-        if self.kept_columns:
+        if self.notes is not None:
+            kept, keep_workspace = torch.empty_like(self.kept), torch.empty_like(self.notes)
+        elif self.kept_columns:
             kept, keep_workspace = torch.empty_like(self.kept), torch.empty_like(self.workspace_of_both)
         results = Results(target_logit, row_max, row_sum, None, kept, keep_workspace)
         self._launch(operands, loss, results, None, scratch)
         return results
 
     def finish(self, operands: Operands, loss: LossOptions, results: Results) -> Results:
-        if results.kept is None:
+        if not self.finishes:
             return results
         kept_scale = torch.empty_like(self.row)
         self._launch(operands, loss, results, kept_scale)
@@ -219,16 +236,13 @@ class ShardForward(KernelForward):
         )
         keep = self.nothing_kept
         if kept is not None and keep_workspace is not None:
-            keep = KeepOutputs(
-                kept=kept.data_ptr(),
-                kept_scale=0 if kept_scale is None else kept_scale.data_ptr(),
-                workspace=keep_workspace.data_ptr() + self.keep_workspace,
-                pitch=self.pitch,
-                columns=self.kept_columns,
-            )
+            scales = 0 if kept_scale is None else kept_scale.data_ptr()
+            start = 0 if self.keeps_logits else self.keep_workspace
+            keep = self._keep_outputs(kept.data_ptr(), scales, keep_workspace.data_ptr() + start)
         rows = self.all_rows
         if self.compaction is not None:
-            rows = self.compaction.rows(workspace if keep_workspace is None else keep_workspace.data_ptr())
+            both = self.finishes and keep_workspace is not None
+            rows = self.compaction.rows(keep_workspace.data_ptr() if both else workspace)
             rows = rows._replace(gathers=int(kept_scale is None))
         # One loss and one count are written, whatever is asked for.
         summed = loss_arguments(loss._replace(reduction="sum"))

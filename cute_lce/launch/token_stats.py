@@ -35,7 +35,7 @@ from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
 from .backward import backward as backward_of
-from .forward import KernelForward
+from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
 from .token_terms import Gradient, Shared, Tensors, kept_gradient, loss_of
@@ -72,8 +72,23 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
 
 
 def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether the gradients of the numbers that `serves` accepts can be had from what a forward keeps: those
-    whose onehot's share is known there."""
+    """Whether the gradients of the numbers that `serves` accepts can be had from what a forward keeps."""
+    return keeps_exponentials(operands, options) or keeps_logits(operands, options)
+
+
+def keeps_logits(operands: StatsOperands, options: StatsOptions) -> bool:
+    """Whether a forward keeps logits: where exponentials would not do, and the rounding of logits
+    (kernels/kept_logits.py) is less than that of dlogits. Sums over tokens are of dlogits' own epilogue."""
+    if keeps_exponentials(operands, options) or operands.hidden.dtype is not torch.bfloat16:
+        return False
+    if operands.linear_bias is not None or operands.topk_ids is not None:
+        return False
+    own = term_of(options.softcap) is not None
+    return not own and not (options.label_smoothing and options.softcap is not None)
+
+
+def keeps_exponentials(operands: StatsOperands, options: StatsOptions) -> bool:
+    """Whether exponentials suffice: where the onehot's share is known in the forward."""
     if term_of(options.softcap) is not None:
         return False
     if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
@@ -98,6 +113,8 @@ def choose(
     """See implementation.Statistics. "auto" recomputes what the kernels do not keep."""
     if schedule == "auto" and not keeps(operands, options):
         schedule = "recompute"
+    if keeps_logits(operands, options):
+        problem = problem._replace(keeps_logits=True)
     given = problem, operands.hidden.dtype, operands.hidden.device, schedule, reduction, limits, need_dbias
     if any(isinstance(each, torch.SymInt) for each in (*problem, *limits)):
         return _choose(*given)
@@ -121,14 +138,15 @@ def _choose(
     return found
 
 
-def _beside_more_partials(operands: Operands, request: Request, parts: int) -> Limits:
+def _beside_more_partials(operands: Operands, request: Request, parts: int, keeps_logits: bool) -> Limits:
     """A part of what is for partials is for those of terms, which have so many numbers for each's two."""
     limits, kept, (n, d) = request.limits, request.kept_columns, operands.hidden.shape
     if not kept:
         return limits._replace(workspace=limits.workspace * 2 // (2 + parts))
     if not limits.workspace:
         return limits
-    problem = Problem(n, d, operands.weight.shape[0], operands.hidden.dtype is torch.float16)
+    half = operands.hidden.dtype is torch.float16
+    problem = Problem(n, d, operands.weight.shape[0], half, keeps_logits=keeps_logits)
     spare = spare_bytes(n, kept, limits, forward_compaction_bytes(problem, kept))
     return limits._replace(workspace=limits.workspace - max(spare, 0) * parts // (2 + parts))
 
@@ -142,6 +160,9 @@ def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int
     """See implementation.Statistics."""
     if not keeps(operands, options):
         return STATISTICS.empty_kept(operands, options, kept_columns)
+    if keeps_logits(operands, options):
+        kept, notes = empty_kept_logits(operands.hidden, kept_columns)
+        return {"kept": kept, "kept_scale": notes}
     kept, kept_scale = empty_kept_of(operands.hidden, kept_columns)
     found = {"kept": kept, "kept_scale": kept_scale}
     return found | ({"onehot_ratio": torch.empty_like(kept_scale)} if _has_proportion(options) else {})
@@ -166,8 +187,10 @@ def forward(
     if "total" in more and tensors.class_weight is not None:
         loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
     loss = loss.with_terms(*more)
-    ratio = None
-    if request.kept_columns and _has_proportion(options):
+    ratio, of_logits = None, request.kept_columns > 0 and keeps_logits(operands, options)
+    if of_logits:
+        loss = loss.with_terms("kept_logits")
+    elif request.kept_columns and _has_proportion(options):
         tensors = tensors.with_target_weight(given.target)
         ratio = torch.empty((n,), dtype=torch.float32, device=device)
         own = tensors.target_weight
@@ -182,7 +205,9 @@ def forward(
     if operands.topk_ids is not None and operands.topk_ids.shape[1]:
         loss = loss.with_terms("topk")
     parts = sum(MORE_PARTS[term] for term in more)
-    request = request._replace(statistics=True, limits=_beside_more_partials(given, request, parts))
+    request = request._replace(
+        statistics=True, limits=_beside_more_partials(given, request, parts, of_logits)
+    )
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
     prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
@@ -294,15 +319,15 @@ def backward(
     valid = ~is_ignored(given.target, options.ignore_index)
     coefficients = coefficients_of(upstream, operands, saved, valid)
     tensors = Tensors.of(operands)
-    shared = None
-    if saved.kept is None:
+    shared, of_logits = None, saved.kept is not None and keeps_logits(operands, options)
+    if saved.kept is None or of_logits:
         gradient = Gradient.of(operands, saved, options, tensors, coefficients, valid)
     else:
         gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, valid)
         if coefficients.uniform is not None:
             shared = Shared.of(given, options, request, tensors, coefficients.uniform, valid)
             gradient = shared.added_to(gradient)
-    loss = gradient.loss
+    loss = gradient.loss.with_terms("kept_logits") if of_logits else gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
     if request.need_dbias:
         request = request._replace(limits=_beside_column_sums(request.limits))

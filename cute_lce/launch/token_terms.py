@@ -76,6 +76,9 @@ class Loss(NamedTuple):
     dbias: int = 0
     column_sums: int = 0
     with_dhidden: int = 0
+    kept_logits: int = 0
+    kept_pitch: int = 0
+    kept_notes: int = 0
     reduction: str = "none"
 
     def with_terms(self, *terms: str, **changes: Any) -> Any:

@@ -34,7 +34,10 @@ def build(
     tokens, dhidden, dweight = configs
     n, d, vocab = problem.n, problem.d, problem.vocab
     columns, chunk = chosen.columns, chosen.chunk
-    ranges = [(0, kept)] if kept else []
+    if problem.keeps_logits:
+        ranges = [(first, min(columns, kept - first)) for first in range(0, kept, columns)]
+    else:
+        ranges = [(0, kept)] if kept else []
     if columns:
         ranges += [(first, min(columns, vocab - first)) for first in range(kept, vocab, columns)]
 

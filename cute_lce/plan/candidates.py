@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..arch import Gpu
+from ..arguments import KEPT_TILE
 from .cost import DWEIGHT, EXPONENTIALS, Gemm, Gemms, chunk_clocks, split_clocks, stripe_clocks, sum_clocks
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
@@ -54,7 +55,7 @@ class Candidates:
         self._logits = tokens.least(area)
         self._gradients = dhidden.least(area) * problem.need_dinput
         self._gradients += self.gemms.dweight.least(area) * problem.need_dweight
-        self._stripes: dict[tuple[int, int], int] = {}
+        self._stripes: dict[tuple[int, int, bool], int] = {}
         self._keeping: dict[int, list[Candidate]] = {}
 
     def keeping(self, kept: int) -> list[Candidate]:
@@ -62,7 +63,9 @@ class Candidates:
         found = self._keeping.get(kept)
         if found is None:
             problem = self.problem
-            if kept == problem.vocab:
+            if kept and problem.keeps_logits:
+                every = self._stripes_of_logits(kept)
+            elif kept == problem.vocab:
                 every = self._kept_only()
             elif kept or self.window or not problem.need_dinput:
                 every = self._one_sweep(kept)
@@ -82,6 +85,8 @@ class Candidates:
         left = problem.vocab - kept
         total = self._logits * left + self._gradients * problem.vocab
         columns = min(self.window or STRIPE_MULTIPLE, left)
+        if problem.keeps_logits:
+            columns = min(round_up(self.window, KEPT_TILE) or STRIPE_MULTIPLE, problem.vocab)
         return int(total), backward_bytes(problem, columns, kept) if kept else 0
 
     @functools.cached_property
@@ -123,6 +128,27 @@ class Candidates:
                 found.append(Candidate(clocks, beside + 2 * n * round_up(columns, 8), columns, splits))
         return found
 
+    def _stripes_of_logits(self, kept: int) -> Iterator[Candidate]:
+        """Stripes of kept logits, and then of those that are computed again."""
+        problem = self.problem
+        left = problem.vocab - kept
+        widths = self._widths(max(kept, left), STRIPE_STEPS)
+        if self.window:
+            # A unit of what was kept is in one stripe.
+            widths = [round_up(widths[0], KEPT_TILE)]
+        for columns in widths:
+            for splits in {self._splits[0], self._splits[-1]}:
+                if LEAST_DEPTH * (splits - 1) >= columns:
+                    continue
+                clocks = stripes = 0
+                for part, is_kept in ((kept, True), (left, False)):
+                    full, rest = divmod(part, columns)
+                    clocks += full * self._stripe(columns, splits, is_kept)
+                    clocks += self._stripe(rest, splits, is_kept) if rest else 0
+                    stripes += full + (rest > 0)
+                clocks += self._sums(stripes, splits)
+                yield Candidate(clocks, backward_bytes(problem, columns, kept, splits), columns, splits)
+
     def _two_sweeps(self) -> Iterator[Candidate]:
         """dinput by chunks of tokens and dweight by stripes, each from logits of its own: five GEMMs, and no
         sum of dinput over stripes."""
@@ -163,12 +189,12 @@ class Candidates:
         tiles = ceil_div(left, STRIPE_MULTIPLE)
         return [min(count * STRIPE_MULTIPLE, left) for count in steps(tiles, fine)]
 
-    def _stripe(self, columns: int, splits: int) -> int:
-        """Clocks of a recomputed stripe."""
-        key = columns, splits
+    def _stripe(self, columns: int, splits: int, of_logits: bool = False) -> int:
+        """Clocks of a recomputed stripe, or of one of kept logits."""
+        key = columns, splits, of_logits
         clocks = self._stripes.get(key)
         if clocks is None:
-            clocks = stripe_clocks(self.gemms, self.problem, columns, splits)
+            clocks = stripe_clocks(self.gemms, self.problem, columns, splits, is_kept=of_logits)
             self._stripes[key] = clocks
         return clocks
 

@@ -202,8 +202,8 @@ def backward_seconds(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> float:
     if plan.chunks:
         problem = problem._replace(need_dinput=False)
     total += sum(
-        stripe_clocks(gemms, problem, stripe.columns, plan.splits, i == 0 < plan.kept)
-        for i, stripe in enumerate(plan.stripes)
+        stripe_clocks(gemms, problem, stripe.columns, plan.splits, stripe.first < plan.kept)
+        for stripe in plan.stripes
     )
     if problem.need_dinput:
         total += sum_clocks(problem.n, problem.d, len(plan.stripes), plan.splits)
@@ -223,12 +223,15 @@ class Gemms(NamedTuple):
 
 
 def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_kept: bool = False) -> int:
-    """Clocks of a stripe: its logits' GEMM, or the factors and scaled rows of one that was kept, and those of
-    the gradients."""
+    """Clocks of a stripe: its logits' GEMM, or the factors and scaled rows of one that was kept, or its
+    dlogits from kept logits, and those of the gradients."""
     n, d = problem.n, problem.d
     total = LAUNCH_CLOCKS
     if not is_kept:
         total += gemms.tokens.clocks(columns, n, d, EXPONENTIALS)
+    elif problem.keeps_logits:
+        rates = gemms.tokens.rates
+        total += int(2 * n * columns * (1 / rates.read + 1 / rates.write))
     elif problem.need_dweight:
         total += int(4 * n * d / gemms.tokens.rates.read)
     if problem.need_dinput:

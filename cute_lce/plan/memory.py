@@ -56,7 +56,8 @@ def compacts(problem: Problem, kept: int) -> bool:
     """Whether a backward computes compacted tokens: where that pays, and where ignored rows would otherwise
     be read, since dweight's product in bfloat16 has hidden states that were not scaled."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    reads = not problem.half and kept < vocab and (problem.need_dweight or kept > 0)
+    copies = kept < vocab or problem.keeps_logits
+    reads = not problem.half and copies and (problem.need_dweight or kept > 0)
     return reads or (vocab >= LEAST_VOCAB and n * d * vocab >= LEAST_COMPACTED)
 
 
@@ -68,6 +69,8 @@ def forward_compacts(problem: Problem, kept: int) -> bool:
     """Whether a forward does: as the backward does for which it keeps columns."""
     if not problem.wants_gradient and 2 * problem.n * problem.d > MOST_COPIED:
         return False
+    if not kept:
+        problem = problem._replace(keeps_logits=False)
     return compacts(problem, kept or problem.vocab)
 
 
@@ -81,7 +84,8 @@ def forward_compaction_bytes(problem: Problem, kept: int) -> int:
 
 
 def backward_compaction_bytes(problem: Problem, kept: int) -> int:
-    return compaction_bytes(problem, copies=kept < problem.vocab) if compacts(problem, kept) else 0
+    copies = kept < problem.vocab or problem.keeps_logits
+    return compaction_bytes(problem, copies=copies) if compacts(problem, kept) else 0
 
 
 def window_bytes(n: int) -> int:
@@ -105,7 +109,7 @@ def note_bytes(kept: int) -> int:
 
 
 def keeping_bytes(n: int, kept: int) -> int:
-    """Bytes that keeping adds to a forward: 16-bit exponentials in rows of a multiple of 8, kept_scale, and
+    """Bytes that keeping adds to a forward: 16-bit numbers in rows of a multiple of 8, kept_scale, and
     KeepOutputs.workspace."""
     return n * (2 * round_up(kept, 8) + 4) + keep_workspace_bytes(n, kept) if kept else 0
 
@@ -113,20 +117,22 @@ def keeping_bytes(n: int, kept: int) -> int:
 def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 1) -> int:
     """Bytes that a backward in one sweep allocates beyond its results, and those that were kept for it.
 
-    columns: of a stripe of dlogits; 0 where everything is kept. kept: columns that the forward kept. splits:
-    of dhidden's k.
+    columns: of a stripe of dlogits; 0 where all exponentials are kept. kept: columns that the forward kept.
+    splits: of dhidden's k.
     """
     n, d, vocab = problem.n, problem.d, problem.vocab
     total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8) + backward_compaction_bytes(problem, kept)
-    if problem.need_dinput and (splits > 1 or columns + kept < vocab or 0 < kept < vocab):
+    exponentials = 0 if problem.keeps_logits else kept
+    several = columns + exponentials < vocab or 0 < exponentials < vocab
+    if problem.need_dinput and (splits > 1 or several):
         total += 4 * n * d * splits
     elif problem.need_dinput and compacts(problem, kept):
         # dinput by compacted tokens.
         total += 2 * n * d
     if kept:
-        # The operand and the notes.
+        # 16-bit numbers and the notes.
         total += 2 * n * round_up(kept, 8) + n * note_bytes(kept)
-    if problem.need_dweight and (kept or problem.half):
+    if problem.need_dweight and (exponentials or problem.half):
         # The scaled copy of the hidden rows.
         total += 2 * n * d
     return total

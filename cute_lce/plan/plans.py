@@ -56,8 +56,9 @@ class BackwardPlan:
     """One backward call.
 
     tokens: the configuration of the logits' GEMM. dhidden, dweight: of the gradients'. kept: columns that the
-    forward kept, the first stripe if there are any. columns: of each recomputed stripe except the
-    last. pitch: elements of a row of a stripe's dlogits. splits: of dhidden's k, each with a sum of its own.
+    forward kept, the first stripe if there are any, or stripes of their own where logits are kept.
+    columns: of each recomputed stripe, or stripe of kept logits, except the last. pitch: elements of a row of
+    a stripe's dlogits. splits: of dhidden's k, each with a sum of its own.
     stripes: of the vocabulary, one after another. chunks: of the tokens, where dinput has a sweep of its own
     before the stripes, which are then dweight's alone. workspace: bytes of what is kept, dlogits, sums,
     scaled rows and factors.

@@ -12,7 +12,8 @@ class Problem(NamedTuple):
     """The sizes of a call and the gradients that it needs.
 
     n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range is too small
-    for grad_scale. need_dinput, need_dweight: which gradients are needed.
+    for grad_scale. need_dinput, need_dweight: which gradients are needed. keeps_logits: whether what is kept
+    are logits, of which the backward makes dlogits a stripe at a time.
     """
 
     n: int
@@ -21,6 +22,7 @@ class Problem(NamedTuple):
     half: bool = False
     need_dinput: bool = True
     need_dweight: bool = True
+    keeps_logits: bool = False
 
     @property
     def wants_gradient(self) -> bool:

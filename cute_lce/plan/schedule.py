@@ -246,9 +246,11 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     workspace = call.workspace(limits)
     room = usable(workspace)
     forward = keeping_bytes(n, vocab) + forward_bytes(problem, vocab)
-    if kept == known.vocab and backward_bytes(problem, 0, vocab) <= room and forward <= workspace:
+    columns = call.candidates.best(kept, room).columns
+    stripe = min(columns, vocab) if known.keeps_logits else 0
+    if kept == known.vocab and backward_bytes(problem, stripe, vocab) <= room and forward <= workspace:
         return vocab
-    columns = call.candidates.best(kept, room).columns or STRIPE_MULTIPLE
+    columns = columns or STRIPE_MULTIPLE
     beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + window_bytes(n)
     beside += n * note_bytes(KEPT_TILE) + (2 * n * d if problem.need_dweight else 0)
     # Two bytes per row each, and their share of the notes.

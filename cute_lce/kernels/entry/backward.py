@@ -6,7 +6,8 @@
 
 All three use the architecture's mainloop, with different major dimensions of the operands and different
 epilogues. A stripe that the forward kept does not need the first. It and float16's, whose dlogits are without
-grad_scale, need factors and scaled rows (kernels.scale) instead.
+grad_scale, need factors and scaled rows (kernels.scale) instead. Of kept logits dlogits are made without a
+GEMM (kernels.kept_logits).
 """
 
 import cuda.bindings.driver as cuda
@@ -56,6 +57,7 @@ from cute_lce.kernels.epilogues.gradient import (
     Shared,
 )
 from cute_lce.kernels.epilogues.store import accumulator, output
+from cute_lce.kernels.kept_logits import DlogitsOfKept, KeptTensors
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
 from cute_lce.kernels.rows import Gather
@@ -88,6 +90,7 @@ class Backward:
         self.added = added
         self.bias_gradient = BiasGradient(gemm.fragment(tokens), half)
         self.kept_sums = KeptSums(gemm.fragment(tokens), half)
+        self.dlogits_of_kept = DlogitsOfKept(gemm.fragment(tokens))
         self.gather = Gather()
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
@@ -137,26 +140,27 @@ class Backward:
         if counters.clears != 0 and not scaled_first:
             clear(vector(Int32, counters.address, counters.clears), stream)
         if source.kept_scale == 0:
-            self.dlogits(
-                classes,
-                hidden,
-                DlogitsTensors(
-                    target=target,
-                    row_max=row_max,
-                    row_sum=row_sum,
-                    dloss=dloss,
-                    num_valid=num_valid,
-                    dlogits=output(dlogits),
-                    loss=loss,
-                    first=first,
-                    columns=columns,
-                    rows=tokens if has_numbers_of_tokens(loss) else None,
-                ),
-                progress[0],
-                stripe.logits,
-                tokens,
-                stream,
+            written = DlogitsTensors(
+                target=target,
+                row_max=row_max,
+                row_sum=row_sum,
+                dloss=dloss,
+                num_valid=num_valid,
+                dlogits=output(dlogits),
+                loss=loss,
+                first=first,
+                columns=columns,
+                rows=tokens if has_numbers_of_tokens(loss) else None,
             )
+            if cutlass.const_expr("kept_logits" in loss.terms):
+                if loss.kept_logits != 0:
+                    self.dlogits_of_kept(
+                        KeptTensors(target, row_max, row_sum, dloss, dlogits, loss, first, tokens), stream
+                    )
+                else:
+                    self.dlogits(classes, hidden, written, progress[0], stripe.logits, tokens, stream)
+            else:
+                self.dlogits(classes, hidden, written, progress[0], stripe.logits, tokens, stream)
             if cutlass.const_expr("bias_gradient" in loss.terms):
                 if loss.with_dhidden == 0 or gradients.dhidden != 0:
                     self.bias_gradient(loss, tokens, first, columns, stream)

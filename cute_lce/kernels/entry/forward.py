@@ -3,7 +3,7 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16
+from cutlass import Float16, Float32, Int32, Int64, Uint16
 
 from cute_lce import maths
 from cute_lce.arch import KernelConfig
@@ -31,9 +31,11 @@ from cute_lce.kernels.entry.types import (
     vector,
 )
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
+from cute_lce.kernels.epilogues.keep_logits import KeepLogitsEpilogue, KeepLogitsTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.keep import Finish, KeepTensors, References
+from cute_lce.kernels.kept_logits import Notes, notes_of
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.rows import Copy, Gather
 
@@ -44,13 +46,16 @@ class Forward:
     Args:
         config: tiles, cluster, stages.
         kept: where it also keeps the exponentials of the first columns, their type's range; see kernels.keep.
+        logits: whether it keeps their logits instead; see kernels.kept_logits.
     """
 
-    def __init__(self, config: KernelConfig, kept: maths.KeptRange | None):
+    def __init__(self, config: KernelConfig, kept: maths.KeptRange | None, *, logits: bool = False):
         gemm = mainloop(config)
         fragment = gemm.fragment(config)
-        self.keeps = kept is not None
-        if kept is None:
+        self.keeps, self.keeps_logits = kept is not None, logits
+        if logits:
+            epilogue = KeepLogitsEpilogue(fragment, config.tile_warps)
+        elif kept is None:
             epilogue = ForwardEpilogue(fragment, config.tile_warps)
         else:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
@@ -137,6 +142,10 @@ class Forward:
         else:
             if grid.paced != 0:
                 clear(progress, stream)
+            if cutlass.const_expr(self.keeps_logits):
+                kept = matrix(Float16, keep.kept, n, keep.columns, keep.pitch)
+                notes = Notes(output(kept), notes_of(keep.workspace, keep.columns, n), keep.columns)
+                tensors = KeepLogitsTensors(forward=tensors, keep=notes)
             self._statistics(hidden, weight, tensors, combined, progress, grid, stream)
 
     @cute.jit
@@ -172,8 +181,9 @@ def compile_forward(
     options: str,
 ):
     """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
+    logits = keeps and "kept_logits" in terms
     return cute.compile(
-        Forward(config, maths.KEPT_RANGES[dtype] if keeps else None),
+        Forward(config, maths.KEPT_RANGES[dtype] if keeps and not logits else None, logits=logits),
         *example_operands(dtype, target_dtype),
         example(with_terms(terms)),
         example(ForwardOutputs),

@@ -20,10 +20,7 @@ from cute_lce.kernels.epilogues.tokens import (
     zero_ignored,
 )
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
-from cute_lce.kernels.logits import numbers, of_classes, of_tokens, tile_logits
-
-FAR = -1e30
-"""A distance from the maximum whose exponential is 0."""
+from cute_lce.kernels.logits import gradient, numbers, of_classes, of_tokens, tile_logits
 
 
 class DlogitsTensors(NamedTuple):
@@ -181,7 +178,7 @@ class DlogitsEpilogue:
                     slope = logits.slope(z)
                     one = uniform if weight is None else uniform * weight[r]
                     z = z if scale is None else z * scale
-                    frag[r, c] = _gradient(z, ref, factor, gap, one, slope)
+                    frag[r, c] = gradient(z - ref, factor, gap, one, slope)
 
     @cute.jit
     def _sum_tokens(
@@ -216,17 +213,3 @@ class DlogitsEpilogue:
     @cute.jit
     def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):
         pass
-
-
-def _gradient(z, ref, factor, gap, uniform, slope):
-    """By a product, but for the onehot. gap, uniform, slope: None where there is none."""
-    distance = z - ref
-    found = row_stats.exp(distance)
-    if gap is None:
-        found = factor * found
-    else:
-        # 0 times -inf is 0 here.
-        found = (cute.arch.fmax(distance, Float32(FAR)) * gap + factor) * found
-    if uniform is not None:
-        found = found + uniform
-    return found if slope is None else found * slope

@@ -79,8 +79,7 @@ class KeepEpilogue:
                 self._keep(tensors, staging, state, frag, row, column, slab, owned, of)
         else:
             self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, of)
-        if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
-            state.forward.seen[0] += self.forward.count(of)
+        self.forward.count_seen(state.forward, slab, of)
 
     @cute.jit
     def _keep(

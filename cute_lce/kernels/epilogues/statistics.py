@@ -145,8 +145,7 @@ class ForwardEpilogue:
         self.mask_and_catch(tensors, frag, row, column, slab)
         of = self.total_of(tensors, row)
         self.accumulate(state, frag, row, tensors.vocab, slab, of)
-        if cutlass.const_expr(of is not None and slab + 1 == self.fragment.slabs):
-            state.seen[0] += self.count(of)
+        self.count_seen(state, slab, of)
 
     def total_of(self, tensors: ForwardTensors, row: Int32) -> Any:
         """None where no total is asked for."""
@@ -156,6 +155,11 @@ class ForwardEpilogue:
         if "class_weight" in tensors.loss.terms:
             weight = of_classes(tensors.loss.class_weight, row, tensors.vocab - 1, self.fragment)
         return TotalOf(weight, tensors.vocab - row)
+
+    def count_seen(self, state: ForwardState, slab: int, of: Any):
+        """After a tile's last slab."""
+        if of is not None and slab + 1 == self.fragment.slabs:
+            state.seen[0] = state.seen[0] + self.count(of)
 
     @cute.jit
     def count(self, of: Any) -> Float32:
@@ -179,8 +183,9 @@ class ForwardEpilogue:
         vocab: Int32,
         slab: cutlass.Constexpr[int],
         of: TotalOf | None = None,
-    ):
-        """Add a fragment of logits to the statistics. of: where a total is asked for.
+    ) -> cute.Tensor:
+        """Add a fragment of logits to the statistics; returns its maxima of the columns that the lane owns.
+        of: where a total is asked for.
 
         Terms are relative to 2^base of their token. A token that exceeds its base by HEADROOM, as every one
         does at first, gets a new one.
@@ -214,6 +219,7 @@ class ForwardEpilogue:
             own = slab * fragment.owned + i
             state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max[i])
             state.row_sum[own] += terms[i]
+        return row_max
 
     def _terms(
         self, state: ForwardState, frag: cute.Tensor, terms: cute.Tensor, slab: int, of: TotalOf | None

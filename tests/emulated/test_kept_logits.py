@@ -1,0 +1,283 @@
+"""Kept logits, of which the backward makes dlogits where exponentials would not do, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_lce.launch import token_stats as launch
+from cute_lce.plan import memory
+from cute_lce.plan.kernels import BackwardKey, ForwardKey
+from cute_lce.plan.problem import round_up
+from tests.device import forget_plans
+from tests.emulated import token_stats
+from tests.emulated.backward import narrow_plans
+from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
+from tests.emulated.token_stats import PLAIN, Numbers
+from tests.numerics import assert_close, jumping, random_case
+
+BF16 = torch.bfloat16
+full = pytest.mark.emulator_full
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+RL = ("logprob", "entropy")
+TEMPERATURES = torch.linspace(0.3, 3, 21)
+TEMPERATURES[1] = torch.nan
+"""Of a row that is ignored."""
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch) -> Iterator[None]:
+    narrow_plans(monkeypatch)
+    yield
+    forget_plans()
+
+
+def run(numbers: Numbers, arch: str, kept: int, **options: Any) -> token_stats.Run:
+    """Both passes, whose kernels keep logits."""
+    assert launch.keeps_logits(numbers.operands, numbers.options)
+    found = token_stats.run(numbers, arch, kept_columns=kept, **options)
+    keys = [key for key in found.emulator.keys if isinstance(key, ForwardKey | BackwardKey)]
+    assert len(keys) == 2
+    assert all("kept_logits" in key.terms for key in keys)
+    stripes = sum("DlogitsOfKept" in name for name in found.emulator.launched)
+    window = round_up(options.get("window") or kept, 128)
+    assert stripes == -(-kept // window)
+    return found
+
+
+def losses() -> dict[str, Numbers]:
+    case, weight = ignoring(random_case(21, 72, 201, BF16, scale=4.0)), torch.linspace(0, 2, 201)
+    of_loss = ("logprob", "total_nll")
+    return {
+        "entropy": Numbers(case, RL, RL, temperature=0.7),
+        "every number": Numbers(
+            case, (*RL, "lse", *PLAIN), (*RL, "lse"), temperature=TEMPERATURES, logit_scale=0.7
+        ),
+        "lse": Numbers(case, ("logprob", "lse"), ("logprob", "lse")),
+        "entropy alone": Numbers(case, ("entropy",), ("entropy",)),
+        "cap": Numbers(case, RL, RL, softcap=5.0, logit_scale=-0.8, temperature=0.7),
+        "cap and temperatures": Numbers(case, RL, RL, softcap=5.0, temperature=TEMPERATURES),
+        "smoothing and class weights": Numbers(case, of_loss, label_smoothing=0.2, class_weight=weight),
+    }
+
+
+@pytest.mark.parametrize(
+    ("which", "kept", "arch"),
+    [
+        pytest.param(*each, marks=[] if each in (("cap and temperatures", 128, "sm_90a"),) else [full])
+        for each in itertools.product(losses(), (128, 201), ("sm_90a", "sm_100a"))
+    ],
+)
+def test_losses(which, kept, arch):
+    numbers = losses()[which]
+    found = run(numbers, arch, kept)
+    token_stats.check(numbers, found)
+    for name, changed in (
+        ("temperature", 0.72 if isinstance(numbers.temperature, float) else TEMPERATURES * 1.02),
+        ("softcap", 5.2),
+        ("class_weight", torch.linspace(0, 2.5, 201)),
+    ):
+        if getattr(numbers, name) is not None:
+            with pytest.raises(AssertionError):
+                token_stats.check(replace(numbers, **{name: changed}), found)
+
+
+@pytest.mark.parametrize(
+    ("arch", "n", "d", "V", "kept", "window"),
+    [
+        ("sm_100a", 41, 72, 300, 256, 130),
+        *(
+            pytest.param(arch, *shape, marks=full)
+            for arch in ("sm_90a", "sm_100a")
+            for shape in (
+                *(
+                    (1, 8, 2, 2, 0),
+                    (65, 64, 129, 129, 0),
+                    (130, 136, 600, 600, 256),
+                    (200, 72, 513, 513, 128),
+                ),
+                *((17, 200, 900, 384, 128), (40, 72, 300, 256, 130)),
+            )
+        ),
+    ],
+)
+def test_shapes(arch, n, d, V, kept, window):
+    """Stripes within what was kept and behind it, and tails of all of them."""
+    numbers = Numbers(ignoring(random_case(n, d, V, BF16, scale=3.0)), RL, RL)
+    token_stats.check(numbers, run(numbers, arch, kept, window=window))
+
+
+@pytest.mark.parametrize(
+    ("arch", "ignored"),
+    [
+        ("sm_90a", "some"),
+        *(
+            pytest.param(arch, which, marks=full)
+            for arch in ("sm_90a", "sm_100a")
+            for which in ("some", "none", "all", "most", "all but one")
+        ),
+    ],
+)
+def test_compacted_rows(arch, ignored, monkeypatch):
+    """Ignored rows of nan are not read, and what is kept of none of them neither."""
+    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
+    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
+    forget_plans()
+    n = 150
+    case = random_case(n, 72, 270, BF16, scale=3.0)
+    at = torch.arange(n)
+    every = {
+        "some": at % 3 == 1,
+        "none": at < 0,
+        "all": at >= 0,
+        "most": at % 11 != 3,
+        "all but one": at != 77,
+    }
+    where = every[ignored]
+    hidden = case.input.clone()
+    target = torch.where(where, case.ignore_index or -100, case.target)
+    temperature = torch.linspace(0.5, 2, n).masked_fill(where, torch.nan)
+    case = replace(case, input=hidden, target=target)
+    numbers = Numbers(case, RL, RL, temperature=temperature)
+    poisoned = replace(case, input=hidden.masked_fill(where.unsqueeze(1), torch.nan))
+    found = run(replace(numbers, case=poisoned), arch, 270, window=128)
+    assert any("Gather" in name for name in found.emulator.launched)
+    token_stats.check(numbers, found)
+
+
+@full
+@both
+@pytest.mark.parametrize("needs", [{"need_dinput": False}, {"need_dweight": False}, {"out": torch.float32}])
+def test_one_gradient_and_one_that_is_added(arch, needs):
+    numbers = losses()["entropy"]
+    if "out" not in needs:
+        token_stats.check(numbers, run(numbers, arch, 201, **needs))
+        return
+    before = torch.randn_like(numbers.case.linear_weight, dtype=torch.float32)
+    found = run(numbers, arch, 201, out=before)
+    dinput, total, _ = found.gradients
+    assert total is not None
+    found.gradients = dinput, (total - before).to(BF16), None
+    token_stats.check(numbers, found)
+
+
+CORNERS = {
+    "common offset of 10000": lambda: offset(random_case(20, 64, 137, BF16), 10000),
+    "logits of +-60": lambda: scaled(random_case(20, 64, 201, BF16), 60),
+    "logits of +-1e4": lambda: scaled(random_case(20, 64, 201, BF16, scale=8), 1e4),
+    "rows that rise": lambda: jumping(
+        random_case(20, 64, 201, BF16, scale=4.0), {20: 100.0, 150: 300.0}, slice(0, None, 2)
+    ),
+    "hardly any logit differs": lambda: random_case(20, 64, 201, BF16, scale=0.02),
+}
+
+
+@pytest.mark.parametrize(
+    ("which", "arch"),
+    [
+        pytest.param(*each, marks=[] if each == ("logits of +-1e4", "sm_100a") else [full])
+        for each in itertools.product(CORNERS, ("sm_90a", "sm_100a"))
+    ],
+)
+def test_corners(which, arch):
+    numbers = Numbers(CORNERS[which](), RL, RL)
+    token_stats.check(numbers, run(numbers, arch, numbers.case.linear_weight.shape[0]))
+
+
+@full
+@both
+def test_columns_of_minus_infinity(arch):
+    """Half of the logits, and all of four units."""
+    case = minus_infinity(random_case(20, 64, 300, BF16), 128)
+    numbers = Numbers(case, RL, RL)
+    found = run(numbers, arch, 300)
+    _, exact = token_stats.by_torch(numbers, torch.float64, rounded=False)
+    _, plain = token_stats.by_torch(numbers, torch.float32, rounded=True)
+    dinput, dweight, _ = found.gradients
+    assert dinput is not None
+    assert dweight is not None
+    # What 0 times -inf makes of dinput stays in its feature.
+    assert_close("dinput", dinput[:, 1:], exact["dinput"][:, 1:], plain["dinput"][:, 1:].bfloat16())
+    assert_close("dweight", dweight, exact["dweight"], plain["dweight"].bfloat16())
+
+
+@full
+@both
+def test_a_target_out_of_range_spoils_its_own_row(arch):
+    case = ignoring(random_case(20, 64, 137, BF16))
+    case.target[3] = 137
+    dinput, dweight, _ = run(Numbers(case, RL, RL), arch, 137).gradients
+    assert dinput is not None
+    assert dweight is not None
+    assert torch.equal(dinput.isnan().any(1), torch.arange(20) == 3)
+    assert bool(dweight.isnan().all())
+
+
+@both
+def test_rows_beyond_fp16_become_nan(arch):
+    """And no others: not with logits that are far below the row's largest."""
+    case = random_case(20, 72, 140, BF16)
+    hidden, weight = torch.zeros_like(case.input), torch.zeros_like(case.linear_weight)
+    hidden[:, 0], weight[:, 0] = 256.0, 1.0
+    hidden[::2, 1], weight[70:, 1] = 256.0, -1.0
+    far = torch.arange(20) % 4 == 2
+    # Of every fourth row all logits lie below -65504, of every fourth other one half of them.
+    hidden[far, 0] = -(2.0**17)
+    hidden[::4, 1] = 2.0**17
+    case = replace(case, input=hidden + case.input * 1e-3, linear_weight=weight + case.linear_weight * 1e-3)
+    numbers = Numbers(case, RL, RL)
+    found = run(numbers, arch, 140)
+    dinput = found.gradients[0]
+    assert dinput is not None
+    assert torch.equal(
+        dinput.isnan().any(1), far & (numbers.upstream["entropy"] != 0) | dinput.isnan().all(1)
+    )
+    assert bool(dinput[far].isnan().all())
+    assert not bool(dinput[~far].isnan().any())
+
+
+@both
+def test_two_backwards_have_the_same_bits(arch):
+    numbers = losses()["every number"]
+    one, other = (run(numbers, arch, 201, window=128).gradients[:2] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+
+
+@both
+def test_errors_beside_recomputing(arch):
+    """Of the gradients against float64: at most a quarter more, of confident rows and of flat ones."""
+    for scale in (0.02, 1.0, 8.0):
+        numbers = Numbers(random_case(24, 64, 384, BF16, scale=scale), RL, RL)
+        _, exact = token_stats.by_torch(numbers, torch.float64, rounded=False)
+        kept, again = run(numbers, arch, 384), token_stats.run(numbers, arch)
+        for i, name in enumerate(("dinput", "dweight")):
+            mine, theirs = (
+                (found.gradients[i].double() - exact[name]).norm()  # pyright: ignore
+                for found in (kept, again)
+            )
+            assert mine <= 1.25 * theirs, (scale, name)
+
+
+@full
+@both
+@pytest.mark.parametrize("seed", range(20))
+def test_any_schedule_of_warps(arch, seed):
+    n, V = 30 + 7 * seed, 190 + 37 * seed
+    case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, BF16, scale=6.0, seed=seed))
+    numbers = Numbers(
+        case,
+        (*RL, *PLAIN) if seed % 3 else (*RL, "lse"),
+        RL if seed % 3 else (*RL, "lse"),
+        temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
+        softcap=4.0 if seed % 5 < 2 else None,
+    )
+    needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
+    kept, window = V if seed % 2 else V // 256 * 128, 128 if seed % 3 == 1 else 0
+    if kept:
+        token_stats.check(numbers, run(numbers, arch, kept, seed=seed, window=window, **needs))
