@@ -49,14 +49,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--softcap", action="store_true", help="of calls with a softcap, whatever it is, and any logit_scale"
     )
-    command.add_argument(
-        "--z-loss", action="store_true", help="of calls with a z_loss, or for the lse of linear_logprob"
-    )
+    command.add_argument("--z-loss", action="store_true", help="of calls with a z_loss")
     for option, text in (
         ("--linear-bias", "of calls with a linear_bias that needs a gradient"),
         ("--label-smoothing", "of calls with label_smoothing"),
         ("--class-weights", "with class weights beside it"),
         ("--entropy", "of linear_logprob for the entropy, with a gradient, and what else is asked for"),
+        ("--lse", "for the lse of linear_logprob, with a gradient"),
         ("--log-sum-sq-probs", "for that of linear_logprob beside what else is asked for"),
         ("--mean-logit", "likewise"),
         ("--argmax", "likewise, and for is_top1"),
@@ -73,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     """Compile every kernel that calls may need, on a machine with or without a GPU."""
     print(f"into {cache.cache_dir()}", flush=True)
     added = ["" if name == "none" else name for name in args.grad_weight_out]
-    types = itertools.product(args.dtype, args.target_dtype, added)
-    terms = terms_of(args)
-    keys = [*dict.fromkeys(key for names in types for key in kernels(args.arch, *names, terms))]
+    types = [*itertools.product(args.dtype, args.target_dtype, added)]
+    every = [kernels(args.arch, *names, terms_of(args, names[0])) for names in types]
+    keys = [*dict.fromkeys(itertools.chain(*every))]
     if args.tp_group:
         keys += [MergeKey(args.arch, name) for name in args.target_dtype]
     started = time.perf_counter()
@@ -89,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def terms_of(args: argparse.Namespace) -> Terms:
-    """Of the job."""
+def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
+    """Of the job's calls with operands of a dtype."""
     logits = ("linear_bias",) * args.linear_bias
     logits += ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
     if args.temperatures:
@@ -106,12 +105,12 @@ def terms_of(args: argparse.Namespace) -> Terms:
     topk = ("topk",) * args.topk
     forward = *logits, *weights, *(term for term in MORE_PARTS if sums[term]), *topk
     smooth_cap = args.softcap and args.label_smoothing
-    recomputes = args.entropy or args.log_sum_sq_probs or args.topk or weights or smooth_cap
-    keeps = None if recomputes else forward
-    if keeps is not None and (args.z_loss or args.label_smoothing):
-        keeps = (*keeps, "proportion")
+    keeps = None
+    if not (args.entropy or args.lse or args.log_sum_sq_probs or args.topk or weights or smooth_cap):
+        keeps = (*forward, *("proportion",) * (args.z_loss or args.label_smoothing))
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights, *topk
-    if more or args.linear_bias or args.softcap or args.z_loss or args.temperatures:
+    numbers = args.lse, args.log_sum_sq_probs, args.mean_logit, args.argmax
+    if more or any((*numbers, args.linear_bias, args.softcap, args.z_loss, args.temperatures)):
         more = "coefficients", *more
     bias = ("bias_gradient",) * args.linear_bias
     backwards = [(*logits, *more, *bias)]
@@ -119,6 +118,9 @@ def terms_of(args: argparse.Namespace) -> Terms:
         shared = ("shared",) * args.label_smoothing
         backwards.append((*logits, *more, *shared, *bias))
         backwards.append((*("coefficients",) * args.linear_bias, *shared, *bias) if more else logits)
+    elif dtype == "bfloat16" and not (args.topk or smooth_cap or args.linear_bias):
+        keeps = *forward, "kept_logits"
+        backwards.append((*logits, *more, "kept_logits"))
     return Terms(forward, keeps, tuple(dict.fromkeys(backwards)))
 
 

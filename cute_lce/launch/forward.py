@@ -241,8 +241,9 @@ class ShardForward(KernelForward):
             keep = self._keep_outputs(kept.data_ptr(), scales, keep_workspace.data_ptr() + start)
         rows = self.all_rows
         if self.compaction is not None:
-            both = self.finishes and keep_workspace is not None
-            rows = self.compaction.rows(keep_workspace.data_ptr() if both else workspace)
+            if self.finishes and keep_workspace is not None:
+                workspace = keep_workspace.data_ptr()
+            rows = self.compaction.rows(workspace)
             rows = rows._replace(gathers=int(kept_scale is None))
         # One loss and one count are written, whatever is asked for.
         summed = loss_arguments(loss._replace(reduction="sum"))

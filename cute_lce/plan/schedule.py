@@ -252,7 +252,8 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
         return vocab
     columns = columns or STRIPE_MULTIPLE
     beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + window_bytes(n)
-    beside += n * note_bytes(KEPT_TILE) + (2 * n * d if problem.need_dweight else 0)
+    scales = problem.need_dweight and (problem.half or not problem.keeps_logits)
+    beside += n * note_bytes(KEPT_TILE) + (2 * n * d if scales else 0)
     # Two bytes per row each, and their share of the notes.
     fit = (room - beside) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n)
     return min(max(fit, 0), vocab) // STRIPE_MULTIPLE * STRIPE_MULTIPLE

@@ -179,6 +179,21 @@ def test_kept_rows_of_shards(arch, dtype):
     assert sum("Gemm" in name for name in launched) == 3 * (1 + 2)
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
+@pytest.mark.parametrize("kept", ["all", pytest.param("some", marks=full)])
+def test_kept_logits_of_shards(arch, kept, monkeypatch):
+    """Nothing is finished after the merge; with stripes that were kept and one that is recomputed."""
+    if kept == "some":
+        monkeypatch.setattr(choose, "choose", lambda *_: ("keep", 128))
+    case = ignoring(random_case(24, 64, 470, BF16, scale=4.0))
+    numbers = Numbers(case, (*RL, *PLAIN), RL, temperature=torch.linspace(0.5, 2, 24))
+    sizes = [200, 140, 130] if kept == "some" else [256, 207, 7]
+    grad_input = "partial" if kept == "some" else "reduced"
+    launched = check(numbers, arch, sizes, compute=ComputeOptions("keep", 64), grad_input=grad_input)
+    assert sum("DlogitsOfKept" in name for name in launched) == 3
+    assert sum("Gemm" in name for name in launched) == 3 * (1 + 2 + 3 * (kept == "some"))
+
+
 @full
 @each_of()
 def test_a_cap_of_shards(arch, dtype):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ def problems(count: int, seed: int) -> Iterator[Problem]:
     draw = random.Random(seed)
     for i in range(count):
         n, d, V = (int(2 ** draw.uniform(*ends)) for ends in ((0, 16), (0, 10), (5, 18)))
-        yield Problem(n, 8 * d, V, i % 5 == 4, *draw.choice((*NEEDS, (True, True), (False, False))))
+        needs = draw.choice((*NEEDS, (True, True), (False, False)))
+        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, keeps_logits=i % 5 in (1, 2))
 
 
 def budgets(draw: random.Random, least: int) -> list[int]:
@@ -246,20 +248,22 @@ def symbol(env: ShapeEnv, value: int) -> torch.SymInt:
     return found
 
 
+@pytest.mark.parametrize("keeps_logits", [False, True])
 @pytest.mark.parametrize("workspace", [0, 700 * MIB, 2200 * MIB])
-def test_a_graph_keeps_what_fits_for_other_numbers_of_tokens(workspace: int):
+def test_a_graph_keeps_what_fits_for_other_numbers_of_tokens(workspace: int, keeps_logits: bool):
     """With a symbolic n: the plan's choice for the n of the trace, and no guard on that n."""
     limits, device = Limits(workspace=workspace), torch.device("cuda")
     for n in (1000, 8192, 20480):
         env = ShapeEnv()
         with planned_for(H100):
-            problem = Problem(symbol(env, n), 4096, 131072)  # pyright: ignore[reportArgumentType]
+            sizes: Any = symbol(env, n), 4096, 131072
+            problem = Problem(*sizes, keeps_logits=keeps_logits)
             found, kept = KERNELS.choose(problem, torch.bfloat16, device, "auto", "mean", limits)
             wanted = KERNELS.choose(problem._replace(n=n), torch.bfloat16, device, "auto", "mean", limits)
         assert found == wanted[0]
         columns = kept.node.hint if isinstance(kept, torch.SymInt) else kept
         # A plan has steps; a graph has what fits beside the plan's stripes.
-        assert wanted[1] <= columns <= wanted[1] + 131072 // candidates.KEPT_STEPS + 256
+        assert wanted[1] - 256 * keeps_logits <= columns <= wanted[1] + 131072 // candidates.KEPT_STEPS + 256
         assert all("Eq(" not in str(guard.expr) for guard in env.guards), "made for one n alone"
 
 

@@ -307,7 +307,7 @@ def test_compile_takes_the_merge_where_there_are_groups(monkeypatch, capsys):
 def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(cache, "get", asked.append)
-    plain, given = (), ("coefficients",)
+    plain, given, kept = (), ("coefficients",), "kept_logits"
     bias, scale, cap = ("linear_bias",), ("logit_scale",), ("softcap",)
     added, capped = "bias_gradient", (*cap, "row_scale")
     smooth = ("total",), (*given, "uniform"), ("total", "proportion")
@@ -327,10 +327,19 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
             (*bias, *cap),
             (*given, added),
         ),
-        ("--entropy", ("entropy",), (*given, "gap")),
-        ("--argmax --mean-logit", ("logits", "argmax"), plain, ("logits", "argmax"), plain),
+        ("--entropy", ("entropy",), (*given, "gap"), ("entropy", kept), (*given, "gap", kept)),
+        ("--entropy --dtype float16", ("entropy",), (*given, "gap")),
+        ("--lse", plain, given, (kept,), (*given, kept)),
+        ("--argmax --mean-logit", ("logits", "argmax"), given, ("logits", "argmax"), plain),
         ("--topk --argmax", ("argmax", "topk"), (*given, "topk")),
-        ("--log-sum-sq-probs --entropy --argmax", ("entropy", "squares", "argmax"), (*given, "gap")),
+        (
+            "--log-sum-sq-probs --entropy --argmax",
+            ("entropy", "squares", "argmax"),
+            (*given, "gap"),
+            ("entropy", "squares", "argmax", kept),
+            (*given, "gap", kept),
+        ),
+        ("--entropy --linear-bias", (*bias, "entropy"), (*bias, *given, "gap", added)),
         ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
         ("--label-smoothing", *smooth),
         (
@@ -347,6 +356,8 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
             "--label-smoothing --class-weights",
             ("class_weight", "total"),
             (*given, "uniform", "class_weight"),
+            ("class_weight", "total", kept),
+            (*given, "uniform", "class_weight", kept),
         ),
     ):
         forwards = {(False, of_forward), *((True, terms) for terms in of_kept[:1])}

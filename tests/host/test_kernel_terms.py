@@ -130,10 +130,14 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
 @pytest.mark.parametrize(
     ("call", "options"),
     [
-        (linear_cross_entropy, {"label_smoothing": 0.1, "weight": torch.ones(300), "schedule": "keep"}),
-        (linear_logprob, {"outputs": ("lse", "logprob"), "schedule": "keep"}),
-        (linear_logprob, {"outputs": ("lse", "logprob"), "schedule": "keep", "softcap": 30.0}),
-        (linear_logprob, {"outputs": ("entropy", "logprob"), "schedule": "keep"}),
+        (
+            linear_logprob,
+            {
+                "outputs": ("entropy", "logprob"),
+                "linear_bias": torch.ones(300, dtype=BF16),
+                "schedule": "keep",
+            },
+        ),
         (linear_cross_entropy, {"softcap": LogCap(3.0), "schedule": "keep"}),
         (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 30.0, "schedule": "grad_in_forward"}),
@@ -148,13 +152,9 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
                 "schedule": "keep",
             },
         ),
-        (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs"), "schedule": "keep"}),
     ],
     ids=[
-        "weighted smoothing kept",
-        "lse kept",
-        "capped lse kept",
-        "entropy kept",
+        "entropy and bias kept",
         "term of one's own kept",
         "z_loss at once",
         "softcap at once",
@@ -162,7 +162,6 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         "low softcap kept",
         "softcap of zeros",
         "topk kept",
-        "squares kept",
     ],
 )
 def test_others_are_the_streaming_paths(asked, call, options):
@@ -226,6 +225,39 @@ def test_what_the_kernels_keep(asked, call, terms, forward):
     assert asked.keys[0].keeps
 
 
+LOGITS = -1
+KEPT_LOGITS = [
+    (
+        linear_cross_entropy,
+        {"label_smoothing": 0.1, "weight": torch.ones(300)},
+        ("class_weight", "total"),
+        (GIVEN, "uniform", "class_weight"),
+    ),
+    (linear_logprob, {"outputs": ("lse", "logprob")}, (), (GIVEN,)),
+    (
+        linear_logprob,
+        {"outputs": ("lse", "logprob"), "softcap": 30.0},
+        ("softcap",),
+        ("softcap", GIVEN),
+    ),
+    (linear_logprob, {"outputs": ("entropy", "logprob")}, ("entropy",), (GIVEN, "gap")),
+    (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs")}, ("squares",), (GIVEN,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "terms", "forward", "backward"),
+    KEPT_LOGITS,
+    ids=["weighted smoothing", "lse", "capped lse", "entropy", "squares"],
+)
+@pytest.mark.parametrize("schedule", ["auto", "keep"])
+def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, backward):
+    train(call, schedule=schedule, **terms)
+    logits = ("kept_logits",) * (schedule == "keep")
+    assert [key.terms for key in asked.keys] == [(*forward, *logits), (*backward, *logits)]
+    assert asked.keys[0].keeps is (schedule == "keep")
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -233,14 +265,16 @@ def test_what_the_kernels_keep(asked, call, terms, forward):
         ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 131072),
         ({"softcap": 30.0}, 131072),
         ({"softcap": 30.0, "label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 0),
-        ({"softcap": 30.0, "outputs": ("lse",)}, 0),
-        ({"outputs": ("lse",)}, 0),
-        ({"outputs": ("logprob", "entropy")}, 0),
+        ({"softcap": 30.0, "outputs": ("lse",)}, LOGITS),
+        ({"outputs": ("lse",)}, LOGITS),
+        ({"outputs": ("logprob", "entropy")}, LOGITS),
     ],
 )
 @pytest.mark.parametrize("workspace", [0, 2**32])
 def test_auto_keeps_what_it_can(asked, options, kept, workspace):
-    """As it does without terms."""
+    """Of exponentials as without terms; beside logits there are dlogits."""
+    if kept == LOGITS:
+        kept = 131072 if workspace else 110592
     operands = StatsOperands(
         torch.empty(8, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16), torch.zeros(8, dtype=torch.int64)
     )
