@@ -240,6 +240,60 @@ def test_what_keeps_terms_keeps_to_its_workspace(schedule):
         assert extra <= mib << 20, extra / (1 << 20)
 
 
+KEPT_LOGITS = {
+    "entropy": {"outputs": ("logprob", "entropy"), "temperature": 0.7},
+    "lse": {"outputs": ("logprob", "lse", "entropy", "argmax"), "softcap": 5.0},
+    "temperatures": {"outputs": ("logprob", "entropy", "log_sum_sq_probs")},
+}
+
+
+@pytest.mark.parametrize("which", KEPT_LOGITS)
+@pytest.mark.parametrize(
+    ("shape", "mib"),
+    [((300, 96, 1003), None), *(((2100, 1024, 20000), mib) for mib in (None, 100, 140))],
+    ids=["few", "all", "some", "stripes"],
+)
+def test_kept_logits(which, shape, mib):
+    """Gradients of numbers for which logits are kept, of compacted tokens too; the bits repeat."""
+    n, d, V = shape
+    case, given = device_case(n, d, V, BF16), dict(KEPT_LOGITS[which])
+    case.target[::3] = case.ignore_index
+    if which == "temperatures":
+        given["temperature"] = torch.linspace(0.3, 3, n, device="cuda")
+    names = [name for name in given["outputs"] if name not in ("argmax", "log_sum_sq_probs")]
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    upstream = [torch.randn(n, generator=generator, device="cuda") for _ in names]
+    leaves = [case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()]
+
+    def gradients(schedule):
+        options = {"schedule": schedule, "ignore_index": case.ignore_index, "workspace_mb": mib}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = linear_logprob(*leaves, case.target, **given, **options)
+        every = torch.autograd.grad([getattr(found, name) for name in names], leaves, upstream)
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before - sum(each.nbytes for each in leaves)
+        # The numbers are results too.
+        assert mib is None or extra <= (mib + 1) << 20
+        return every
+
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    options = {name: each for name, each in given.items() if name != "outputs"}
+    expected = reference.linear_logprob(*wide, case.target, ignore_index=case.ignore_index, **options)
+    exact = torch.autograd.grad(
+        [getattr(expected, name) for name in names], wide, [each.double() for each in upstream]
+    )
+    kept, again, recomputed = gradients("keep"), gradients("keep"), gradients("recompute")
+    for name, mine, same, plain, wanted in zip(
+        ("dinput", "dweight"), kept, again, recomputed, exact, strict=True
+    ):
+        assert torch.equal(mine, same)
+        errors = [(each.double() - wanted).norm() / wanted.norm() for each in (mine, plain)]
+        assert errors[0] <= 1.25 * errors[1] + 1e-6, (name, errors)
+        assert errors[0] < 0.02
+
+
 @dtypes
 @pytest.mark.parametrize(("height", "softcap"), [(60.0, 30.0), (1e4, 50.0), (400.0, 200.0), (1.0, 1e4)])
 def test_a_kept_softcap_of_any_logits(dtype, height, softcap):
