@@ -311,7 +311,6 @@ class Gpu(NamedTuple):
 
     def serving(self, terms: tuple[str, ...], keeps: bool = False) -> Gpu:
         """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
-        keeps &= "kept_logits" not in terms
         limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
         names = {*terms, *("own_term" for each in terms if each.startswith("own_term_"))}
         columns = [most for term, most in limits if term in names]
@@ -366,6 +365,7 @@ _BLACKWELL = Tiling(
     pace=8,
 )
 
+_WANT_REGISTERS = "softcap", "entropy", "total", "logits", "kept_logits"
 _SM_90A = Architecture(
     name="sm_90a",
     capability=(9, 0),
@@ -394,9 +394,8 @@ _SM_90A = Architecture(
         ("row_scale", 144),
         ("linear_bias", 176),
         ("bias_gradient", 160),
-        ("kept_logits", 144),
     ),
-    kept_columns=(("softcap", 128), ("entropy", 128), ("total", 128), ("logits", 128), ("argmax", 160)),
+    kept_columns=(("argmax", 160), *((name, 128) for name in _WANT_REGISTERS)),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
@@ -436,6 +435,7 @@ _SM_100A = Architecture(
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
     term_columns=(("softcap", 224), ("own_term", 192), ("squares", 224)),
+    kept_columns=(("class_weight", 224),),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )
 _SM_103A = replace(

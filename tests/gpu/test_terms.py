@@ -197,7 +197,14 @@ def test_kept_without_a_coefficient_of_the_softmax(dtype):
 
 
 @pytest.mark.parametrize(
-    "terms", [("z_loss",), ("linear_bias", "label_smoothing"), ("linear_bias", "softcap")], ids=" ".join
+    "terms",
+    [
+        ("z_loss",),
+        ("linear_bias", "label_smoothing"),
+        ("linear_bias", "softcap"),
+        ("weight", "label_smoothing"),
+    ],
+    ids=" ".join,
 )
 def test_what_keeps_terms_compiles(terms):
     case, every = case_of(BF16), terms_of(BF16)

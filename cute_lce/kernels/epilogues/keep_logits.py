@@ -79,8 +79,8 @@ class KeepLogitsEpilogue:
                 base = spread(own, c % SHARED)
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     frag[r, c] = Float32(base - frag[r, c])
-        owned = range(fragment.owned)
-        store_columns(tensors.keep.out, staging, frag, row, column, fragment, slab, owned)
+            only = range(i, i + 1)
+            store_columns(tensors.keep.out, staging, frag, row, column, fragment, slab, only)
 
     @cute.jit
     def end(self, tensors: KeepLogitsTensors, state: ForwardState, column: Int32, partial: Int32):
