@@ -75,6 +75,15 @@ class LogitTerm:
         object.__setattr__(self, "key", key)
         _terms[key] = self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew, so that the process that loads it knows its key."""
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # pyright: ignore
+        return _made, (type(self), fields)
+
+
+def _made(kind: type[LogitTerm], fields: dict[str, float]) -> LogitTerm:
+    return kind(**fields)
+
 
 def _fields(term: LogitTerm) -> tuple[float, ...]:
     name = type(term).__name__

@@ -167,7 +167,7 @@ def _option(name: str) -> property:
     )
 
     def read(module: LinearCrossEntropy) -> Any:
-        return getattr(getattr(module, holder), name)
+        return _shown(name, getattr(getattr(module, holder), name))
 
     def write(module: LinearCrossEntropy, value: Any) -> None:
         setattr(module, holder, getattr(module, holder)._replace(**{name: value}))

@@ -125,6 +125,10 @@ class TermOptions(_TermFields):
     def _replace(self, **changes: Any) -> TermOptions:
         return TermOptions(**{**self._asdict(), **changes})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied with a term itself: another process does not know its key."""
+        return TermOptions, (self.label_smoothing, term_of(self.softcap) or self.softcap, self.z_loss)
+
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):

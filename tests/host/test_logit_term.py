@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import subprocess
@@ -179,3 +180,26 @@ def test_what_is_no_term():
     with pytest.raises(ValueError, match=r"^softcap: got -12\.0"):
         linear_cross_entropy(*case(), softcap=-12.0)
     assert cute_lce.LogitTerm is LogitTerm
+
+
+IN_ANOTHER_PROCESS = """
+import sys, torch
+module, hidden, target, loss = torch.load(sys.argv[1], weights_only=False)
+torch.testing.assert_close(module(hidden, target), loss)
+print(repr(module.softcap))
+"""
+
+
+def test_a_module_in_another_process(tmp_path):
+    """Which has made no such term."""
+    module = LinearCrossEntropy(8, 20, softcap=LogCap(2.0))
+    hidden, target = torch.randn(5, 8), torch.arange(5)
+    loss = module(hidden, target).detach()
+    assert module.softcap == LogCap(2.0)
+    assert copy.deepcopy(module).softcap == LogCap(2.0)
+    file = tmp_path / "module.pt"
+    torch.save((module, hidden, target, loss), file)
+    call = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(file)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(call, capture_output=True, text=True, check=True, env=env)
+    assert found.stdout.strip() == "LogCap(cap=2.0)"
