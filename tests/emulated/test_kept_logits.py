@@ -108,9 +108,14 @@ def test_losses(which, kept, arch):
     ],
 )
 def test_shapes(arch, n, d, V, kept, window):
-    """Stripes within what was kept and behind it, and tails of all of them."""
-    numbers = Numbers(ignoring(random_case(n, d, V, BF16, scale=3.0)), RL, RL)
+    """Stripes within what was kept and behind it, and tails of all of them; numbers of their classes too."""
+    case = ignoring(random_case(n, d, V, BF16, scale=3.0))
+    numbers = Numbers(case, RL, RL)
     token_stats.check(numbers, run(numbers, arch, kept, window=window))
+    if V == 300:
+        weight = torch.linspace(0, 2, V)
+        numbers = Numbers(case, ("logprob", "total_nll"), label_smoothing=0.9, class_weight=weight)
+        token_stats.check(numbers, run(numbers, arch, kept, window=window))
 
 
 @pytest.mark.parametrize(
