@@ -91,7 +91,7 @@ def test_losses(which, kept, arch):
 @pytest.mark.parametrize(
     ("arch", "n", "d", "V", "kept", "window"),
     [
-        ("sm_100a", 41, 72, 300, 256, 130),
+        ("sm_100a", 41, 72, 300, 256, 128),
         *(
             pytest.param(arch, *shape, marks=full)
             for arch in ("sm_90a", "sm_100a")
