@@ -103,7 +103,8 @@ def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
         "argmax": args.argmax,
     }
     topk = ("topk",) * args.topk
-    forward = *logits, *weights, *(term for term in MORE_PARTS if sums[term]), *topk
+    statistics = *logits, *weights, *(term for term in MORE_PARTS if sums[term])
+    forward = *statistics, *topk
     smooth_cap = args.softcap and args.label_smoothing
     keeps = None
     if not (args.entropy or args.lse or args.log_sum_sq_probs or args.topk or weights or smooth_cap):
@@ -118,9 +119,9 @@ def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
         shared = ("shared",) * args.label_smoothing
         backwards.append((*logits, *more, *shared, *bias))
         backwards.append((*("coefficients",) * args.linear_bias, *shared, *bias) if more else logits)
-    elif dtype == "bfloat16" and not (args.topk or smooth_cap or args.linear_bias):
-        keeps = *forward, "kept_logits"
-        backwards.append((*logits, *more, "kept_logits"))
+    elif dtype == "bfloat16" and not smooth_cap:
+        keeps = *statistics, "kept_logits", *topk
+        backwards.append((*logits, *more, "kept_logits", *bias))
     return Terms(forward, keeps, tuple(dict.fromkeys(backwards)))
 
 

@@ -17,8 +17,8 @@ ELEMENTS = 8  # of a thread at once
 
 
 class KeptSums:
-    """The sums of what was kept, times the rows' factors, over the tokens of each slab. A thread has 8
-    classes of a slab. Reads 2 bytes an element.
+    """The sums of what was kept, times the rows' factors, or of dlogits, over the tokens of each slab. A
+    thread has 8 classes of a slab. Reads 2 bytes an element.
 
     Args: as BiasGradient's.
     """
@@ -28,14 +28,14 @@ class KeptSums:
         self.half = half
 
     @cute.jit
-    def __call__(self, kept: cute.Tensor, factor: cute.Tensor, loss, rows: Compacted, stream: cuda.CUstream):
-        """kept (n, columns) 16-bit, factor (n,) fp32."""
+    def __call__(self, kept: cute.Tensor, factor, loss, rows: Compacted, stream: cuda.CUstream):
+        """kept (n, columns) 16-bit; factor (n,) fp32, or None: ones, of dlogits."""
         n, columns = kept.shape
         grid = (cute.ceil_div(columns, ELEMENTS * THREADS), cute.ceil_div(n, self.fragment.columns), 1)
         self.kernel(kept, factor, loss, rows).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, kept: cute.Tensor, factor: cute.Tensor, loss, rows: Compacted):
+    def kernel(self, kept: cute.Tensor, factor, loss, rows: Compacted):
         block, slab, _ = cute.arch.block_idx()
         column, columns = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS, cute.size(kept, mode=[1])
         first = slab * self.fragment.columns
@@ -46,7 +46,9 @@ class KeptSums:
             for row in cutlass.range(first, end, unroll=8):
                 values = cute.make_rmem_tensor(ELEMENTS, kept.element_type)
                 cute.autovec_copy(adjacent(kept, row, column, ELEMENTS), values)
-                own = factor[row]
+                own = Float32(1.0)
+                if cutlass.const_expr(factor is not None):
+                    own = factor[row]
                 for i in cutlass.range_constexpr(ELEMENTS):
                     sums[i] += values[i].to(Float32) * own
             partials = numbers(loss.column_sums + 4 * (Int64(slab) * columns), columns)

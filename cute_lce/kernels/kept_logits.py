@@ -18,10 +18,11 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64
 
 from cute_lce import maths
-from cute_lce.arguments import LossArguments, units
+from cute_lce.arguments import TOPK_CLASSES, TOPK_TOKENS, LossArguments, units
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.entry.types import matrix
+from cute_lce.kernels.epilogues.ids import integers, starts_of
 from cute_lce.kernels.epilogues.store import Output
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import gradient, inverse_square, numbers, of_operands
@@ -29,7 +30,7 @@ from cute_lce.kernels.rows import Compacted, computed
 
 THREADS = 128
 ELEMENTS = 8  # of a thread in a row
-ROWS = 16  # of a block: their notes of a unit are 32 consecutive bytes
+ROWS = TOPK_TOKENS  # of a block: 16, whose notes of a unit are 32 consecutive bytes
 AT_ONCE = 4  # rows of a block whose loads are in flight together
 LARGEST = 65504.0  # of fp16
 
@@ -100,6 +101,7 @@ class DlogitsOfKept:
         if column < cute.size(kept, mode=[1]) and begin < end:
             weight = self._class_weights(tensors, column, cute.size(kept, mode=[1]))
             unit = self.fragment.unit(column)
+            entry, last = self._entries(tensors, column, begin)
             for row in cutlass.range(begin, end, AT_ONCE, unroll=1):
                 # All loads before the first store: the compiler cannot know that they do not overlap.
                 below = cute.make_rmem_tensor((ELEMENTS, AT_ONCE), Float16)
@@ -109,7 +111,9 @@ class DlogitsOfKept:
                         cute.autovec_copy(adjacent(kept, row + i, column, ELEMENTS), below[None, i])
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if row + i < end:
-                        self._row(tensors, below[None, i], notes, unit, row + i, column, weight)
+                        entry = self._row(
+                            tensors, below[None, i], notes, unit, row + i, column, weight, entry, last
+                        )
 
     def _class_weights(self, tensors: KeptTensors, column: Int32, columns: Int32) -> Any:
         """Of a thread's classes; None where there are none."""
@@ -121,6 +125,18 @@ class DlogitsOfKept:
         return [given[cutlass.min(tensors.first + column + i, last)] for i in range(ELEMENTS)]
 
     @cute.jit
+    def _entries(self, tensors: KeptTensors, column: Int32, begin: Int32):
+        """The first of the given ids of a block's tokens in a thread's unit of TOPK_CLASSES, and where they
+        end: by rising tokens."""
+        first = last = Int32(0)
+        if cutlass.const_expr("topk" in tensors.loss.terms):
+            block = (tensors.rows.first + begin) // TOPK_TOKENS
+            at = (tensors.first + column) // TOPK_CLASSES * tensors.loss.topk_blocks + block
+            starts = starts_of(tensors.loss)
+            first, last = starts[at], starts[at + 1]
+        return first, last
+
+    @cute.jit
     def _row(
         self,
         tensors: KeptTensors,
@@ -130,8 +146,11 @@ class DlogitsOfKept:
         row: Int32,
         column: Int32,
         weight,
-    ):
-        """A thread's elements of a row."""
+        entry: Int32,
+        last: Int32,
+    ) -> Int32:
+        """A thread's elements of a row. Of the given ids' entries, up to `last`, this row's begin at `entry`;
+        returns where they end."""
         kind = tensors.dlogits.element_type
         result = cute.make_rmem_tensor(ELEMENTS, kind)
         result.fill(0.0)
@@ -144,8 +163,39 @@ class DlogitsOfKept:
                 for i in cutlass.range_constexpr(ELEMENTS):
                     if index == i:
                         found[i] = maths.dlogits(found[i], onehot)
+            if cutlass.const_expr("topk" in tensors.loss.terms):
+                entry = self._add_ids(tensors, found, row, column, entry, last)
             result.store(found.load().to(kind))
         cute.autovec_copy(result, adjacent(tensors.dlogits, row, column, ELEMENTS))
+        return entry
+
+    @cute.jit
+    def _add_ids(
+        self,
+        tensors: KeptTensors,
+        found: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        entry: Int32,
+        last: Int32,
+    ) -> Int32:
+        """Add the gradients of a row's given ids."""
+        loss, token = tensors.loss, tensors.rows.first + row
+        entries, values = integers(loss.topk_entries, last), numbers(loss.topk_values, last)
+        own = (tensors.first + column) % TOPK_CLASSES
+        more = entry < last
+        while more:
+            each = entries[entry]
+            more = each // TOPK_CLASSES == token
+            if more:
+                at = each % TOPK_CLASSES - own
+                if at >= 0 and at < ELEMENTS:
+                    value = values[entry]
+                    for i in cutlass.range_constexpr(ELEMENTS):
+                        found[i] = found[i] + Float32(cutlass.select_(at == i, value, Float32(0.0)))
+                entry += 1
+                more = entry < last
+        return entry
 
     def _gradients(
         self, tensors: KeptTensors, below: cute.Tensor, highest: Float32, row: Int32, weight
@@ -153,7 +203,7 @@ class DlogitsOfKept:
         """By products, but for the onehot. highest: the unit's note."""
         loss, n = tensors.loss, cute.size(tensors.target)
         token = of_operands(tensors.rows, row)
-        row_max = row_stats.finite_max(tensors.row_max[row])
+        row_max = tensors.row_max[row]
         fits = cute.math.absf(row_max) <= Float32(LARGEST)
         factor = Float32(cutlass.select_(fits, tensors.row_sum[row], Float32(float("nan"))))
         gap = uniform = scale = None

@@ -78,10 +78,8 @@ def keeps(operands: StatsOperands, options: StatsOptions) -> bool:
 
 def keeps_logits(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether a forward keeps logits: where exponentials would not do, and the rounding of logits
-    (kernels/kept_logits.py) is less than that of dlogits. Sums over tokens are of dlogits' own epilogue."""
+    (kernels/kept_logits.py) is less than that of dlogits."""
     if keeps_exponentials(operands, options) or operands.hidden.dtype is not torch.bfloat16:
-        return False
-    if operands.linear_bias is not None or operands.topk_ids is not None:
         return False
     own = term_of(options.softcap) is not None
     return not own and not (options.label_smoothing and options.softcap is not None)

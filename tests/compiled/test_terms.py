@@ -86,6 +86,7 @@ KEPT = (
     ("softcap", "row_scale", "entropy", "logits", "argmax", "kept_logits"),
     ("class_weight", "total", "kept_logits"),
     ("squares", "kept_logits"),
+    ("linear_bias", "row_scale", "entropy", "kept_logits", "topk"),
 )
 
 

@@ -18,14 +18,14 @@ from tests.device import forget_plans
 from tests.emulated import token_stats
 from tests.emulated.backward import narrow_plans
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
-from tests.emulated.token_stats import PLAIN, Numbers
+from tests.emulated.token_stats import PLAIN, Numbers, given_ids
 from tests.numerics import assert_close, jumping, random_case
 
 BF16 = torch.bfloat16
 full = pytest.mark.emulator_full
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-RL = ("logprob", "entropy")
+RL, TOP = ("logprob", "entropy"), ("topk_logprob", "lse")
 TEMPERATURES = torch.linspace(0.3, 3, 21)
 TEMPERATURES[1] = torch.nan
 """Of a row that is ignored."""
@@ -53,7 +53,8 @@ def run(numbers: Numbers, arch: str, kept: int, **options: Any) -> token_stats.R
 
 def losses() -> dict[str, Numbers]:
     case, weight = ignoring(random_case(21, 72, 201, BF16, scale=4.0)), torch.linspace(0, 2, 201)
-    of_loss = ("logprob", "total_nll")
+    of_loss, bias = ("logprob", "total_nll"), torch.linspace(-3, 3, 201).to(BF16)
+    target = case.target.masked_fill(case.target == case.ignore_index, 7)
     return {
         "entropy": Numbers(case, RL, RL, temperature=0.7),
         "every number": Numbers(
@@ -64,13 +65,25 @@ def losses() -> dict[str, Numbers]:
         "cap": Numbers(case, RL, RL, softcap=5.0, logit_scale=-0.8, temperature=0.7),
         "cap and temperatures": Numbers(case, RL, RL, softcap=5.0, temperature=TEMPERATURES),
         "smoothing and class weights": Numbers(case, of_loss, label_smoothing=0.2, class_weight=weight),
+        "bias": Numbers(case, RL, RL, linear_bias=bias, temperature=TEMPERATURES),
+        "given ids": Numbers(case, TOP, TOP, topk_ids=given_ids(case, 9), temperature=0.7),
+        "all at once": Numbers(
+            case,
+            (*RL, *TOP, *PLAIN),
+            (*RL, *TOP),
+            topk_ids=given_ids(case, 40),
+            linear_bias=bias,
+            softcap=5.0,
+            temperature=TEMPERATURES,
+        ),
+        "ignored class": Numbers(replace(case, target=target, ignore_index=7), RL, RL),
     }
 
 
 @pytest.mark.parametrize(
     ("which", "kept", "arch"),
     [
-        pytest.param(*each, marks=[] if each in (("cap and temperatures", 128, "sm_90a"),) else [full])
+        pytest.param(*each, marks=[] if each == ("all at once", 128, "sm_90a") else [full])
         for each in itertools.product(losses(), (128, 201), ("sm_90a", "sm_100a"))
     ],
 )
@@ -116,6 +129,9 @@ def test_shapes(arch, n, d, V, kept, window):
         weight = torch.linspace(0, 2, V)
         numbers = Numbers(case, ("logprob", "total_nll"), label_smoothing=0.9, class_weight=weight)
         token_stats.check(numbers, run(numbers, arch, kept, window=window))
+        bias = torch.linspace(-2, 2, V).to(BF16)
+        numbers = Numbers(case, TOP, TOP, topk_ids=given_ids(case, 70), linear_bias=bias)
+        token_stats.check(numbers, run(numbers, arch, kept, window=window))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +146,7 @@ def test_shapes(arch, n, d, V, kept, window):
     ],
 )
 def test_compacted_rows(arch, ignored, monkeypatch):
-    """Ignored rows of nan are not read, and what is kept of none of them neither."""
+    """Ignored rows of nan are not read; ids and a bias's gradient are of the others."""
     monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
     monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
     forget_plans()
@@ -149,7 +165,9 @@ def test_compacted_rows(arch, ignored, monkeypatch):
     target = torch.where(where, case.ignore_index or -100, case.target)
     temperature = torch.linspace(0.5, 2, n).masked_fill(where, torch.nan)
     case = replace(case, input=hidden, target=target)
-    numbers = Numbers(case, RL, RL, temperature=temperature)
+    names, bias = (*RL, *TOP), torch.linspace(-2, 2, 270).to(BF16)
+    ids = given_ids(case, 5)
+    numbers = Numbers(case, names, names, temperature=temperature, topk_ids=ids, linear_bias=bias)
     poisoned = replace(case, input=hidden.masked_fill(where.unsqueeze(1), torch.nan))
     found = run(replace(numbers, case=poisoned), arch, 270, window=128)
     assert any("Gather" in name for name in found.emulator.launched)
@@ -217,11 +235,11 @@ def test_columns_of_minus_infinity(arch):
 @both
 def test_a_target_out_of_range_spoils_its_own_row(arch):
     case = ignoring(random_case(20, 64, 137, BF16))
-    case.target[3] = 137
+    case.target[3], case.target[5] = 137, -3
     dinput, dweight, _ = run(Numbers(case, RL, RL), arch, 137).gradients
     assert dinput is not None
     assert dweight is not None
-    assert torch.equal(dinput.isnan().any(1), torch.arange(20) == 3)
+    assert torch.equal(dinput.isnan().any(1), (torch.arange(20) == 3) | (torch.arange(20) == 5))
     assert bool(dweight.isnan().all())
 
 
@@ -282,7 +300,12 @@ def test_any_schedule_of_warps(arch, seed):
         RL if seed % 3 else (*RL, "lse"),
         temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
         softcap=4.0 if seed % 5 < 2 else None,
+        linear_bias=torch.linspace(-1, 1, V).to(BF16) if seed % 4 == 2 else None,
     )
+    if seed % 3 == 0:
+        names = (*numbers.outputs, "topk_logprob")
+        ids = given_ids(case, 3 + 3 * seed)
+        numbers = replace(numbers, outputs=names, differentiated=names, topk_ids=ids)
     needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
     kept, window = V if seed % 2 else V // 256 * 128, 128 if seed % 3 == 1 else 0
     if kept:

@@ -18,9 +18,9 @@ from tests.device import forget_plans, two_sweeps
 from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
-from tests.emulated.token_stats import PLAIN, Numbers, repeating
+from tests.emulated.token_stats import PLAIN, Numbers, given_ids, repeating
 from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
-from tests.numerics import Case, assert_close, jumping, random_case
+from tests.numerics import assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -190,17 +190,6 @@ def test_a_term_of_ones_own_beside_others(arch, dtype):
         token_stats.check(
             replace(numbers, softcap=LogCap(2.1).key), token_stats.run(numbers, arch, window=130)
         )
-
-
-def given_ids(case: Case, K: int, seed: int = 0) -> torch.Tensor:
-    """Some the target, some equal, neighbours on both sides of a unit's end, the last class, and no class."""
-    n, V = len(case.target), len(case.linear_weight)
-    ids = torch.randint(V, (n, K), generator=torch.Generator().manual_seed(seed))
-    ids[::2, 0] = case.target.long()[::2]
-    ids[1::3, 1], ids[2::3, -1] = ids[1::3, 0], V - 1
-    ids[::5] = (torch.arange(K) + 252) % V
-    ids[3::7, K // 2], ids[4::7, 2] = -5, V + seed
-    return ids
 
 
 @each_architecture(("sm_90a", BF16), ("sm_100a", FP16))

@@ -43,6 +43,17 @@ def repeating(case: Case) -> Case:
     return replace(case, target=torch.where(torch.arange(len(top)) % 3 == 0, top, target))
 
 
+def given_ids(case: Case, K: int, seed: int = 0) -> Tensor:
+    """Some the target, some equal, neighbours on both sides of a unit's end, the last class, and no class."""
+    n, V = len(case.target), len(case.linear_weight)
+    ids = torch.randint(V, (n, K), generator=torch.Generator().manual_seed(seed))
+    ids[::2, 0] = case.target.long()[::2]
+    ids[1::3, 1], ids[2::3, -1] = ids[1::3, 0], V - 1
+    ids[::5] = (torch.arange(K) + 252) % V
+    ids[3::7, K // 2], ids[4::7, 2] = -5, V + seed
+    return ids
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Which numbers of a case, and of which logits; differentiated: those with an upstream gradient."""

@@ -331,7 +331,13 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         ("--entropy --dtype float16", ("entropy",), (*given, "gap")),
         ("--lse", plain, given, (kept,), (*given, kept)),
         ("--argmax --mean-logit", ("logits", "argmax"), given, ("logits", "argmax"), plain),
-        ("--topk --argmax", ("argmax", "topk"), (*given, "topk")),
+        (
+            "--topk --argmax",
+            ("argmax", "topk"),
+            (*given, "topk"),
+            ("argmax", kept, "topk"),
+            (*given, "topk", kept),
+        ),
         (
             "--log-sum-sq-probs --entropy --argmax",
             ("entropy", "squares", "argmax"),
@@ -339,7 +345,13 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
             ("entropy", "squares", "argmax", kept),
             (*given, "gap", kept),
         ),
-        ("--entropy --linear-bias", (*bias, "entropy"), (*bias, *given, "gap", added)),
+        (
+            "--entropy --linear-bias",
+            (*bias, "entropy"),
+            (*bias, *given, "gap", added),
+            (*bias, "entropy", kept),
+            (*bias, *given, "gap", kept, added),
+        ),
         ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
         ("--label-smoothing", *smooth),
         (

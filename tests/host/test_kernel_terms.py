@@ -130,38 +130,20 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
 @pytest.mark.parametrize(
     ("call", "options"),
     [
-        (
-            linear_logprob,
-            {
-                "outputs": ("entropy", "logprob"),
-                "linear_bias": torch.ones(300, dtype=BF16),
-                "schedule": "keep",
-            },
-        ),
         (linear_cross_entropy, {"softcap": LogCap(3.0), "schedule": "keep"}),
         (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 30.0, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 1e8}),
         (linear_cross_entropy, {"softcap": 1e-8, "schedule": "keep"}),
         (linear_cross_entropy, {"softcap": 30.0, "logit_scale": 0.0}),
-        (
-            linear_logprob,
-            {
-                "outputs": ("topk_logprob", "logprob"),
-                "topk_ids": torch.zeros(40, 2, dtype=torch.int64),
-                "schedule": "keep",
-            },
-        ),
     ],
     ids=[
-        "entropy and bias kept",
         "term of one's own kept",
         "z_loss at once",
         "softcap at once",
         "high softcap",
         "low softcap kept",
         "softcap of zeros",
-        "topk kept",
     ],
 )
 def test_others_are_the_streaming_paths(asked, call, options):
@@ -242,19 +224,34 @@ KEPT_LOGITS = [
     ),
     (linear_logprob, {"outputs": ("entropy", "logprob")}, ("entropy",), (GIVEN, "gap")),
     (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs")}, ("squares",), (GIVEN,)),
+    (
+        linear_logprob,
+        {"outputs": ("topk_logprob", "logprob"), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)},
+        ("topk",),
+        (GIVEN, "topk"),
+    ),
+    (
+        linear_logprob,
+        {"outputs": ("logprob", "entropy"), "linear_bias": torch.ones(300, dtype=BF16)},
+        ("linear_bias", "entropy"),
+        ("linear_bias", GIVEN, "gap"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("call", "terms", "forward", "backward"),
     KEPT_LOGITS,
-    ids=["weighted smoothing", "lse", "capped lse", "entropy", "squares"],
+    ids=["weighted smoothing", "lse", "capped lse", "entropy", "squares", "topk", "bias"],
 )
 @pytest.mark.parametrize("schedule", ["auto", "keep"])
 def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, backward):
     train(call, schedule=schedule, **terms)
     logits = ("kept_logits",) * (schedule == "keep")
-    assert [key.terms for key in asked.keys] == [(*forward, *logits), (*backward, *logits)]
+    wanted = [(*forward, *logits), (*backward, *logits)]
+    if "topk" in forward:
+        wanted[0] = (*logits, *forward)
+    assert [key.terms for key in asked.keys] == wanted
     assert asked.keys[0].keeps is (schedule == "keep")
 
 

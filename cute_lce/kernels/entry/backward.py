@@ -157,6 +157,9 @@ class Backward:
                     self.dlogits_of_kept(
                         KeptTensors(target, row_max, row_sum, dloss, dlogits, loss, first, tokens), stream
                     )
+                    if cutlass.const_expr("bias_gradient" in loss.terms):
+                        if loss.with_dhidden == 0 or gradients.dhidden != 0:
+                            self.kept_sums(dlogits, None, loss, tokens, stream)
                 else:
                     self.dlogits(classes, hidden, written, progress[0], stripe.logits, tokens, stream)
             else:

@@ -6,6 +6,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce.arguments import TOPK_CLASSES, TOPK_TOKENS, LossArguments
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp
+from cute_lce.kernels.logits import numbers
 
 LANES = 32
 BLOCK = 8
@@ -33,8 +34,7 @@ def visit_ids(
     token = tensors.rows.first + (column - 2 * (lane & 3) + slab * fragment.columns)
     block = cutlass.min(token // TOPK_TOKENS, loss.topk_blocks)
     end_block = cutlass.min(block + fragment.columns // TOPK_TOKENS, loss.topk_blocks)
-    count = Int64(loss.topk_units) * loss.topk_blocks + 1
-    starts = _integers(loss.topk_starts, count)
+    starts = starts_of(loss)
     last = cutlass.min((first + (fragment.span - 1)) // TOPK_CLASSES + 1, loss.topk_units)
     for unit in cutlass.range(first // TOPK_CLASSES, last, unroll=1):
         begin, end = starts[unit * loss.topk_blocks + block], starts[unit * loss.topk_blocks + end_block]
@@ -43,7 +43,13 @@ def visit_ids(
             _visit_entries(loss, fragment, frag, distance, token, at, end, adds)
 
 
-def _integers(address: Int64, count) -> cute.Tensor:
+def starts_of(loss: LossArguments) -> cute.Tensor:
+    """Where the entries of each unit and block begin, by unit topk_blocks + block, and where all end."""
+    return integers(loss.topk_starts, Int64(loss.topk_units) * loss.topk_blocks + 1)
+
+
+def integers(address: Int64, count) -> cute.Tensor:
+    """The (count,) int32 tensor at an address in global memory."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
@@ -62,7 +68,7 @@ def _visit_entries(
     """Those at `at` to at + 31, before `end`. distance: of the unit's first class from the warp's first row.
     token: of the slab's first column."""
     own = at + cute.arch.lane_idx()
-    entries, floats = _integers(loss.topk_entries, end), _floats(loss.topk_values, end)
+    entries, floats = integers(loss.topk_entries, end), numbers(loss.topk_values, end)
     row, column, value, inside = Int32(0), Int32(0), Float32(0.0), Boolean(False)
     if own < end:
         row = distance + (entries[own] & (TOPK_CLASSES - 1))
@@ -85,11 +91,6 @@ def _visit_entries(
             _take(fragment, frag, each_row, each_column, found, 0, fragment.columns // BLOCK)
             if _is_lane(each_row, each_column):
                 floats[at + source] = found[0]
-
-
-def _floats(address: Int64, count) -> cute.Tensor:
-    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-    return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 def _is_row(fragment: Fragment, row: Int32) -> Boolean:
