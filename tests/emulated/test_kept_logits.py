@@ -216,6 +216,18 @@ def test_corners(which, arch):
 
 @full
 @both
+@pytest.mark.parametrize(
+    ("height", "cap"), [(60.0, 30.0), (300.0, 30.0), (1e4, 50.0), (60.0, 2.0), (3.0, 1e4), (3.0, 0.05)]
+)
+def test_logits_about_their_cap(arch, height, cap):
+    """The slope is of logits as they were kept."""
+    case = scaled(ignoring(random_case(21, 72, 201, BF16, scale=4.0)), height)
+    numbers = Numbers(case, ("logprob", "lse"), ("logprob", "lse"), softcap=cap)
+    token_stats.check(numbers, run(numbers, arch, 201))
+
+
+@full
+@both
 def test_columns_of_minus_infinity(arch):
     """Half of the logits, and all of four units."""
     case = minus_infinity(random_case(20, 64, 300, BF16), 128)
