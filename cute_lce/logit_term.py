@@ -11,6 +11,8 @@ import dataclasses
 import dis
 import functools
 import hashlib
+import inspect
+import math
 from types import CodeType
 from typing import Any
 
@@ -23,8 +25,11 @@ over that, and the term's fields."""
 PREFIX = "own_term_"
 """A term's name among arguments.TERMS begins with it."""
 
-_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
-"""Instructions that read what is no argument of a function."""
+OPS = ("exp", "log", "log1p", "tanh", "sqrt", "abs", "minimum", "maximum", "where")
+_OPERATORS = {"+", "-", "*", "/", "ADD", "SUBTRACT", "MULTIPLY", "TRUE_DIVIDE"}
+"""By Python's versions."""
+_FOREIGN = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE", "IMPORT")
+"""Instructions that begin so read what is no argument of a function."""
 
 _terms: dict[float, LogitTerm] = {}
 _kinds: dict[str, type[LogitTerm]] = {}
@@ -33,7 +38,7 @@ _kinds: dict[str, type[LogitTerm]] = {}
 class LogitTerm:
     """z = logit(x) instead of a softcap of each scaled logit x; given as ``softcap``.
 
-    A subclass is a frozen dataclass whose fields, at most 8, are numbers, and has two functions:
+    A subclass is a frozen dataclass whose fields, at most 8, are finite numbers, and has two functions:
 
         @dataclass(frozen=True)
         class LogCap(cute_lce.LogitTerm):
@@ -47,14 +52,26 @@ class LogitTerm:
 
     logit(x, ops): z. slope(z, ops): dz/dx, as a function of z. Both compute with +, -, *, / and comparisons
     of their argument, the fields and numbers, and with ops.exp, log, log1p, tanh, sqrt, abs, minimum,
-    maximum and where(condition, a, b); they read nothing else, and have no branches. What they give is
-    compiled into the kernels, in float32, and these are cached by what the functions compute; fields are
-    arguments of the kernels. logit(x) must be finite where x is, and grow with x or fall with it.
+    maximum and where(condition, a, b); they read nothing else, and have no branches. x and z are tensors of
+    any shape, in the dtype of sums, or a kernel's numbers, in float32, whose exp and log have errors of some
+    2^-22, absolute ones where a log is near 0. logit(x) must be finite where x is, and grow with x or fall
+    with it; slope(z) must be finite also where rounding took z beyond what logit gives.
 
-    Raises TypeError for a subclass that is no such dataclass, or whose functions read other variables.
+    What the functions compute is compiled into the kernels, which are cached by it; fields are arguments of
+    the kernels. A process keeps every term that it makes, some hundred bytes each.
+
+    Raises TypeError for a subclass that is no such dataclass, or whose functions do anything else.
     """
 
     key: float
+    """What stands for the term as a softcap: the same for equal functions and fields, in any process."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "key" in inspect.get_annotations(cls):
+            raise TypeError(f"{cls.__name__}: got a field named key, want another name")
+        if "__post_init__" in cls.__dict__:
+            raise TypeError(f"{cls.__name__}: got a __post_init__, want none")
 
     def logit(self, x: Any, ops: Any) -> Any:
         raise NotImplementedError
@@ -64,12 +81,12 @@ class LogitTerm:
 
     def __init__(self) -> None:
         # A dataclass has its own.
-        raise TypeError(f"{type(self).__name__}: got no dataclass, want @dataclass(frozen=True)")
+        name = type(self).__name__
+        raise TypeError(f"{name}: got no dataclass with an __init__, want @dataclass(frozen=True)")
 
     def __post_init__(self) -> None:
         fields = _fields(self)
-        kind = _name(type(self))
-        digest = hashlib.sha256(repr((kind, fields)).encode()).digest()
+        digest = hashlib.sha256(repr((_name(type(self)), fields)).encode()).digest()
         # Every whole number up to 2^52 is a float.
         key = -1.0 - float(int.from_bytes(digest[:8], "big") >> 12)
         object.__setattr__(self, "key", key)
@@ -89,11 +106,14 @@ def _fields(term: LogitTerm) -> tuple[float, ...]:
     name = type(term).__name__
     if not type(term).__dataclass_params__.frozen:  # pyright: ignore
         raise TypeError(f"{name}: got a dataclass that is not frozen, want @dataclass(frozen=True)")
-    names = [field.name for field in dataclasses.fields(term)]  # pyright: ignore[reportArgumentType]
-    values = {each: getattr(term, each) for each in names}
-    for field, value in values.items():
+    values = {}
+    for field in dataclasses.fields(term):  # pyright: ignore[reportArgumentType]
+        value = values[field.name] = getattr(term, field.name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name}.{field}: got {type(value).__name__}, want a number")
+            raise TypeError(f"{name}.{field.name}: got {type(value).__name__}, want a number")
+        if not math.isfinite(value) or not field.init:
+            got = value if field.init else "a field that __init__ does not take"
+            raise TypeError(f"{name}.{field.name}: got {got}, want a finite number")
     if len(values) > MOST_FIELDS:
         raise TypeError(f"{name}: got {len(values)} fields, want at most {MOST_FIELDS}")
     return tuple(float(value) for value in values.values())
@@ -102,25 +122,38 @@ def _fields(term: LogitTerm) -> tuple[float, ...]:
 @functools.cache
 def _name(kind: type[LogitTerm]) -> str:
     """The term's name among TERMS, where it is from now on."""
-    functions = []
-    for name in ("logit", "slope"):
-        function = getattr(kind, name)
-        if function is getattr(LogitTerm, name):
-            raise TypeError(f"{kind.__name__}: got no function {name}, want one")
-        read = [each.argval for each in dis.get_instructions(function) if each.opname in _READS]
-        if read:
-            raise TypeError(f"{kind.__name__}.{name}: got one that reads {read[0]!r}, want fields and ops")
-        functions.append(_code(function.__code__))
     names = tuple(field.name for field in dataclasses.fields(kind))  # pyright: ignore
+    functions = [_checked(kind, which, names) for which in ("logit", "slope")]
     name = PREFIX + hashlib.sha256(repr((names, functions)).encode()).hexdigest()[:16]
     _kinds[name] = kind
     TERMS[name] = dict.fromkeys(NUMBERS[: 3 + len(names)], Float32)
     return name
 
 
-def _code(code: CodeType) -> Any:
-    constants = tuple(_code(each) if isinstance(each, CodeType) else each for each in code.co_consts)
-    return code.co_code.hex(), code.co_names, code.co_varnames, constants
+def _checked(kind: type[LogitTerm], which: str, fields: tuple[str, ...]) -> Any:
+    """All that a function computes, which is nothing but what LogitTerm's docstring says."""
+    function, name = getattr(kind, which), f"{kind.__name__}.{which}"
+    if function is getattr(LogitTerm, which):
+        raise TypeError(f"{kind.__name__}: got no function {which}, want one")
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount != 3 or function.__defaults__ or code.co_kwonlyargcount:
+        raise TypeError(f"{name}: got no function of (self, {'x' if which == 'logit' else 'z'}, ops)")
+    if any(isinstance(each, CodeType) for each in code.co_consts):
+        raise TypeError(f"{name}: got one with a function in it, want fields and ops")
+    for each in dis.get_instructions(function):
+        if each.opname.startswith(_FOREIGN):
+            raise TypeError(f"{name}: got one that reads {each.argval!r}, want fields and ops")
+        if "JUMP" in each.opname or each.opname == "FOR_ITER":
+            raise TypeError(f"{name}: got one with a branch, want ops.where")
+        if each.opname.startswith(("BINARY_", "INPLACE_")):
+            is_one = each.opname == "BINARY_OP"
+            operator = each.argrepr.rstrip("=") if is_one else each.opname.partition("_")[2]
+            if operator not in _OPERATORS:
+                raise TypeError(f"{name}: got one with the operator {operator}, want +, -, * and /")
+    others = [each for each in code.co_names if each not in fields and each not in OPS]
+    if others:
+        raise TypeError(f"{name}: got one that reads {others[0]!r}, want fields and ops")
+    return code.co_code.hex(), code.co_names, code.co_varnames, code.co_consts
 
 
 def as_number(softcap: Any) -> Any:
@@ -129,10 +162,17 @@ def as_number(softcap: Any) -> Any:
 
 
 def term_of(softcap: Any) -> LogitTerm | None:
-    """The term whose key stands where a softcap would; None for a softcap, or None."""
-    if softcap is None or softcap > 0:
+    """The term whose key stands where a softcap would; None for a softcap, or None. Raises ValueError for
+    another number below 0."""
+    if softcap is None or not softcap < 0:
         return None
-    return _terms.get(float(softcap))
+    found = _terms.get(float(softcap))
+    if found is None:
+        raise ValueError(
+            f"softcap: got {softcap}, want a positive, finite number, or a LogitTerm, which a process has to "
+            "make before it is given its key"
+        )
+    return found
 
 
 def kernel_term(term: LogitTerm) -> str:

@@ -118,8 +118,12 @@ class TermOptions(_TermFields):
             raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
         _check_finite("z_loss", z_loss)
         softcap = as_number(softcap)
-        if softcap is not None and not (isinstance(softcap, float) and term_of(softcap)):
-            check_positive("softcap", softcap)
+        if isinstance(softcap, type):
+            raise TypeError(f"softcap: got the class {softcap.__name__}, want a number or a LogitTerm")
+        if softcap is not None:
+            _check_number("softcap", softcap)
+            if term_of(softcap) is None:
+                check_positive("softcap", softcap)
         return tuple.__new__(cls, (label_smoothing, softcap, z_loss))
 
     def _replace(self, **changes: Any) -> TermOptions:
@@ -155,11 +159,12 @@ NO_TERMS = TermOptions()
 
 def has_terms(numbers: tuple) -> bool:
     """Whether numbers, TermOptions' fields, which may not have been checked, differ from NO_TERMS."""
-    try:
-        return numbers != NO_TERMS
-    except (RuntimeError, ValueError):
-        # Tensors and arrays, which equal nothing: TermOptions refuses them by name.
-        return True
+    # What is no number TermOptions refuses by name.
+    pairs = zip(numbers, NO_TERMS, strict=True)
+    return any(type(each) not in _NUMBERS or each != none for each, none in pairs)
+
+
+_NUMBERS = (float, int, type(None), torch.SymFloat, torch.SymInt)
 
 
 class TokenStats(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import torch_ops
 from .logit_term import LogitTerm, as_number, term_of
 from .options import LossOptions, TokenStats
+from .torch_ops import logit_of
 
 
 def logits(
@@ -32,7 +32,7 @@ def logits(
     cap = as_number(softcap)
     term = term_of(cap)
     if term is not None:
-        z = term.logit(z, torch_ops).to(z.dtype)
+        z = logit_of(term, z)
     elif cap is not None:
         z = cap * (z / cap).tanh()
     return z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)

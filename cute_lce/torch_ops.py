@@ -1,4 +1,4 @@
-"""What a LogitTerm's functions are given for tensors."""
+"""A LogitTerm's functions on tensors, and what they are given for these."""
 
 from __future__ import annotations
 
@@ -7,19 +7,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-exp, log, log1p, tanh, sqrt, abs = torch.exp, torch.log, torch.log1p, torch.tanh, torch.sqrt, torch.abs
+from .logit_term import LogitTerm
 
 
-def where(condition: Tensor, a: Any, b: Any) -> Tensor:
-    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-        # Of two numbers torch would make the default dtype, which may round them.
-        a = torch.as_tensor(a, dtype=torch.float64, device=condition.device)
-    return torch.where(condition, a, b)
+def logit_of(term: LogitTerm, x: Tensor) -> Tensor:
+    """z, of x's shape and dtype; it may be x."""
+    return _like(x, term.logit(x, TensorOps(x)))
 
 
-def minimum(a: Any, b: Any) -> Tensor:
-    return where(a < b, a, b)
+def slope_of(term: LogitTerm, z: Tensor) -> Tensor:
+    """dz/dx, of z's shape and dtype; it may be z."""
+    return _like(z, term.slope(z, TensorOps(z)))
 
 
-def maximum(a: Any, b: Any) -> Tensor:
-    return where(a > b, a, b)
+def _like(x: Tensor, found: Any) -> Tensor:
+    return (found if isinstance(found, Tensor) else x.new_full((), found)).to(x.dtype).expand_as(x)
+
+
+class TensorOps:
+    """What LogitTerm calls ops: numbers become tensors like those that they are used with."""
+
+    def __init__(self, like: Tensor):
+        self._like = like
+
+    def _tensor(self, x: Any) -> Tensor:
+        return x if isinstance(x, Tensor) else self._like.new_full((), x)
+
+    def exp(self, x: Any) -> Tensor:
+        return torch.exp(self._tensor(x))
+
+    def log(self, x: Any) -> Tensor:
+        return torch.log(self._tensor(x))
+
+    def log1p(self, x: Any) -> Tensor:
+        return torch.log1p(self._tensor(x))
+
+    def tanh(self, x: Any) -> Tensor:
+        return torch.tanh(self._tensor(x))
+
+    def sqrt(self, x: Any) -> Tensor:
+        return torch.sqrt(self._tensor(x))
+
+    def abs(self, x: Any) -> Tensor:
+        return torch.abs(self._tensor(x))
+
+    def where(self, condition: Any, a: Any, b: Any) -> Tensor:
+        if not isinstance(condition, Tensor):
+            return self._tensor(a if condition else b)
+        return torch.where(condition, self._tensor(a), self._tensor(b))
+
+    def minimum(self, a: Any, b: Any) -> Tensor:
+        return self.where(a < b, a, b)
+
+    def maximum(self, a: Any, b: Any) -> Tensor:
+        return self.where(a > b, a, b)

@@ -56,3 +56,38 @@ class SoftPlus(LogitTerm):
 
     def slope(self, z, ops):
         return 1 - ops.exp(-z)
+
+
+@dataclass(frozen=True)
+class Exp(LogitTerm):
+    """Its slope is what it gives."""
+
+    def logit(self, x, ops):
+        return ops.exp(x)
+
+    def slope(self, z, ops):
+        return z
+
+
+@dataclass(frozen=True)
+class Line(LogitTerm):
+    """Its slope is a number, and its functions those of fields."""
+
+    steepness: float
+
+    def logit(self, x, ops):
+        return x * ops.maximum(ops.sqrt(self.steepness), 0.5)
+
+    def slope(self, z, ops):
+        return ops.maximum(ops.sqrt(self.steepness), 0.5)
+
+
+@dataclass(frozen=True)
+class Same(LogitTerm):
+    """Nothing is done."""
+
+    def logit(self, x, ops):
+        return x
+
+    def slope(self, z, ops):
+        return 1.0

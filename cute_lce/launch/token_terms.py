@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import maths, torch_ops
+from .. import maths
 from ..arguments import Operands
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..logit_term import kernel_term, numbers_of, term_of
 from ..streaming.token_stats import Coefficients
+from ..torch_ops import slope_of
 
 AT_ONCE = 1 << 22
 """Hidden numbers that are summed over tokens at once."""
@@ -262,7 +263,7 @@ def _slope(logit: Tensor, options: StatsOptions, tensors: Tensors) -> Tensor | f
     if tensors.row_scale is not None:
         capped /= tensors.row_scale.view(-1, *[1] * (logit.dim() - 1))
     term = term_of(options.softcap)
-    return maths.cap_slope(capped / options.softcap) if term is None else term.slope(capped, torch_ops)
+    return maths.cap_slope(capped / options.softcap) if term is None else slope_of(term, capped)
 
 
 def _product_factor(loss: Any, tensors: Tensors, valid: Tensor) -> Tensor | float:

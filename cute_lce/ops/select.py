@@ -9,6 +9,7 @@ import logging
 import torch
 
 from ..implementation import Implementation, Statistics, StatsOperands, StatsOptions
+from ..logit_term import term_of
 from ..streaming import STATISTICS, STREAMING
 
 _logger = logging.getLogger("cute_lce")
@@ -34,7 +35,8 @@ def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) ->
 
     if found is not launch.KERNELS or not launch.token_stats.serves(operands, options):
         return STATISTICS
-    if schedule == "keep" and options.softcap is not None and options.label_smoothing:
+    capped = options.softcap is not None and term_of(options.softcap) is None
+    if schedule == "keep" and capped and options.label_smoothing:
         raise ValueError(
             "schedule: got 'keep' with a softcap and label_smoothing, want 'recompute' or 'auto', or one of "
             "the two terms"

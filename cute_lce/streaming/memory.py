@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import Request, StatsOperands, StatsOptions
+from ..logit_term import term_of
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import MIB, Limits, Problem
 from .products import accumulate_dtype, multiplies_narrow
@@ -23,8 +24,9 @@ _WINDOW_MULTIPLE = 64
 _LEAST_CHUNK = 16
 # Bytes a row of the (n,) vectors that are alive at once: statistics, targets, masks and temporaries.
 ROW_BYTES = 128
-# Windows of logits, and vectors of the vocabulary's length, that are alive at once in token_stats.py.
-_TERM_COPIES = 5
+# Windows of logits that are alive at once in token_stats.py, more with a LogitTerm, and vectors of the
+# vocabulary's length.
+_TERM_COPIES, _OWN_COPIES = 5, 9
 _TERM_VECTORS = 4
 # Bytes that CUDA's reductions over long rows allocate.
 _REDUCTION_BYTES = 4 * MIB
@@ -36,10 +38,10 @@ def problem_of(operands: Operands | StatsOperands, request: Request) -> Problem:
     return Problem(n, d, V, half, request.need_dinput, request.need_dweight)
 
 
-def _costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool = False):
+def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int = 0):
     """Bytes beyond the results of a sweep over windows: (fixed, for each column of a window).
 
-    terms: of token_stats.py, which has more of a window's logits alive at once.
+    copies: of a window's logits that token_stats.py has alive at once; 0: not that.
     """
     n, d = problem.n, problem.d
     acc = accumulate_dtype(dtype).itemsize
@@ -47,8 +49,8 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool =
     rounded = narrow and multiplies_narrow(device_type)
     widened = narrow and not rounded
     fixed, column = ROW_BYTES * n + (_REDUCTION_BYTES if device_type == "cuda" else 0), n * acc
-    if terms:
-        column *= _TERM_COPIES
+    if copies:
+        column *= copies
         fixed += n * d * dtype.itemsize + _TERM_VECTORS * problem.vocab * acc
     elif device_type == "cpu":
         # Of the rows that are not ignored.
@@ -72,10 +74,10 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool =
     return fixed, column
 
 
-def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: bool = False):
+def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int = 0):
     """Bytes of grad_in_forward beyond its loss: (fixed, each column of a window, each token of a chunk).
 
-    terms: as in _costs.
+    copies: as in _costs.
     """
     n, d, V = problem.n, problem.d, problem.vocab
     acc = accumulate_dtype(dtype).itemsize
@@ -86,13 +88,8 @@ def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, terms: 
         # Those of the rows that are not ignored.
         fixed += n * d * (dtype.itemsize + (acc if problem.need_dinput else 0))
     fixed += V * d * acc if problem.need_dweight else 0
-    fixed += _TERM_VECTORS * V * acc if terms else 0
-    token = (
-        (_TERM_COPIES if terms else 1) * V * acc
-        + (V * dtype.itemsize if rounded else 0)
-        + 2 * d * acc
-        + ROW_BYTES
-    )
+    fixed += _TERM_VECTORS * V * acc if copies else 0
+    token = max(copies, 1) * V * acc + (V * dtype.itemsize if rounded else 0) + 2 * d * acc + ROW_BYTES
     return fixed, d * acc if narrow else 0, token
 
 
@@ -126,7 +123,12 @@ def choose(
     naming the least workspace_mb if the given one is too small, and naming schedule for "grad_in_forward"
     with a per-token upstream gradient and a weight that needs a gradient.
     """
-    return _choose(problem, dtype, device, schedule, reduction, limits, terms=False)
+    return _choose(problem, dtype, device, schedule, reduction, limits, copies=0)
+
+
+def copies_of(options: StatsOptions) -> int:
+    """Of a window's logits, that are alive at once."""
+    return _TERM_COPIES if term_of(options.softcap) is None else _OWN_COPIES
 
 
 def choose_with_terms(
@@ -141,7 +143,7 @@ def choose_with_terms(
 ) -> tuple[str, int]:
     """The same for token_stats.py."""
     hidden = operands.hidden
-    return _choose(problem, hidden.dtype, hidden.device, schedule, reduction, limits, terms=True)
+    return _choose(problem, hidden.dtype, hidden.device, schedule, reduction, limits, copies_of(options))
 
 
 def _choose(
@@ -151,7 +153,7 @@ def _choose(
     schedule: str,
     reduction: str,
     limits: Limits,
-    terms: bool,
+    copies: int,
 ) -> tuple[str, int]:
     n, V = problem.n, problem.vocab
     window, workspace = limits
@@ -165,14 +167,14 @@ def _choose(
                 "'mean' or 'sum', a frozen linear_weight, or another schedule"
             )
         if workspace:
-            fixed, column, token = _chunk_costs(problem, dtype, device.type, terms)
+            fixed, column, token = _chunk_costs(problem, dtype, device.type, copies)
             least = fixed + column * _least_window(V, window) + token * min(_LEAST_CHUNK, n)
             if workspace < least:
                 raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not problem.wants_gradient):
         return "recompute", 0
-    fixed, column = _costs(problem, dtype, device.type, terms)
+    fixed, column = _costs(problem, dtype, device.type, copies)
     least = fixed + column * _least_window(V, window)
     if workspace and workspace < least:
         raise refuse_workspace(schedule, workspace, least)
@@ -186,9 +188,7 @@ def _choose(
     return ("recompute", 0) if type(kept) is int and kept == 0 else ("keep", kept)
 
 
-def windows(
-    operands: Operands | StatsOperands, request: Request, terms: bool = False
-) -> list[tuple[int, int]]:
+def windows(operands: Operands | StatsOperands, request: Request, copies: int = 0) -> list[tuple[int, int]]:
     """The half-open ranges of the vocabulary of one sweep; none crosses the end of the kept columns."""
     problem = problem_of(operands, request)
     dtype, device_type = operands.hidden.dtype, operands.hidden.device.type
@@ -196,7 +196,7 @@ def windows(
     if not window:
         logits = problem.n * accumulate_dtype(dtype).itemsize
         window = (CPU_LOGITS_BYTES if device_type == "cpu" else GPU_LOGITS_BYTES) // max(logits, 1)
-        fixed, column = _costs(problem, dtype, device_type, terms)
+        fixed, column = _costs(problem, dtype, device_type, copies)
         spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
         window = min(window, spare // max(column, 1))
         window = max(window // _WINDOW_MULTIPLE, 1) * _WINDOW_MULTIPLE
@@ -217,14 +217,14 @@ def request_of_rows(request: Request, hidden: Tensor, rows: Tensor) -> Request:
 
 
 def chunks(
-    operands: Operands | StatsOperands, request: Request, terms: bool = False
+    operands: Operands | StatsOperands, request: Request, copies: int = 0
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """The chunks of tokens of grad_in_forward and its windows: two lists of half-open ranges."""
     problem = problem_of(operands, request)
     n, V = problem.n, problem.vocab
     window, workspace = request.limits
     on_cpu = operands.hidden.device.type == "cpu"
-    fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type, terms)
+    fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type, copies)
     if not window:
         # A window only bounds what 16-bit operands cost: the converted weight, or a product to be added.
         logits_bytes = CPU_LOGITS_BYTES if on_cpu else GPU_LOGITS_BYTES

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import maths, torch_ops
+from .. import maths
 from ..exchange import Merge, RowSums
 from ..implementation import (
     AllGradients,
@@ -29,6 +29,7 @@ from ..implementation import (
     StatsUpstream,
 )
 from ..logit_term import term_of
+from ..torch_ops import logit_of, slope_of
 from . import memory
 from .backward import add_product
 from .products import Products, accumulate_dtype, add_mm, mm, without_autocast
@@ -63,8 +64,10 @@ class _Logits:
                 slope = maths.cap_slope(z) if needs_slope else None
                 z = maths.capped(z, self._options.softcap)
             else:
-                z = term.logit(z, torch_ops).to(z.dtype)
-                slope = term.slope(z, torch_ops).to(z.dtype) if needs_slope else None
+                z = logit_of(term, z)
+                slope = slope_of(term, z) if needs_slope else None
+                # The term may have given what it was given, or the slope z itself.
+                return z / self._temperature, slope
         return z.div_(self._temperature), slope
 
     @property
@@ -174,7 +177,7 @@ def forward(
     if kept is None and kept_columns:
         kept = empty_kept(operands, options, kept_columns)["kept"]
     running = _Running(operands, options, classes, products.acc)
-    for low, high in memory.windows(operands, request, terms=True):
+    for low, high in memory.windows(operands, request, memory.copies_of(options)):
         out = hidden.new_empty((n, high - low), dtype=products.acc)
         if kept is not None and low < kept_columns:
             out = kept[:, low:high]
@@ -341,7 +344,7 @@ def gradients(
     dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
     dweight = None if not request.need_dweight else weight.new_empty((V, d)) if out is None else out
     dbias = hidden.new_empty((V,), dtype=acc) if request.need_dbias else None
-    for low, high in memory.windows(operands, request, terms=True):
+    for low, high in memory.windows(operands, request, memory.copies_of(options)):
         window = products.weight(low, high)
         is_kept = saved.kept is not None and low < request.kept_columns
         if saved.kept is not None and is_kept:
@@ -397,7 +400,7 @@ def grad_in_forward(
     hidden, weight = operands.hidden, operands.weight
     (n, d), V = hidden.shape, weight.shape[0]
     acc = Products(hidden[:0], weight).acc
-    token_ranges, ranges = memory.chunks(operands, request, terms=True)
+    token_ranges, ranges = memory.chunks(operands, request, memory.copies_of(options))
     window = max((high - low for low, high in ranges), default=1)
     request = request._replace(limits=request.limits._replace(window=window), kept_columns=V)
     losses = hidden.new_empty((n,), dtype=acc)

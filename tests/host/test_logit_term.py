@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-import cute_lce
 from cute_lce import LinearCrossEntropy, LogitTerm, linear_cross_entropy, linear_logprob, reference
 from cute_lce.logit_term import kernel_term
-from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
+from tests.logit_terms import Exp, Knee, Line, LogCap, Same, SoftPlus, Tanh
 from tests.numerics import assert_close, random_case
 
-TERMS = LogCap(0.7), Tanh(2.0), Knee(0.5), SoftPlus()
+TERMS = LogCap(0.7), Tanh(2.0), Knee(0.5), SoftPlus(), Exp(), Line(2.0), Same()
 each_term = pytest.mark.parametrize("term", TERMS, ids=lambda term: type(term).__name__)
 
 
@@ -47,7 +47,8 @@ def test_losses_and_gradients(term):
             assert other.abs().max() > 1e-3
             assert torch.allclose(mine, other, atol=1e-12)
     plain = linear_cross_entropy(hidden, weight, target)
-    assert (plain - linear_cross_entropy(hidden, weight, target, softcap=term)).abs() > 1e-3
+    differs = (plain - linear_cross_entropy(hidden, weight, target, softcap=term)).abs() > 1e-3
+    assert bool(differs) == (term != Same())
 
 
 @each_term
@@ -177,9 +178,59 @@ def test_what_is_no_term():
         LogCap("3")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"^LogCap\.cap: got bool"):
         LogCap(True)
-    with pytest.raises(ValueError, match=r"^softcap: got -12\.0"):
-        linear_cross_entropy(*case(), softcap=-12.0)
-    assert cute_lce.LogitTerm is LogitTerm
+    with pytest.raises(TypeError, match=r"^LogCap\.cap: got nan, want a finite number"):
+        LogCap(math.nan)
+    for softcap in (-12.0, -123456789.0):
+        message = rf"^softcap: got {softcap}, want a positive, finite number, or a LogitTerm"
+        for call in (linear_cross_entropy, reference.linear_cross_entropy):
+            with pytest.raises(ValueError, match=message):
+                call(*case(), softcap=softcap)
+        arguments = *case(), *(None,) * 4, -100, 1.0, softcap, 1.0, ["logprob"], 0.0, 0.0, True, 0, 0, 0
+        with pytest.raises(ValueError, match=message):
+            torch.ops.cute_lce.token_stats(*arguments)
+    with pytest.raises(TypeError, match=r"^softcap: got the class LogCap, want a number or a LogitTerm"):
+        linear_cross_entropy(*case(), softcap=LogCap)  # pyright: ignore[reportArgumentType]
+
+
+def functions_of(logit, slope=lambda self, z, ops: z):
+    """A term's class with these."""
+    body = {"logit": logit, "slope": slope, "factor": 3.0, "twice": lambda self, x: 2 * x}
+    return dataclass(frozen=True)(type("Odd", (LogitTerm,), {**body, "__annotations__": {"cap": "float"}}))
+
+
+def imports(self, x, ops):
+    import math
+
+    return x * math.pi
+
+
+OUTSIDE = {
+    "an attribute of its class": (lambda self, x, ops: x * self.factor, "reads 'factor'"),
+    "a method": (lambda self, x, ops: self.twice(x), "reads 'twice'"),
+    "a method of tensors": (lambda self, x, ops: x.sin(), "reads 'sin'"),
+    "a default": (lambda self, x, ops, k=3.0: x * k, "no function of"),
+    "a function in it": (lambda self, x, ops: (lambda v: v * 2)(x), "a function in it"),
+    "another's variable": (lambda self, x, ops: (lambda v: v * self.cap)(x), "want fields and ops"),
+    "a module": (imports, "reads 'math'"),
+    "a branch": (lambda self, x, ops: x if self.cap else 2 * x, "a branch"),
+    "a power": (lambda self, x, ops: x**2, r"the operator (\*\*|POWER)"),
+    "an element": (lambda self, x, ops: x[0], "the operator|want"),
+}
+
+
+@pytest.mark.parametrize("which", OUTSIDE)
+def test_functions_that_compute_more_than_arguments(which):
+    logit, message = OUTSIDE[which]
+    with pytest.raises(TypeError, match=rf"^Odd\.logit: got .*{message}"):
+        functions_of(logit)(1.0)
+    functions_of(lambda self, x, ops: x * self.cap)(1.0)
+
+
+def test_what_a_class_may_not_have():
+    with pytest.raises(TypeError, match=r"^Named: got a field named key"):
+        type("Named", (LogitTerm,), {"__annotations__": {"key": "float"}})
+    with pytest.raises(TypeError, match=r"^Late: got a __post_init__"):
+        type("Late", (LogitTerm,), {"__post_init__": lambda self: None})
 
 
 IN_ANOTHER_PROCESS = """

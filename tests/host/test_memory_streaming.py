@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from cute_lce import linear_cross_entropy, linear_logprob
 from cute_lce.plan.problem import MIB
 from cute_lce.streaming.memory import CPU_LOGITS_BYTES, ROW_BYTES
+from tests.logit_terms import Knee, LogCap, Tanh
 
 n, d, V = 512, 32, 32768
 LOGITS = n * V * 4
@@ -160,10 +161,11 @@ def test_tokens_do_not_multiply_the_vocabulary():
     assert half == infer((hidden, weight, target), window=64)[0]
 
 
+@pytest.mark.parametrize("softcap", [9.0, LogCap(9.0), Knee(1.0), Tanh(9.0)], ids=str)
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
-def test_terms_hold_no_more_than_the_workspace(schedule):
+def test_terms_hold_no_more_than_the_workspace(schedule, softcap):
     """All of them, and windows of logits at a time: several copies of each are alive."""
-    terms: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 9.0, "z_loss": 0.1, "logit_scale": 0.7}
+    terms: dict[str, Any] = {"label_smoothing": 0.1, "softcap": softcap, "z_loss": 0.1, "logit_scale": 0.7}
     terms |= {"weight": torch.rand(V), "token_weight": torch.rand(n)}
     workspace_mb = 48
     peak, largest = train(torch.float32, schedule=schedule, workspace_mb=workspace_mb, **terms)
