@@ -83,7 +83,8 @@ operands' tokens, (n,).
 
 Of logits, of a product x: linear_bias (V,): x + linear_bias. logit_scale: logit_scale x. softcap:
 cap tanh(|s| x / c), with c the option, a scale s, and both a temperature and s's sign in `cap`: all are of
-maths.softcap_numbers. row_scale (n,): multiplies z.
+maths.softcap_numbers. row_scale (n,): multiplies z. A LogitTerm, by a name of its own that logit_term adds
+here: logit(own_scale x) own_inverse, with own_temperature = 1 / own_inverse, and its fields own_0, own_1 ...
 
 Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). squares: square_sum (n,), the sum of
 exp(2 (z - row_max)). total: total_gap (n,), the sum of row_max - z, times class_weight (V,) if it is a term.
@@ -103,8 +104,8 @@ Of a backward: coefficients: the gradient by x is, but for the rounding,
 
     ((softmax + gap (z - row_max)) exp(z - row_max) + uniform class_weight) slope - target onehot
 
-with slope 1, or of a softcap 1 - tanh^2, and coefficients of each token: `softmax` lies where else row_sum
-does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at most HALF_SCALE, and
+with slope 1, or of a softcap 1 - tanh^2, or a LogitTerm's, and coefficients of each token: `softmax` lies
+where else row_sum does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at most HALF_SCALE, and
 row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by row_factor in any dtype.
 shared: of what was kept, by the products of each kept class the gradient is more by shared (n,); weight_sum
 (d,) is the sum of these classes' rows, hidden_sum (d,) that of the tokens' hidden states times shared; 0 in

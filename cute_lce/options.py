@@ -131,7 +131,8 @@ class TermOptions(_TermFields):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied with a term itself: another process does not know its key."""
-        return TermOptions, (self.label_smoothing, term_of(self.softcap) or self.softcap, self.z_loss)
+        given = {**self._asdict(), "softcap": term_of(self.softcap) or self.softcap}
+        return TermOptions, tuple(given.values())
 
 
 def _check_number(name: str, value: object) -> None:

@@ -39,7 +39,7 @@ from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
 from .token_terms import Gradient, Shared, Tensors, kept_gradient, loss_of
-from .topk import MOST_TOKENS, Topk
+from .topk import Topk, fits
 
 STATISTICS_OF = {
     "entropy": "entropy",
@@ -66,7 +66,7 @@ def serves(operands: StatsOperands, options: StatsOptions) -> bool:
     if capped and not maths.softcap_fits(cap, options.logit_scale, options.temperature):
         return False
     ids = operands.topk_ids
-    if ids is not None and (ids.shape[0] > MOST_TOKENS or ids.shape[0] * ids.shape[1] >= 2**31):
+    if ids is not None and not fits(ids.shape, operands.weight.shape[0]):
         return False
     return set(options.outputs) <= set(SERVED)
 

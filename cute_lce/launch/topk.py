@@ -13,6 +13,23 @@ MOST_TOKENS = 2**31 // TOPK_CLASSES
 """An entry has a token and a class in 32 bits."""
 
 
+def fits(shape: Any, classes: int) -> bool:
+    """Whether the kernels take (n, K) ids: their numbers, by which they step 32 at a time, have 32 bits. Of
+    symbolic sizes nothing is asked."""
+    n, K = shape
+    if not all(type(each) is int for each in (n, K, classes)):
+        return True
+    return n <= MOST_TOKENS and n * K < 2**31 - 64 and _units(classes) * _blocks(n) < 2**31
+
+
+def _units(classes: int) -> int:
+    return -(-classes // TOPK_CLASSES)
+
+
+def _blocks(n: int) -> int:
+    return -(-n // TOPK_TOKENS)
+
+
 class Topk(NamedTuple):
     """The ids that are classes of valid tokens, in the kernels' order, and behind them the others.
 
@@ -33,15 +50,13 @@ class Topk(NamedTuple):
         if given is None or given.shape[1] == 0:
             return None
         n, device = given.shape[0], given.device
-        units, blocks = -(-classes // TOPK_CLASSES), -(-n // TOPK_TOKENS)
+        units, blocks = _units(classes), _blocks(n)
         known = (given >= 0) & (given < classes) & valid.unsqueeze(1)
         token = valid.cumsum(0) - 1 if compacted else torch.arange(n, device=device)
         token = token.unsqueeze(1)
         key = torch.where(known, given.long() // TOPK_CLASSES * blocks + token // TOPK_TOKENS, units * blocks)
-        if units * blocks < 2**31:
-            key = key.int()
-        key, order = key.reshape(-1).sort(stable=True)
-        starts = torch.arange(units * blocks + 1, dtype=key.dtype, device=device)
+        key, order = key.int().reshape(-1).sort(stable=True)
+        starts = torch.arange(units * blocks + 1, dtype=torch.int32, device=device)
         starts = torch.searchsorted(key, starts, out_int32=True)
         entries = (token * TOPK_CLASSES + given % TOPK_CLASSES).int().reshape(-1)[order]
         return cls(entries, starts, order, known, units, blocks)

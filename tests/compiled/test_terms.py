@@ -68,6 +68,7 @@ TERMS = {
         ("linear_bias", "softcap", "row_scale", "entropy", "topk"),
         ("linear_bias", "softcap", "row_scale", "coefficients", "gap", "topk", "bias_gradient"),
     ),
+    "own": ((kernel_term(LogCap(1.0)), "entropy"), (kernel_term(LogCap(1.0)), "coefficients", "gap")),
 }
 
 
@@ -102,9 +103,6 @@ def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...])
     word, accesses = (8, 2) if "kept_logits" in terms else (0, 0)
     assert own.usage["STACK"] <= max(without.usage["STACK"], word)
     assert len(own.local_accesses) <= max(len(without.local_accesses), accesses)
-
-
-TERMS["own"] = ((kernel_term(LogCap(1.0)), "entropy"), (kernel_term(LogCap(1.0)), "coefficients", "gap"))
 
 
 SHORT = ("sm_90a", "softcap"), ("sm_100a", "entropy")

@@ -287,3 +287,12 @@ def test_a_softcap_is_not_kept_with_smoothing(asked):
         ValueError, match="schedule: got 'keep' with a softcap and label_smoothing, want 'recompute'"
     ):
         train(linear_cross_entropy, softcap=30.0, label_smoothing=0.1, schedule="keep")
+
+
+def test_given_ids_have_numbers_of_32_bits():
+    from cute_lce.launch.topk import fits
+
+    assert fits((32768, 1024), 262144)
+    assert not fits((2**24 + 1, 1), 1000)
+    assert not fits((2**20, 2**11), 1000)
+    assert not fits((2**24, 1), 2**18)

@@ -61,7 +61,7 @@ def test_gradcheck(term):
             softcap=term,
             temperature=0.7,
             outputs=("logprob", "entropy", "topk_logprob"),
-            topk_ids=target.unsqueeze(1) - 1,
+            topk_ids=torch.stack([target - 1, target, (target + 3) % 31], 1),
         )
         return tuple(each for each in found if each is not None)
 
@@ -192,7 +192,7 @@ def test_what_is_no_term():
         linear_cross_entropy(*case(), softcap=LogCap)  # pyright: ignore[reportArgumentType]
 
 
-def functions_of(logit, slope=lambda self, z, ops: z):
+def functions_of(logit, slope=lambda self, z, ops: z) -> Any:
     """A term's class with these."""
     body = {"logit": logit, "slope": slope, "factor": 3.0, "twice": lambda self, x: 2 * x}
     return dataclass(frozen=True)(type("Odd", (LogitTerm,), {**body, "__annotations__": {"cap": "float"}}))
