@@ -105,8 +105,9 @@ Of a backward: coefficients: the gradient by x is, but for the rounding,
     ((softmax + gap (z - row_max)) exp(z - row_max) + uniform class_weight) slope - target onehot
 
 with slope 1, or of a softcap 1 - tanh^2, or a LogitTerm's, and coefficients of each token: `softmax` lies
-where else row_sum does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at most HALF_SCALE, and
-row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by row_factor in any dtype.
+where else row_sum does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at
+most HALF_SCALE, and row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by
+row_factor in any dtype.
 shared: of what was kept, by the products of each kept class the gradient is more by shared (n,); weight_sum
 (d,) is the sum of these classes' rows, hidden_sum (d,) that of the tokens' hidden states times shared; 0 in
 a launch whose classes were not kept.

@@ -25,9 +25,9 @@ def visit_ids(
 ):
     """The elements of a slab at the ids of its tokens are written to topk_values, or these added to them.
 
-    row: the class of a thread's first row. column: of its element 0 in slab 0. The entries of a slab's tokens,
-    which are whole blocks, at a unit of classes are adjacent: each lane reads one, and those in the warp's
-    rows are visited in turn.
+    row: the class of a thread's first row. column: of its element 0 in slab 0. The entries of a slab's
+    tokens, which are whole blocks, at a unit of classes are adjacent: each lane reads one, and those in the
+    warp's rows are visited in turn.
     """
     loss, lane = tensors.loss, cute.arch.lane_idx()
     first = first_row_of_warp(row)
