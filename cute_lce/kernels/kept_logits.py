@@ -86,7 +86,7 @@ class DlogitsOfKept:
     @cute.jit
     def __call__(self, tensors: KeptTensors, stream: cuda.CUstream):
         n, columns = tensors.dlogits.shape
-        grid = (cute.ceil_div(columns, ELEMENTS * THREADS), cute.ceil_div(n, ROWS), 1)
+        grid = (cute.ceil_div(n, ROWS), cute.ceil_div(columns, ELEMENTS * THREADS), 1)
         loss = tensors.loss
         kept = matrix(Float16, loss.kept_logits, n, columns, loss.kept_pitch)
         notes = notes_of(loss.kept_notes, columns, n)
@@ -94,7 +94,7 @@ class DlogitsOfKept:
 
     @cute.kernel
     def kernel(self, tensors: KeptTensors, kept: cute.Tensor, notes: cute.Tensor):
-        block, group, _ = cute.arch.block_idx()
+        group, block, _ = cute.arch.block_idx()
         column = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS
         begin = group * ROWS
         end = cutlass.min(begin + ROWS, computed(tensors.rows))
