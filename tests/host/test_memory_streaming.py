@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from cute_lce import linear_cross_entropy, linear_logprob
 from cute_lce.plan.problem import MIB
 from cute_lce.streaming.memory import CPU_LOGITS_BYTES, ROW_BYTES
-from tests.logit_terms import Knee, LogCap, Tanh
+from tests.logit_terms import LogCap
 
 n, d, V = 512, 32, 32768
 LOGITS = n * V * 4
@@ -161,7 +161,7 @@ def test_tokens_do_not_multiply_the_vocabulary():
     assert half == infer((hidden, weight, target), window=64)[0]
 
 
-@pytest.mark.parametrize("softcap", [9.0, LogCap(9.0), Knee(1.0), Tanh(9.0)], ids=str)
+@pytest.mark.parametrize("softcap", [9.0, LogCap(9.0)], ids=str)
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
 def test_terms_hold_no_more_than_the_workspace(schedule, softcap):
     """All of them, and windows of logits at a time: several copies of each are alive."""
