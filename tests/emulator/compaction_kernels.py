@@ -100,7 +100,7 @@ def subjects() -> list[Subject]:
     return [
         Subject(
             "Gather",
-            *(_build, _gathers, range(1), 250, 30),
+            *(_build, _gathers, range(1), 250, 31),
             [*reasons, UP, RANGES, AGAIN, ALL_HAVE_IT, BEHIND],
             *(of("Gather"), rules),
         ),
