@@ -160,11 +160,15 @@ NO_TERMS = TermOptions()
 
 def has_terms(numbers: tuple) -> bool:
     """Whether numbers, TermOptions' fields, which may not have been checked, differ from NO_TERMS."""
+    if [type(each) for each in numbers] == _NO_TERMS_ARE:
+        # What every call without terms is asked.
+        return numbers != NO_TERMS
     # What is no number TermOptions refuses by name.
     pairs = zip(numbers, NO_TERMS, strict=True)
     return any(type(each) not in _NUMBERS or each != none for each, none in pairs)
 
 
+_NO_TERMS_ARE = [type(each) for each in NO_TERMS]
 _NUMBERS = (float, int, type(None), torch.SymFloat, torch.SymInt)
 
 

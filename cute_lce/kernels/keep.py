@@ -38,7 +38,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
-from cute_lce.kernels.logits import has_own_logits, inverse_square, logit, numbers
+from cute_lce.kernels.logits import cap_factor, has_own_logits, logit, numbers
 from cute_lce.kernels.row_stats import fma, to_logits
 from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.maths import LOG2_E
@@ -277,10 +277,7 @@ class Finish:
 
     def _slope(self, loss, token: Int32, logit: Float32) -> Float32:
         """That of the softcap which gave a token's logit; token: its origin."""
-        cap = loss.cap
-        if "row_scale" in loss.terms:
-            cap = numbers(loss.row_scale, token + 1)[token] * cap
-        return maths.slope_of_capped(logit, inverse_square(cap), fma)
+        return maths.slope_of_capped(logit, cap_factor(loss, token), fma)
 
     @cute.jit
     def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:

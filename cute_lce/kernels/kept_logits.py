@@ -21,11 +21,10 @@ from cute_lce import maths
 from cute_lce.arguments import TOPK_CLASSES, TOPK_TOKENS, LossArguments, units
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.adjacent import adjacent
-from cute_lce.kernels.entry.types import matrix
 from cute_lce.kernels.epilogues.ids import integers, starts_of
 from cute_lce.kernels.epilogues.store import Output
 from cute_lce.kernels.fragment import Fragment
-from cute_lce.kernels.logits import gradient, inverse_square, numbers, of_operands
+from cute_lce.kernels.logits import cap_factor, gradient, numbers, of_operands
 from cute_lce.kernels.rows import Compacted, computed
 
 THREADS = 128
@@ -59,14 +58,17 @@ class KeptTensors(NamedTuple):
     """Global memory of a launch of the backward, and its numbers.
 
     target (n,) int32 or int64. row_max, row_sum, dloss (n,) fp32: as DlogitsTensors', with the term
-    "coefficients". loss: its numbers, kept_logits not 0. dlogits (n, columns) 16-bit: written; rows at
-    multiples of 16 bytes. first: the stripe's first class. rows: which tokens these are.
+    "coefficients". kept (n, columns), notes (units, n) fp16: what the forward kept. dlogits (n, columns)
+    16-bit: written. Rows of both matrices begin at multiples of 16 bytes. loss: its numbers. first: the
+    stripe's first class. rows: which tokens these are.
     """
 
     target: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
     dloss: cute.Tensor
+    kept: cute.Tensor
+    notes: cute.Tensor
     dlogits: cute.Tensor
     loss: LossArguments
     first: Int32
@@ -87,19 +89,16 @@ class DlogitsOfKept:
     def __call__(self, tensors: KeptTensors, stream: cuda.CUstream):
         n, columns = tensors.dlogits.shape
         grid = (cute.ceil_div(n, ROWS), cute.ceil_div(columns, ELEMENTS * THREADS), 1)
-        loss = tensors.loss
-        kept = matrix(Float16, loss.kept_logits, n, columns, loss.kept_pitch)
-        notes = notes_of(loss.kept_notes, columns, n)
-        self.kernel(tensors, kept, notes).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, tensors: KeptTensors, kept: cute.Tensor, notes: cute.Tensor):
+    def kernel(self, tensors: KeptTensors):
         group, block, _ = cute.arch.block_idx()
         column = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS
         begin = group * ROWS
         end = cutlass.min(begin + ROWS, computed(tensors.rows))
-        if column < cute.size(kept, mode=[1]) and begin < end:
-            weight = self._class_weights(tensors, column, cute.size(kept, mode=[1]))
+        if column < cute.size(tensors.kept, mode=[1]) and begin < end:
+            weight = self._class_weights(tensors, column)
             unit = self.fragment.unit(column)
             entry, last = self._entries(tensors, column, begin)
             for row in cutlass.range(begin, end, AT_ONCE, unroll=1):
@@ -108,19 +107,17 @@ class DlogitsOfKept:
                 below.fill(0.0)
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if row + i < end:
-                        cute.autovec_copy(adjacent(kept, row + i, column, ELEMENTS), below[None, i])
+                        cute.autovec_copy(adjacent(tensors.kept, row + i, column, ELEMENTS), below[None, i])
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if row + i < end:
-                        entry = self._row(
-                            tensors, below[None, i], notes, unit, row + i, column, weight, entry, last
-                        )
+                        entry = self._row(tensors, below[None, i], unit, row + i, column, weight, entry, last)
 
-    def _class_weights(self, tensors: KeptTensors, column: Int32, columns: Int32) -> Any:
+    def _class_weights(self, tensors: KeptTensors, column: Int32) -> Any:
         """Of a thread's classes; None where there are none."""
         loss = tensors.loss
         if "uniform" not in loss.terms or "class_weight" not in loss.terms:
             return None
-        last = tensors.first + columns - 1
+        last = tensors.first + cute.size(tensors.kept, mode=[1]) - 1
         given = numbers(loss.class_weight, last + 1)
         return [given[cutlass.min(tensors.first + column + i, last)] for i in range(ELEMENTS)]
 
@@ -141,7 +138,6 @@ class DlogitsOfKept:
         self,
         tensors: KeptTensors,
         below: cute.Tensor,  # (8,) fp16
-        notes: cute.Tensor,
         unit: Int32,
         row: Int32,
         column: Int32,
@@ -156,7 +152,8 @@ class DlogitsOfKept:
         result.fill(0.0)
         index = Int64(tensors.target[row])
         if index != tensors.loss.ignore_index:
-            found = self._gradients(tensors, below, notes[unit, row].to(Float32), row, weight)
+            highest = tensors.notes[unit, row].to(Float32)
+            found = self._gradients(tensors, below, highest, row, weight)
             index -= tensors.first + column
             if index >= 0 and index < ELEMENTS:
                 onehot = tensors.dloss[row]
@@ -212,10 +209,7 @@ class DlogitsOfKept:
         if "uniform" in loss.terms:
             uniform = numbers(loss.uniform, n)[token]
         if "softcap" in loss.terms:
-            cap = loss.cap
-            if "row_scale" in loss.terms:
-                cap = numbers(loss.row_scale, n)[token] * cap
-            scale = inverse_square(cap)
+            scale = cap_factor(loss, token)
         found = cute.make_rmem_tensor(ELEMENTS, Float32)
         for i in range(ELEMENTS):
             distance = below[i].to(Float32)

@@ -220,6 +220,14 @@ def cap_factors(
     return functools.partial(spread, inverse_square(scale * loss.cap))
 
 
+def cap_factor(loss: LossArguments, token: Int32) -> Float32:
+    """The same of one token, of the operands'."""
+    cap = loss.cap
+    if "row_scale" in loss.terms:
+        cap = numbers(loss.row_scale, token + 1)[token] * cap
+    return inverse_square(cap)
+
+
 def inverse_square(cap: Float32) -> Float32:
     """maths.slope_of_capped's. cap: temperatures included."""
     inverse = Float32(1.0) / cap

@@ -229,7 +229,6 @@ class KernelBackward:
         counters = Counters(address=start + self.progress, clears=self.counters)
         groups = hidden, weight, target, arguments, upstream, statistics
         stripes, chunks = self.stripes, self.chunks
-        of_logits = iter(self._arguments_of_logits(saved, loss, arguments))
         if self.kept:
             kept, stripes = stripes[0], stripes[1:]
             is_last = not stripes and not chunks
@@ -260,27 +259,26 @@ class KernelBackward:
             # A chunk's rows were copied up to its last k tile, which is not one of all tokens.
             gradients = gradients._replace(dhidden=0)
             rows = rows if self.compaction is None else rows._replace(sums=0)
-        for stripe in stripes:
+        for stripe, planned in zip(stripes, self.plan.stripes[self.kept > 0 :], strict=True):
             last = self._accumulating(rows, result) if stripe is stripes[-1] else rows
-            own = next(of_logits, arguments)
-            yield hidden, weight, target, own, *groups[4:], gradients, source, last, stripe, counters
+            own = arguments
+            if planned.first < self.kept_logits:
+                own = self._arguments_of_logits(saved, loss, planned.first)
+            yield hidden, weight, target, own, upstream, statistics, gradients, source, last, stripe, counters
             counters = after(counters)
             source, rows = source._replace(scales=0), self._gathered(rows)
 
-    def _arguments_of_logits(self, saved: Saved, loss: Any, arguments: Any) -> Iterator[Any]:
-        """The loss's arguments for each stripe of kept logits. arguments: for the others."""
+    def _arguments_of_logits(self, saved: Saved, loss: Any, first: int) -> Any:
+        """The loss's arguments for a stripe of kept logits that begins at the column `first`."""
         kept, notes = saved.kept, saved.kept_scale
-        if not self.kept_logits or kept is None or notes is None:
-            return
-        for stripe in self.plan.stripes:
-            if stripe.first < self.kept_logits:
-                yield loss_arguments(
-                    of_recomputed(loss)._replace(
-                        kept_logits=kept.data_ptr() + stripe.first * kept.itemsize,
-                        kept_pitch=kept.stride(0),
-                        kept_notes=notes.data_ptr() + units(stripe.first) * notes.stride(0) * notes.itemsize,
-                    )
-                )
+        assert kept is not None
+        assert notes is not None
+        own = loss._replace(
+            kept_logits=kept.data_ptr() + first * kept.itemsize,
+            kept_pitch=kept.stride(0),
+            kept_notes=notes.data_ptr() + units(first) * notes.stride(0) * notes.itemsize,
+        )
+        return loss_arguments(own)
 
     def _accumulating(self, rows: Rows, result: int) -> Rows:
         """The same, for the last launch that adds to a shard's sums. result: the address of all tokens'."""

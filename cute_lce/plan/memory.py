@@ -56,9 +56,14 @@ def compacts(problem: Problem, kept: int) -> bool:
     """Whether a backward computes compacted tokens: where that pays, and where ignored rows would otherwise
     be read, since dweight's product in bfloat16 has hidden states that were not scaled."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    copies = kept < vocab or problem.keeps_logits
-    reads = not problem.half and copies and (problem.need_dweight or kept > 0)
+    unscaled = _has_recomputed(problem, kept)
+    reads = not problem.half and unscaled and (problem.need_dweight or kept > 0)
     return reads or (vocab >= LEAST_VOCAB and n * d * vocab >= LEAST_COMPACTED)
+
+
+def _has_recomputed(problem: Problem, kept: int) -> bool:
+    """Whether dlogits of a backward are of logits, computed again or kept: not all are kept exponentials."""
+    return kept < problem.vocab or problem.keeps_logits
 
 
 MOST_COPIED = 64 * MIB
@@ -84,7 +89,7 @@ def forward_compaction_bytes(problem: Problem, kept: int) -> int:
 
 
 def backward_compaction_bytes(problem: Problem, kept: int) -> int:
-    copies = kept < problem.vocab or problem.keeps_logits
+    copies = _has_recomputed(problem, kept)
     return compaction_bytes(problem, copies=copies) if compacts(problem, kept) else 0
 
 

@@ -13,7 +13,7 @@ GEMM (kernels.kept_logits).
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Numeric
+from cutlass import Float16, Float32, Int32, Int64, Numeric
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
@@ -57,7 +57,7 @@ from cute_lce.kernels.epilogues.gradient import (
     Shared,
 )
 from cute_lce.kernels.epilogues.store import accumulator, output
-from cute_lce.kernels.kept_logits import DlogitsOfKept, KeptTensors
+from cute_lce.kernels.kept_logits import DlogitsOfKept, KeptTensors, notes_of
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
 from cute_lce.kernels.rows import Gather
@@ -154,9 +154,19 @@ class Backward:
             )
             if cutlass.const_expr("kept_logits" in loss.terms):
                 if loss.kept_logits != 0:
-                    self.dlogits_of_kept(
-                        KeptTensors(target, row_max, row_sum, dloss, dlogits, loss, first, tokens), stream
+                    kept = KeptTensors(
+                        target=target,
+                        row_max=row_max,
+                        row_sum=row_sum,
+                        dloss=dloss,
+                        kept=matrix(Float16, loss.kept_logits, n, columns, loss.kept_pitch),
+                        notes=notes_of(loss.kept_notes, columns, n),
+                        dlogits=dlogits,
+                        loss=loss,
+                        first=first,
+                        rows=tokens,
                     )
+                    self.dlogits_of_kept(kept, stream)
                     if cutlass.const_expr("bias_gradient" in loss.terms):
                         if loss.with_dhidden == 0 or gradients.dhidden != 0:
                             self.kept_sums(dlogits, None, loss, tokens, stream)
