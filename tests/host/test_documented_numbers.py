@@ -21,11 +21,13 @@ import pytest
 
 from bench import grid, shapes, summary
 from bench.accumulation import WAYS
+from bench.kept_logits import WAYS as SIMULATED
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 README, MEASUREMENTS, TUNING = "README.md", "docs/measurements.md", "docs/tuning.md"
 ARGUMENTS = "docs/arguments.md"
+ALGORITHM = "docs/algorithm.md"
 SOURCE = re.compile(r"<!-- bench/results/([\w/]+\.json): (\w+) -->")
 UNKEPT = "<!-- printed, not kept -->"
 
@@ -324,6 +326,19 @@ def accumulation(file: str) -> Rows:
     return found
 
 
+def kept_logits(file: str) -> Rows:
+    """Errors of both gradients, by operands' dtype, the logits' deviation and way."""
+    found: Rows = []
+    for dtype, deviation in dict.fromkeys((each["dtype"], each["deviation"]) for each in records(file)):
+        cells = []
+        for way in SIMULATED:
+            record = find(file, dtype=dtype, deviation=deviation, way=way)
+            errors = [record["err_dh"], record["err_dw"]] if record else []
+            cells.append(", ".join(f"{each:.1e}".replace("e-0", "e-") for each in errors) or "-")
+        found.append([dtype, f"{deviation:g}", *cells])
+    return found
+
+
 def by_three_gemms(file: str) -> Rows:
     """Every record: what it is of, and its time as a multiple of three GEMMs of all tokens; a floor that
     lacks a frozen operand's is taken to be two of the three."""
@@ -484,6 +499,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         host_side,
         ranges,
         accumulation,
+        kept_logits,
         by_three_gemms,
         budgets,
         over_gpus,
@@ -617,7 +633,7 @@ def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
 
 MADE = [
     (document, match[1], match[2], rows)
-    for document in (README, MEASUREMENTS, TUNING, ARGUMENTS)
+    for document in (README, MEASUREMENTS, TUNING, ARGUMENTS, ALGORITHM)
     for above, rows in tables_of(document)
     if (match := SOURCE.fullmatch(above))
 ]
