@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from bench import providers, shapes
+from bench import providers, shapes, terms
 from bench.yardstick import DTYPE, REGIMES, Problem, Results, by_fp32_logits
 from cute_lce import ops
 from cute_lce.measure import records
@@ -58,7 +58,7 @@ ERRORS = tuple(BARS)
 MULTIPLES = tuple(key.replace("err", "x") for key in ERRORS)
 KEYS = (
     *("gpu", "provider", "schedule", "kept", "workspace_mb", "reduction", "n", "d", "vocab", "dtype"),
-    *("regime", "part", *ERRORS, *MULTIPLES, "failed"),
+    *("terms", "regime", "part", *ERRORS, *MULTIPLES, "failed"),
     *("versions", "date", "command"),
 )
 
@@ -102,12 +102,17 @@ def budget(shape: shapes.Shape, device: torch.device, share: float) -> tuple[flo
     return best
 
 
-def candidates(names: Sequence[str], shape: shapes.Shape, device: torch.device) -> Iterator[Candidate]:
+def candidates(
+    names: Sequence[str], shape: shapes.Shape, device: torch.device, has_terms: bool
+) -> Iterator[Candidate]:
     for name in names:
         if name != "cute_lce":
             yield Candidate(name)
             continue
         yield Candidate(name, "recompute")
+        if has_terms:  # What is kept of these needs other budgets.
+            yield Candidate(name, "keep", shape.vocab, shapes.ample(shape))
+            continue
         for share in (0.5, 1.0):
             workspace_mb, kept = budget(shape, device, share)
             yield Candidate(name, "keep", kept, workspace_mb)
@@ -159,7 +164,8 @@ def misses(result: dict[str, Any], yardstick: dict[str, dict[str, float | None]]
 
 
 def _title(result: dict[str, Any]) -> str:
-    return f"n {result['n']}, d {result['d']}, V {result['vocab']}, {result['reduction']}"
+    terms = f", {result['terms']}" if result.get("terms") else ""
+    return f"n {result['n']}, d {result['d']}, V {result['vocab']}, {result['reduction']}{terms}"
 
 
 def _name(result: dict[str, Any]) -> str:
@@ -232,21 +238,27 @@ def table_of_parts(results: Sequence[dict[str, Any]]) -> str:
 
 
 def calls(
-    args: argparse.Namespace, shape: shapes.Shape, reduction: str
+    args: argparse.Namespace, shape: shapes.Shape, some: Problem
 ) -> Iterator[tuple[Candidate, Callable[[Problem], Results]]]:
-    """Who is compared, each with what computes its results; the yardstick first."""
+    """Who is compared, each with what computes its results; the yardstick first. some: a problem."""
     on_gpu = args.device.type == "cuda"
     yield Candidate(YARDSTICK), lambda problem: by_fp32_logits(problem, widen=not on_gpu)
     if on_gpu:
         # How much of it are the sums of tensor cores.
         yield Candidate("fp32 operands"), lambda problem: by_fp32_logits(problem, widen=True)
-    for candidate in candidates(args.providers, shape, args.device):
+    for candidate in candidates(args.providers, shape, args.device, some.given is not None):
         request = providers.Request(
-            reduction, candidate.schedule or "auto", candidate.workspace_mb, logits=shape.n * shape.vocab
+            some.reduction, candidate.schedule or "auto", candidate.workspace_mb, logits=shape.n * shape.vocab
         )
         # Made once for all regimes: some compile.
-        make = functools.cache(functools.partial(providers.make, candidate.provider, request))
+        make = functools.cache(functools.partial(_function, candidate.provider, request, some))
         yield candidate, lambda problem, make=make: results_of(make(), problem)
+
+
+def _function(provider: str, request: providers.Request, some: Problem) -> providers.LossFn:
+    if some.given is None:
+        return providers.make(provider, request)
+    return terms.loss(provider, some.given, request, some.hidden, some.weight)
 
 
 def run_all(args: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -254,18 +266,19 @@ def run_all(args: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]
     results: list[dict[str, Any]] = []
     missed: list[str] = []
     print(f"{records.describe_device(args.device)}; {records.versions()}", flush=True)
-    for shape, reduction in itertools.product(args.shapes, args.reduction):
-        problems = [Problem(shape, regime, reduction, args.device) for regime in args.regimes]
-        for candidate, call in calls(args, shape, reduction):
+    for shape, reduction, given in itertools.product(args.shapes, args.reduction, args.terms):
+        problems = [Problem(shape, regime, reduction, args.device, given) for regime in args.regimes]
+        for candidate, call in calls(args, shape, problems[0]):
             started = time.perf_counter()
             failures = []
             for problem in problems:
                 what = dataclasses.asdict(candidate) | {"reduction": reduction, "regime": problem.regime}
-                what |= {"n": shape.n, "d": shape.d, "vocab": shape.vocab, "dtype": "bf16"}
+                what |= {"n": shape.n, "d": shape.d, "vocab": shape.vocab, "dtype": "bf16", "terms": given}
                 for measured in compare(call, problem):
                     result = dict.fromkeys(KEYS) | what | measured | records.provenance(args.device, command)
                     if candidate.provider == "cute_lce":
-                        label = f"{shape} {reduction} {candidate} {problem.regime}, {result['part']}"
+                        words = (shape, reduction, given or "", candidate, problem.regime)
+                        label = f"{' '.join(map(str, words))}, {result['part']}"
                         missed += [f"{label}: {text}" for text in misses(result, problem.yardstick)]
                     failures += [result["failed"]] if result["failed"] else []
                     results.append({key: records.finite_or_text(value) for key, value in result.items()})
@@ -285,6 +298,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shapes", nargs="+", help=f"n,d,V ({' '.join(SHAPES['cuda'])}; on a CPU {' '.join(SHAPES['cpu'])})")
     add("--providers", nargs="+", default=["all"], metavar="NAME", help="all, or names of bench.run's")
     add("--reduction", nargs="+", default=["mean", "none"], choices=("mean", "none"))
+    add(
+        "--terms",
+        nargs="+",
+        default=["none"],
+        metavar="TERMS",
+        help="none, or what bench.run's option means, of outputs, temperature, softcap and logit_scale",
+    )
     add("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--out", type=Path, help="JSON file for the results, written after each provider")
@@ -298,6 +318,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.providers = providers.names(args.providers)
         texts = args.shapes or SHAPES[args.device.type]
         args.shapes = [shape for text in texts for shape in shapes.parse(text)]
+        args.terms = terms.of_option(args.terms)
+        for text in args.terms:
+            if text is not None:
+                terms.check_logits(text)
     except ValueError as error:
         parser.error(str(error))
     return args

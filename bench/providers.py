@@ -40,9 +40,9 @@ class Request:
     logits: int = 0  # n x V, for the providers that materialise them
 
 
-def _needs_logits(request: Request) -> None:
-    if request.logits > MOST_LOGITS:
-        raise Unavailable(f"would hold {request.logits:,} logits")
+def needs_logits(number: int) -> None:
+    if number > MOST_LOGITS:
+        raise Unavailable(f"would hold {number:,} logits")
 
 
 def _only_mean(request: Request) -> None:
@@ -62,12 +62,12 @@ def _cute_lce(request: Request) -> LossFn:
 
 
 def _torch_eager_fp32(request: Request) -> LossFn:
-    _needs_logits(request)
+    needs_logits(request.logits)
     return lambda x, w, y: F.cross_entropy(F.linear(x, w).float(), y, reduction=request.reduction)
 
 
 def _torch_eager_bf16(request: Request) -> LossFn:
-    _needs_logits(request)
+    needs_logits(request.logits)
     return lambda x, w, y: F.cross_entropy(F.linear(x, w), y, reduction=request.reduction)
 
 
@@ -138,6 +138,10 @@ def _cce(**options: object) -> Callable[[Request], LossFn]:
     return make
 
 
+def _only_terms(request: Request) -> LossFn:
+    raise Unavailable("gives log-probabilities: --terms logprob")
+
+
 PROVIDERS: dict[str, Callable[[Request], LossFn]] = {
     "cute_lce": _cute_lce,
     "torch_eager_fp32ce": _torch_eager_fp32,
@@ -153,6 +157,8 @@ PROVIDERS: dict[str, Callable[[Request], LossFn]] = {
     "liger_cute_scaled_ce": _liger_cute_scaled,
     "cce": _cce(),
     "cce_exact": _cce(filter_eps=None),
+    "trl": _only_terms,
+    "verl": _only_terms,
 }
 
 

@@ -90,7 +90,8 @@ def cases(shape: shapes.Shape, args: argparse.Namespace) -> Iterator[Case]:
     """Every combination that is asked for, in the order in which it is measured."""
     for reduction, ignored, provider in itertools.product(args.reduction, args.ignored, args.providers):
         if provider != "cute_lce":
-            yield Case(provider, None, reduction, None, None, ignored)
+            for given in args.terms:
+                yield Case(provider, None, reduction, None, None, ignored, given)
             continue
         # No budgets at all stand for the table's: each shape brings its own.
         budgets = args.workspace_mb or [budget for budget, _ in shape.bars]
@@ -117,7 +118,8 @@ def check(
     if case.terms is None:
         function = providers.make(case.provider, request)
     else:
-        function, reference = terms.loss(case.terms, request, hidden, weight), None
+        function = terms.loss(case.provider, case.terms, request, hidden, weight)
+        reference = None
     valid = ~is_ignored(shape.n, case.ignored, target.device)
     target = target.where(valid, IGNORE_INDEX)
     upstream = inputs.upstream if case.reduction == "none" else None
@@ -472,8 +474,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["none"],
         metavar="TERMS",
-        help="of cute_lce's loss: none, softcap=30, z_loss=1e-4, label_smoothing=0.1, "
-        "entropy,temperature=0.7 and other combinations (bench/terms.py); their errors are not computed",
+        help="none, softcap=30, z_loss=1e-4, label_smoothing=0.1, logprob,entropy,temperature=0.7 and other "
+        "combinations (bench/terms.py), of cute_lce and of who else has them; errors: bench.errors --terms",
     )
     add("--window", type=int, help="of cute_lce, in vocabulary entries")
     add("--dtype", default="bf16", choices=tuple(DTYPES))
@@ -521,10 +523,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.workspace_mb == ["table"]:
             args.workspace_mb = []  # Each shape brings its own.
         args.ignored = [None if text == "none" else text for text in args.ignored]
-        args.terms = [None if text == "none" else text for text in args.terms]
-        for text in args.terms:
-            if text is not None:
-                terms.parse(text)
+        args.terms = terms.of_option(args.terms)
         for which in args.ignored:
             is_ignored(0, which, torch.device("cpu"))
         words: dict[str, Any] = {"default": None, "ample": "ample"}

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import terms
 from bench.inputs import ROWS, make_inputs
 from bench.shapes import Shape
 from cute_lce.measure.timing import relative_rms
@@ -34,9 +35,12 @@ class Part:
 class Problem:
     """One regime's inputs, their parts, and what float64 and the yardstick make of them."""
 
-    def __init__(self, shape: Shape, regime: str, reduction: str, device: torch.device):
+    def __init__(
+        self, shape: Shape, regime: str, reduction: str, device: torch.device, given: str | None = None
+    ):
+        """given: terms of the loss, as of bench.terms; None: the plain loss."""
         height = float(regime.removeprefix("jump_")) if regime.startswith("jump_") else 0.0
-        self.regime, self.reduction = regime, reduction
+        self.regime, self.reduction, self.given = regime, reduction, given
         inputs = make_inputs(shape, DTYPE, "untrained" if height else regime, device)
         self.hidden, self.weight, self.target = inputs.hidden, inputs.weight, inputs.target
         generator = torch.Generator(device).manual_seed(2)
@@ -70,17 +74,20 @@ class Problem:
         self.yardstick = self.errors(by_fp32_logits(self, widen=device.type != "cuda"))
         self._soften_luck()
 
-    @torch.no_grad()
+    def losses_and_dlogits(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows' losses (n,) and, times upstream, their gradients by logits (n, V); in logits' dtype."""
+        logits = logits.requires_grad_()
+        if self.given is None:
+            losses = F.cross_entropy(logits, self.target, reduction="none")
+        else:
+            losses = terms.by_logits(self.given, self.hidden, self.weight)(logits, self.target)
+        (dlogits,) = torch.autograd.grad(losses, logits, self.upstream.to(logits.dtype))
+        return losses.detach(), dlogits
+
     def _by_float64(self) -> Results:
         hidden, weight = self.hidden.double(), self.weight.double()
-        logits = hidden @ weight.T
-        losses = F.cross_entropy(logits, self.target, reduction="none")
-        self._losses = losses
-        dlogits = logits.softmax(1)
-        del logits
-        dlogits[torch.arange(len(hidden), device=hidden.device), self.target] -= 1
-        dlogits *= self.upstream.double().unsqueeze(1)
-        loss = losses.mean() if self.reduction == "mean" else losses
+        self._losses, dlogits = self.losses_and_dlogits(hidden @ weight.T)
+        loss = self._losses.mean() if self.reduction == "mean" else self._losses
         return loss, dlogits @ weight, dlogits.T @ hidden
 
     def _soften_luck(self) -> None:
@@ -88,8 +95,8 @@ class Problem:
         the last place, nor than what the errors of its rows make likely."""
         if self.reduction != "mean":
             return
-        got = F.cross_entropy(_product(self.hidden, self.weight.T), self.target, reduction="none")
-        likely = (got.double() - self._losses).pow(2).sum().sqrt() / self._losses.sum()
+        got, _ = self.losses_and_dlogits(_product(self.hidden, self.weight.T))
+        likely = (got.double() - self._losses).pow(2).sum().sqrt() / self._losses.sum().abs()
         for errors in self.yardstick.values():
             if errors["err_loss"] is not None:
                 errors["err_loss"] = max(errors["err_loss"], likely.item(), 2.0**-24)
@@ -117,13 +124,10 @@ def _product(a: Tensor, b: Tensor, widen: bool | None = None) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-@torch.no_grad()
 def by_fp32_logits(problem: Problem, widen: bool) -> Results:
     """Loss and gradients from fp32 logits, dlogits rounded once, gradients accumulated in fp32."""
-    logits = _product(problem.hidden, problem.weight.T, widen)
-    loss = F.cross_entropy(logits, problem.target, reduction=problem.reduction)
-    dlogits = logits.softmax(1)
-    dlogits[torch.arange(len(dlogits), device=dlogits.device), problem.target] -= 1
-    dlogits = (dlogits * problem.upstream.unsqueeze(1)).to(DTYPE)
+    losses, dlogits = problem.losses_and_dlogits(_product(problem.hidden, problem.weight.T, widen))
+    loss = losses.mean() if problem.reduction == "mean" else losses
+    dlogits = dlogits.to(DTYPE)
     dh, dw = _product(dlogits, problem.weight, widen), _product(dlogits.T, problem.hidden, widen)
     return loss, dh.to(DTYPE), dw.to(DTYPE)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import errors, host_time, kernels, plot, providers, run, shapes, summary, yardstick
+from bench import (
+    errors,
+    host_time,
+    kernels,
+    plot,
+    providers,
+    run,
+    shapes,
+    summary,
+    terms,
+    token_stats,
+    yardstick,
+)
 from bench.inputs import Inputs, Reference, make_inputs
+from cute_lce import reference
 from cute_lce.arch import Gpu
 from cute_lce.measure import timing
 from cute_lce.measure.floor import Floor
@@ -940,6 +954,7 @@ def test_terms_are_measured_beside_the_call_without(tmp_path):
         "softcap=30",
         "entropy,logprob,temperature=0.7",
         "label_smoothing=0.1,weight,token_weight",
+        "log_cap=3",
     ]
     options = (
         "--shapes 16,8,40 --pass fwd_bwd --reduction mean none --quick --device cpu --providers cute_lce"
@@ -949,6 +964,105 @@ def test_terms_are_measured_beside_the_call_without(tmp_path):
     assert [result["terms"] for result in results] == [None, *given[1:]] * 2
     assert all(result["ms"] > 0 and result["failed"] is None for result in results)
     assert all((result["err_loss"] is None) == (result["terms"] is not None) for result in results)
+
+
+TERMS = "logprob,entropy,temperature=0.7"
+
+
+@pytest.mark.parametrize("provider", ["cute_lce", "torch_eager_fp32ce", "trl"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        TERMS,
+        "softcap=2",
+        "entropy_read,logprob,softcap=3,logit_scale=0.5",
+        "log_sum_sq_probs,mean_logit,is_top1",
+    ],
+)
+def test_who_has_terms_computes_them(provider, text):
+    inputs = make_inputs(shapes.Shape(37, 16, 301), torch.float32, "mixed", CPU)
+    x, w = (t.double().requires_grad_() for t in (inputs.hidden, inputs.weight))
+    exact = terms.by_logits(text, inputs.hidden, inputs.weight)(x @ w.T, inputs.target)
+    hidden, weight = (t.clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
+    found = terms.loss(provider, text, providers.Request("none"), hidden, weight)(
+        hidden, weight, inputs.target
+    )
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    if exact.requires_grad:
+        upstream = torch.linspace(-1, 1, 37)
+        wants = torch.autograd.grad(exact, (x, w), upstream.double())
+        for got, want in zip(torch.autograd.grad(found, (hidden, weight), upstream), wants, strict=True):
+            assert timing.relative_rms(got, want) < 1e-4
+
+
+def test_the_bench_of_terms_computes_what_the_reference_does():
+    inputs = make_inputs(shapes.Shape(23, 8, 101), torch.float64, "mixed", CPU)
+    text = "logprob,lse,entropy,topk=3,log_sum_sq_probs,mean_logit,argmax,is_top1,temperatures,softcap=2"
+    found = terms.by_logits(text, inputs.hidden, inputs.weight)(
+        inputs.hidden @ inputs.weight.T, inputs.target
+    )
+    given = terms.arguments(terms.parse(text), inputs.hidden, inputs.weight)
+    names = [token_stats.NAMES.get(name, name) for name in terms.OUTPUTS if name in text.split(",")]
+    names.append("topk_logprob")
+    stats = reference.linear_logprob(inputs.hidden, inputs.weight, inputs.target, **given)
+    want = sum(getattr(stats, name).double().reshape(23, -1).sum(1) for name in names)
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize(
+    ("provider", "text", "says"),
+    [
+        ("cce", TERMS, "has no entropy, logprob, temperature"),
+        ("trl", "topk=4", "has no topk"),
+        ("verl", "logprob,softcap=3", "has no softcap"),
+        ("torch_compile", "logprob,linear_bias", "has no linear_bias"),
+        ("liger_cute_scaled_ce", TERMS, "not installed"),
+    ],
+)
+def test_who_has_no_such_term_says_so(provider, text, says):
+    x, w = torch.ones(3, 4), torch.ones(5, 4)
+    with pytest.raises(providers.Unavailable, match=says):
+        terms.loss(provider, text, providers.Request("none"), x, w)
+
+
+def test_verls_kernel_is_imported_without_its_package(tmp_path, monkeypatch):
+    folder = tmp_path / "verl" / "utils" / "kernel"
+    folder.mkdir(parents=True)
+    for package in (tmp_path / "verl", folder.parent):
+        (package / "__init__.py").write_text("import ray_that_is_not_there\n")
+    (folder / "__init__.py").write_text("")
+    (folder / "linear_cross_entropy.py").write_text(
+        "def linear_cross_entropy(x, w, y, temperature, reduction, group):\n"
+        "    assert (temperature, reduction, group) == (0.5, 'none', None)\n"
+        "    return x.sum(1), w.sum() * x.sum(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("verl", "verl.utils", "verl.utils.kernel", "verl.utils.kernel.linear_cross_entropy")
+    try:
+        x, w = torch.ones(3, 4), torch.ones(5, 4)
+        request = providers.Request("none")
+        found = terms.loss("verl", "entropy,logprob,temperature=0.5", request, x, w)(
+            x, w, torch.zeros(3).long()
+        )
+        assert found.tolist() == [4 + 80] * 3
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def test_errors_of_terms_are_within_the_same_bars(tmp_path, capsys):
+    out = tmp_path / "errors.json"
+    options = [*ERRORS, "--reduction", "none", "--providers", "cute_lce", "torch_eager_fp32ce", "cce"]
+    assert errors.main([*options, "--terms", "none", TERMS, "topk=3,lse", "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert list(dict.fromkeys(result["terms"] for result in results)) == [None, TERMS, "topk=3,lse"]
+    ours = [result for result in results if result["provider"] == "cute_lce" and result["terms"]]
+    assert len(ours) == 2 * 2 * (2 + 3)
+    assert all(0 < result["err_dw"] < 5e-3 for result in ours)
+    assert TERMS in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        errors.main(["--terms", "z_loss=1"])
+    assert "of which errors are not compared: z_loss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["softcap", "entropy=1", "logits", ""])

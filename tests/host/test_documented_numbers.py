@@ -265,6 +265,25 @@ def errors(file: str) -> Rows:
     return rows
 
 
+def term_errors(file: str) -> Rows:
+    """By terms and provider, of each regime."""
+    names = {"cute_lce": "**cute_lce**", "torch_eager_fp32ce": "torch, 16-bit logits", "trl": "TRL"}
+    found: Rows = []
+    for given in dict.fromkeys(record["terms"] for record in records(file)):
+        for provider, name in names.items():
+            cells: list[Cell] = [given, name]
+            for regime in REGIMES[:3]:
+                parts = [
+                    record
+                    for record in records(file)
+                    if (record["terms"], record["provider"], record["regime"]) == (given, provider, regime)
+                    and record["failed"] is None
+                ]
+                cells.append(", ".join(_worst(r[key] for r in parts) for key in MULTIPLES) if parts else "-")
+            found.append(cells)
+    return found
+
+
 def _worst(values: Iterable[float | str | None]) -> str:
     """The largest of the parts that have the error, nan where one of them is not finite."""
     numbers = [float(value) for value in values if value is not None]
@@ -495,6 +514,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         peers,
         readme,
         errors,
+        term_errors,
         host_time,
         host_side,
         ranges,
