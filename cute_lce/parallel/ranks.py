@@ -23,8 +23,8 @@ def check(
     **others: Any,
 ) -> None:
     """Raise ValueError on every rank of the group if two of them differ in what should be equal: input's and
-    target's shapes, dtypes and values where each has all tokens, d, options, and which gradients are needed.
-    others: what else should be, by its name.
+    target's shapes, dtypes and values where each has all tokens, d, options, and which gradients are needed;
+    where shards should be equal, their rows. others: what else should be, by its name.
 
     It gathers Python objects and reads every number: for debugging.
     """
@@ -38,20 +38,29 @@ def check(
         "whether input and linear_weight need gradients": needs,
         "the loss's options": tuple(loss),
         "schedule and window": (compute.schedule, compute.window),
+        # With a window it decides how often statistics are gathered.
+        "workspace_mb, beside a window": compute.window and compute.workspace_mb,
         "whether vocab_start is given": spread.vocab_start is not None,
+        "linear_weight's rows, without vocab_start": None if spread.vocab_start is not None else len(weight),
         "sequence_dim and grad_input": spread[2:4],
         **others,
     }
     if not sliced:
         facts["input's values"] = digest(input)
-    if not sliced or target.shape != input.shape[:-1]:
+    if has_every_token(input, target, spread):
         facts["target's values"] = digest(target)
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, facts, group=group)
-    for name in facts:
+    # Of all ranks: one that makes another kind of call has facts that this one lacks.
+    for name in dict.fromkeys(name for each in every for name in each):
         found = [each.get(name) for each in every]
         if any(other != found[0] for other in found):
             raise ValueError(f"tp_group: its ranks differ in {name}: got {found}, want the same on each")
+
+
+def has_every_token(input: Tensor, target: Tensor, spread: Any) -> bool:
+    """Whether target is the same on every rank, and no slice."""
+    return spread.sequence_dim is None or target.shape != input.shape[:-1]
 
 
 def digest(tensor: Tensor) -> int:

@@ -86,10 +86,11 @@ def _check_ranks(
     spread: Spread,
 ) -> None:
     """Before the first collective of the terms, which not all ranks would make."""
+    equal = {"denominator": tensors.denominator}
+    if ranks.has_every_token(operands.hidden, operands.target, spread):
+        equal["token_weight"] = tensors.token_weight
     values = {
-        f"{name}'s values": None if tensor is None else ranks.digest(tensor)
-        for name in ("token_weight", "denominator")
-        for tensor in [getattr(tensors, name)]
+        f"{name}'s values": None if tensor is None else ranks.digest(tensor) for name, tensor in equal.items()
     }
     given = tuple(name for name, tensor in tensors._asdict().items() if tensor is not None)
     needs = needs_gradient(operands.hidden, operands.weight)

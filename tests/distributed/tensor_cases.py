@@ -424,6 +424,15 @@ def ranks_that_differ(here: Rank) -> None:
         reduction = "sum" if here.rank else "mean"
         with pytest.raises(ValueError, match="differ in the loss's options"):
             linear_cross_entropy(case.input, weight, case.target, tp_group=here.group, reduction=reduction)
+        with pytest.raises(ValueError, match="differ in linear_weight's rows, without vocab_start"):
+            linear_cross_entropy(case.input, weight[here.rank :], case.target, tp_group=here.group)
+        with pytest.raises(ValueError, match="differ in workspace_mb, beside a window"):
+            linear_cross_entropy(
+                *(case.input, weight, case.target),
+                tp_group=here.group,
+                window=4,
+                workspace_mb=100 + here.rank,
+            )
     finally:
         checks.CHECK_RANKS = False
 

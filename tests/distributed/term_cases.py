@@ -233,12 +233,18 @@ def terms_that_differ(here: Rank) -> None:
             ("token_weight's values", {"token_weight": token_weight + here.rank}),
             ("denominator's values", {"denominator": 2.0 + here.rank}),
             ("terms", {"weight": None if here.rank else own, "z_loss": 0.1}),
+            ("terms", {"z_loss": 0.0 if here.rank else 0.1}),
+            ("terms", {"weight": None if here.rank else own}),
         ):
             options: dict[str, Any] = given
             with pytest.raises(ValueError, match=f"differ in {name}"):
                 linear_cross_entropy(hidden, shard, target, tp_group=here.group, **options)
         given = {"token_weight": token_weight, "weight": own, "z_loss": 0.1}
         linear_cross_entropy(hidden, shard, target, tp_group=here.group, **given)
+        # Of slices each rank has its own.
+        slices = (slice_of(each, here, 1) for each in (hidden, target, token_weight))
+        hidden, target, given["token_weight"] = (each.contiguous() for each in slices)
+        linear_cross_entropy(hidden, shard, target, tp_group=here.group, sequence_dim=1, **given)
 
 
 CASES = (
