@@ -169,8 +169,8 @@ def term_of(softcap: Any) -> LogitTerm | None:
     found = _terms.get(float(softcap))
     if found is None:
         raise ValueError(
-            f"softcap: got {softcap}, want a positive, finite number, or a LogitTerm, which a process has to "
-            "make before it is given its key"
+            f"softcap: got {softcap}, want a positive, finite number, or a LogitTerm (a key, which is negative, "
+            "stands for a LogitTerm only in a process that has made or loaded it)"
         )
     return found
 
