@@ -91,7 +91,7 @@ def aligned_rows(name: str, tensor: Tensor) -> Tensor:
     rows, d = tensor.shape
     copy = tensor.new_zeros(rows, round_up(d, 8))
     copy[:, :d] = tensor
-    _log_copy(name, tuple(tensor.shape), tuple(tensor.stride()), copy.nbytes)
+    _log_copy(name, tensor, copy.nbytes)
     return copy
 
 
@@ -114,13 +114,20 @@ class Parts:
         return offset
 
 
-@functools.cache
-def _log_copy(name: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> None:
+_copied: set[tuple[str, int]] = set()
+
+
+def _log_copy(name: str, tensor: Tensor, nbytes: int) -> None:
+    """Log a copy, once for all numbers of rows."""
+    kind = name, tensor.shape[1]
+    if kind in _copied:
+        return
+    _copied.add(kind)
     _logger.warning(
         "%s of shape %s and strides %s: the kernels want consecutive features, a multiple of 8 of them, and "
-        "rows that begin at multiples of 16 bytes; every call makes a padded copy of %d bytes",
+        "rows that begin at multiples of 16 bytes; every such call makes a padded copy, here of %d bytes",
         name,
-        shape,
-        stride,
+        tuple(tensor.shape),
+        tensor.stride(),
         nbytes,
     )

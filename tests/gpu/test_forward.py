@@ -251,7 +251,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 @poisoned
 @pytest.mark.parametrize("how", [misaligned, odd_pitch, transposed])
 def test_operands_that_tma_cannot_read_are_copied_and_said_once(how, caplog):
-    launch.device._log_copy.cache_clear()
+    launch.device._copied.clear()
     case = random_case(70, 64, 500, BF16).to("cuda")
     strange = moved(case, how)
     with caplog.at_level(logging.WARNING, "cute_lce"):
@@ -268,7 +268,7 @@ def test_operands_that_tma_cannot_read_are_copied_and_said_once(how, caplog):
 @pytest.mark.parametrize("d", [1, 7, 100, 4097])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_features_that_are_no_multiple_of_8(d, dtype, caplog):
-    launch.device._log_copy.cache_clear()
+    launch.device._copied.clear()
     case = random_case(40, d, 700, dtype).to("cuda")
     with caplog.at_level(logging.WARNING, "cute_lce"):
         check_rows(case, call(case), list(range(40)))
@@ -279,7 +279,7 @@ def test_features_that_are_no_multiple_of_8(d, dtype, caplog):
 
 @poisoned
 def test_rows_of_a_larger_matrix_are_read_where_they_are(caplog):
-    launch.device._log_copy.cache_clear()
+    launch.device._copied.clear()
     case = random_case(70, 64, 500, BF16).to("cuda")
     wide = torch.full((70, 80), torch.nan, dtype=BF16, device="cuda")
     wide[:, 8:72] = case.input

@@ -18,7 +18,7 @@ from cute_lce.arch import Gpu
 from cute_lce.arguments import GemmPlan, KeepOutputs, LossArguments, Operands, Stripe
 from cute_lce.compile.frozen import freeze
 from cute_lce.implementation import Request
-from cute_lce.launch import KERNELS
+from cute_lce.launch import KERNELS, device
 from cute_lce.ops import prepared, select
 from cute_lce.options import LossOptions
 from cute_lce.parallel import ops as sharded
@@ -272,3 +272,12 @@ def test_calls_of_a_kind_may_be_interleaved():
         ):
             assert found is not None
             assert_close(name, found, want, plain)
+
+
+def test_copies_of_operands_are_logged_once_for_all_numbers_of_tokens(caplog: pytest.LogCaptureFixture):
+    device._copied.clear()
+    with caplog.at_level("WARNING", "cute_lce"):
+        for tokens in (5, 7, 9):
+            device.aligned_rows("input", torch.zeros((tokens, 12), dtype=BF16))
+        device.aligned_rows("linear_weight", torch.zeros((30, 12), dtype=BF16))
+    assert [record.args[0] for record in caplog.records] == ["input", "linear_weight"]  # pyright: ignore
