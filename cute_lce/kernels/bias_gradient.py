@@ -31,12 +31,12 @@ class KeptSums:
     def __call__(self, kept: cute.Tensor, factor, loss, rows: Compacted, stream: cuda.CUstream):
         """kept (n, columns) 16-bit; factor (n,) fp32, or None: ones, of dlogits."""
         n, columns = kept.shape
-        grid = (cute.ceil_div(columns, ELEMENTS * THREADS), cute.ceil_div(n, self.fragment.columns), 1)
+        grid = (cute.ceil_div(n, self.fragment.columns), cute.ceil_div(columns, ELEMENTS * THREADS), 1)
         self.kernel(kept, factor, loss, rows).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, kept: cute.Tensor, factor, loss, rows: Compacted):
-        block, slab, _ = cute.arch.block_idx()
+        slab, block, _ = cute.arch.block_idx()
         column, columns = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS, cute.size(kept, mode=[1])
         first = slab * self.fragment.columns
         end = cutlass.min(first + self.fragment.columns, computed(rows))
