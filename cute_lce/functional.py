@@ -88,9 +88,10 @@ def linear_cross_entropy(
             "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
             them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then requires a
             linear_weight that needs no gradient, and no linear_bias that does.
-            With label_smoothing and a softcap or class weights at once the kernels recompute, which "auto"
-            then is; "keep" is refused with the cap and the streaming path's with the weights, as
-            "grad_in_forward" is with a softcap, label_smoothing, a linear_bias or a z_loss.
+            With label_smoothing and a softcap at once the kernels recompute, which "auto" then is, and
+            "keep" is refused; with label_smoothing and class weights they keep in bfloat16, and in float16
+            "auto" recomputes. The streaming path serves "keep" in the latter, and "grad_in_forward" with a
+            softcap, label_smoothing, a linear_bias or a z_loss.
             "auto" picks one that can serve the call: on the kernels what is predicted to be the fastest
             ("grad_in_forward" only in eager calls without grad_weight_out), on the streaming path
             "recompute", or "keep" where workspace_mb is given. If nothing needs a gradient, every schedule is

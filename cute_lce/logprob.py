@@ -67,9 +67,9 @@ def linear_logprob(
     Returns:
         TokenStats: each field that outputs names, the others None.
 
-    Errors as in linear_cross_entropy. On a GPU the kernels serve calls for logprob, lse and entropy, and
-    recompute the logits (what logprob's gradient needs may be kept, if neither lse nor an entropy with a
-    gradient is beside it); the streaming path serves all others. Any combination of the differentiable
+    Errors as in linear_cross_entropy. On a GPU with kernels these compute every number, with "recompute" and
+    "keep"; with a `LogitTerm`, and in float16 where another number than logprob has a gradient, they keep
+    nothing: "auto" recomputes, and "keep" is the streaming path's. Any combination of the differentiable
     numbers may have an upstream gradient, and one without costs nothing. A temperature that requires a
     gradient is refused. torch.func's transforms are served as by linear_cross_entropy.
     """

@@ -36,7 +36,6 @@ from .collectives import group_of
 from .tensor import Shard, ShardedPasses
 
 SHARD = "str group, SymInt start, bool equal, bool sliced, bool reduces, SymInt sm_margin"
-_SHARD_FIELDS = len(Shard._fields)
 FORWARD = (
     f"sharded_forward({schemas.OPERANDS}, {schemas.LOSS}, {schemas.LIMITS}, SymInt kept_columns, {SHARD})"
     f" -> (Tensor loss, {schemas.STATISTICS}, Tensor every_input, Tensor local_target, Tensor kept, "
