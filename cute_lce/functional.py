@@ -46,116 +46,120 @@ def linear_cross_entropy(
     grad_input: str = "reduced",
     sm_margin: int | None = None,
 ) -> Tensor:
-    """Cross entropy of ``input @ linear_weight.T`` with class indices, without the logits in memory.
+    """Cross entropy of ``input @ linear_weight.T`` with class indices, without storing the logits.
 
     The logits are z = softcap((input @ linear_weight.T + linear_bias) logit_scale), and a token's loss is
-    token_weight (its cross entropy, with class weights and smoothing, + z_loss lse(z)^2): docs/losses.md.
-    Names and order are those of torch.nn.functional.linear_cross_entropy; reference.linear_cross_entropy is
-    the definition. The one difference from torch: if every target is ignored, "mean" gives 0 and zero
-    gradients where torch gives nan, with a denominator too.
+    token_weight (cross entropy, with class weights and smoothing, + z_loss lse(z)^2), where lse is
+    log sum exp; docs/losses.md has the formulas, and reference.linear_cross_entropy is the definition. Names
+    and order are those of torch.nn.functional.linear_cross_entropy. The one difference from torch: if every
+    target is ignored, "mean" gives loss and gradients of 0, where torch gives nan.
 
     Args:
-        input: (..., d), the hidden states: bfloat16, float16, float32 or float64, any strides (where neither
-            rows nor columns are consecutive elements, a copy may be made).
+        input: (..., d), the hidden states: bfloat16, float16, float32 or float64, any strides (a copy may be
+            made where neither rows nor columns are contiguous).
         linear_weight: (V, d), input's dtype and device, any strides.
         target: (...), class indices in [0, V) or ignore_index: int64 or int32, input's device, any strides.
-        linear_bias: (V,), input's dtype; its gradient is summed in float32 (float64 for float64), rounded
+        linear_bias: (V,), input's dtype; its gradient is summed in float32 (float64 for float64) and rounded
             once.
-        weight: (V,), any floating dtype: class weights, as in torch: of a row's target, and with
-            label_smoothing of each class.
+        weight: (V,), any floating dtype: class weights, as in torch: a row's loss has its target's weight,
+            and with label_smoothing each class has its own.
         reduction: "mean" divides the sum of the rows' losses by the number of targets that are not ignored,
             with class weights by the sum of these targets' weights, or by denominator; "sum"; or "none",
             which accepts any upstream gradient (expanded, strided).
         ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch. A nan
-            or inf in such a row of input does not matter, except that on a GPU without kernels
+            or inf in such a row of input does not matter, with one exception: on a GPU without kernels,
             "grad_in_forward" in 16 bits makes linear_weight's gradient nan, as torch does.
         label_smoothing: in [0, 1]: the part of a target's probability that is spread over all classes.
         logit_scale: multiplies the logits.
-        softcap: c of c tanh(z / c), which is applied to the scaled logits; positive. Or a `LogitTerm`, which
-            is applied instead: a function of one's own, with which the kernels recompute. None: neither.
+        softcap: positive: c of c tanh(z / c), which is applied to the scaled logits z. Or a `LogitTerm`, your
+            own function of the logits, with which the kernels recompute. None: neither.
         z_loss: the coefficient of the square of the row's lse, which is added to its loss.
         token_weight: target's shape, any real dtype: multiplies the row's loss. "mean" does not divide by it.
-        denominator: a number that is not negative, or a tensor of shape () on input's device, of any real
-            dtype, by which "mean" divides instead of the count of rows, such as the tokens of all
-            micro-batches of a step. It is not read on the host, and the other reductions do not use it. Where
-            it is 0 and so is what it divides, because all rows are ignored or have a token_weight of 0, loss
-            and gradients are 0, where torch's (and Hugging Face's) sum / 0 is nan; else division by 0 gives
-            inf.
+        denominator: what "mean" divides by instead of the number of rows, such as the number of tokens in all
+            micro-batches of a step: a number that is not negative, or a tensor of shape () on input's device,
+            of any real dtype, which is not read on the host. The other reductions do not use it. If it is 0
+            and the sum of the losses is too, because all rows are ignored or have a token_weight of 0, loss
+            and gradients are 0, where 0 / 0 in torch (and Hugging Face) is nan; any other division by 0
+            gives inf.
         schedule: how the backward obtains the logits.
             "recompute" computes them again, window by window: the least memory, any upstream gradient.
-            "keep" keeps from forward to backward as many of their columns as workspace_mb holds, and
+            "keep" stores, from forward to backward, as many of their columns as workspace_mb holds, and
             recomputes the others: any upstream gradient.
-            "grad_in_forward" forms the gradients in the forward, for a scalar upstream gradient, and holds
-            them in float32 (4 (n + V) d bytes) until the backward. Reduction "none" then requires a
-            linear_weight that needs no gradient, and no linear_bias that does.
-            With label_smoothing and a softcap at once the kernels recompute, which "auto" then is, and
-            "keep" is refused; with label_smoothing and class weights they keep in bfloat16, and in float16
-            "auto" recomputes. The streaming path serves "keep" in the latter, and "grad_in_forward" with a
-            softcap, label_smoothing, a linear_bias or a z_loss.
-            "auto" picks one that can serve the call: on the kernels what is predicted to be the fastest
-            ("grad_in_forward" only in eager calls without grad_weight_out), on the streaming path
-            "recompute", or "keep" where workspace_mb is given. If nothing needs a gradient, every schedule is
-            a forward that keeps nothing.
-        workspace_mb: the most that the call, its backward included, may allocate beyond its results (the loss
-            and the gradients), in MiB (2**20 bytes). None means the environment's CUTE_LCE_WORKSPACE_MB, or
-            2304, raised automatically if a call needs more; a number is never raised. By prediction,
-            "auto" and "recompute" are never slower with more, and with the least that the kernels accept take
-            at most 1.8 times as long as the matrix products alone, or 1.5 times the best if that is longer.
+            "grad_in_forward" computes the gradients in the forward, for a scalar upstream gradient, and holds
+            them in float32 (4 (n + V) d bytes) until the backward. With reduction "none", linear_weight and
+            linear_bias must then need no gradient.
+            "auto" picks one that can serve the call: on the kernels the one that is predicted to be the
+            fastest ("grad_in_forward" only in eager calls without grad_weight_out); on the streaming path
+            "recompute", or "keep" if workspace_mb is given.
+            Terms restrict the kernels: with both label_smoothing and a softcap they recompute, and "keep" is
+            refused; with both label_smoothing and class weights they keep only in bfloat16, and in float16
+            the streaming path serves "keep". It also serves "grad_in_forward" with a softcap,
+            label_smoothing, a linear_bias or a z_loss.
+            If nothing needs a gradient, every schedule is a forward that keeps nothing.
+        workspace_mb: the most that the call, including its backward, may allocate beyond its results (the
+            loss and the gradients), in MiB (2**20 bytes). None means CUTE_LCE_WORKSPACE_MB in the
+            environment, or 2304, raised automatically if a call needs more; a number is never raised. "auto"
+            and "recompute" are predicted never to be slower with more. With the least that the kernels
+            accept they are predicted to take at most 1.8 times as long as the matrix products alone, or 1.5
+            times the best time if that is longer.
         window: columns of the vocabulary per window; None: chosen from the shapes. It changes results by
             rounding only.
-        grad_weight_out: (V, d), float32, bfloat16 or linear_weight's dtype, contiguous, on input's device at
-            a multiple of 16 bytes, memory of its own: linear_weight's gradient is added to it in the
-            backward, on the forward's stream, and autograd gets None for linear_weight. The sum is formed in
-            float32 (float64 for float64) and rounded once, without a temporary of (V, d) except where the
-            kernels pad a d that is no multiple of 8. Its numbers may change between forward and backward; a
-            second backward adds again, and a backward that does not ask for linear_weight's gradient adds
-            nothing. Plain eager calls only: no torch.compile, torch.func, dispatch mode, tensor subclass.
-        grad_weight_dummy: with grad_weight_out, autograd gets zeros of linear_weight's shape for it instead
-            of None: an expanded number, which takes memory where torch makes a new .grad of it, casts it
+        grad_weight_out: a buffer to which the backward adds linear_weight's gradient, on the forward's
+            stream; autograd gets None for linear_weight. (V, d), float32, bfloat16 or linear_weight's dtype,
+            contiguous, on input's device, at a multiple of 16 bytes, sharing no memory with the operands. The
+            sum is formed in float32 (float64 for float64) and rounded once, without a temporary of (V, d)
+            unless the kernels pad a d that is not a multiple of 8. The buffer may change between forward and
+            backward. A second backward adds again, and a backward that does not ask for linear_weight's
+            gradient adds nothing. Plain eager calls only: no torch.compile, torch.func, dispatch mode or
+            tensor subclass.
+        grad_weight_dummy: with grad_weight_out, autograd gets zeros of linear_weight's shape instead of None:
+            one expanded number, which takes memory where torch makes a new .grad from it, casts it
             (autocast) or adds it to another gradient.
-        tp_group: a torch.distributed process group over whose ranks the vocabulary is sharded: linear_weight,
-            its gradient, linear_bias, weight and grad_weight_out are this rank's rows, and input and target,
-            which counts classes of the whole vocabulary, are the same on every rank. So are the results, to
-            the last bit; what a call may allocate is each rank's. A target in no rank's shard makes its row
-            nan. Not with "grad_in_forward". docs/parallel.md has more.
+        tp_group: a torch.distributed process group over whose ranks the vocabulary is sharded. linear_weight,
+            its gradient, linear_bias, weight and grad_weight_out are this rank's rows; input and target are
+            the same on every rank, and target has classes of the whole vocabulary. The results are the same
+            on every rank, to the last bit. workspace_mb applies to each rank. A target in no rank's shard
+            makes its row nan. Not with "grad_in_forward". docs/parallel.md has more.
         vocab_start: the first class of this rank's shard; None: the shards are equal, in rank order.
-        sequence_dim: a dimension of the tokens that input is this rank's slice of, in rank order and equal;
-            target is a slice too, or whole in it, and "none" has target's shape. "mean" and "sum" are of all
-            ranks' tokens. An upstream gradient is the same on every rank, or each has a slice's.
+        sequence_dim: the dimension of the tokens that input is this rank's slice of; slices are equal, in
+            rank order. target is a slice too, or whole, and with "none" the losses have target's shape.
+            "mean" and "sum" are over all ranks' tokens. With "none" each rank gives the upstream gradient of
+            its losses: the same on every rank if target is whole.
         grad_input: "reduced": input's gradient is summed over the group, in float32, and rounded once;
             "partial": it is this shard's part, rounded, and the caller sums it.
-        sm_margin: SMs that the GEMM of linear_weight's gradient leaves to that sum while it is predicted to
-            run; None: as many as the group's collectives take. The streaming path leaves none.
+        sm_margin: the number of SMs (streaming multiprocessors) that the GEMM of linear_weight's gradient
+            leaves free for that sum while it is predicted to run; None: as many as the group's collectives
+            take. The streaming path leaves none.
 
-    DTensors: their placements say what tp_group, vocab_start and sequence_dim say otherwise, which are then
-    None; docs/parallel.md has those that are taken.
+    DTensors: their placements replace tp_group, vocab_start and sequence_dim, which must then be None;
+    docs/parallel.md lists the accepted placements.
 
     Several heads: linear_weight may be K weights, a list (or nn.ParameterList) of (V_k, d) or a tensor
-    (K, V, d). Then target is (..., K), input (..., d), which the heads share, or (..., K, d), and
-    token_weight target's shape; linear_bias, weight and grad_weight_out are lists of K or tensors of one
-    dimension more, and a denominator may be (K,). Each head is a call of its own, but for input's gradient:
-    the heads' are added in float32 (4 n d bytes beside workspace_mb), and the sum is rounded once.
-    workspace_mb is divided equally among them, except with "recompute"; None: the default is each head's.
-    Not with tp_group and DTensors.
+    (K, V, d). Then target and token_weight are (..., K), and input is (..., d), which the heads share, or
+    (..., K, d); linear_bias, weight and grad_weight_out are lists of K, or tensors with a leading K, and
+    a denominator may be (K,). Each head is a call of its own, except for input's gradient: the heads' are
+    added in float32 (4 n d bytes beside workspace_mb), and the sum is rounded once. workspace_mb is divided
+    equally among them, except with "recompute"; with None each head has the default. Not with tp_group or
+    DTensors.
 
     Returns:
-        The loss in nats, of target's shape for "none", else a scalar, or (K,) of several heads; float32
+        The loss in nats: of target's shape for "none", else a scalar, or (K,) for several heads; float32
         (float64 for float64).
 
     Each gradient has the dtype of its tensor; it is accumulated in float32 (float64 for float64) and rounded
     once. Under autocast, input and linear_weight are cast as torch's linear casts them. Differentiating a
     gradient again raises RuntimeError ("grad_in_forward" and grad_weight_out raise at once under
-    create_graph=True), and so does forward-mode differentiation. torch.func's vmap supports every schedule,
-    its grad, vjp and jacrev all but "grad_in_forward"; batched calls are computed one after another.
+    create_graph=True), and so does forward-mode differentiation. torch.func's vmap supports every schedule;
+    its grad, vjp and jacrev support all but "grad_in_forward". Batched calls are computed one after another.
 
     Raises:
         TypeError: a dtype, or a Python type, other than the above.
-        ValueError: a shape, a value or a device other than the above; a gradient that weight, token_weight or
-            denominator would need; a schedule that cannot serve the call; a workspace_mb too small for the
-            schedule (it names the least that fits); on a CPU, a target outside [0, V) that is not
+        ValueError: a shape, a value or a device other than the above; a weight, token_weight or denominator
+            that requires a gradient; a schedule that cannot serve the call; a workspace_mb too small for the
+            schedule (the message has the least that fits); on a CPU, a target outside [0, V) that is not
             ignore_index. On a GPU, where checking would synchronise, such a row's loss and its input's
             gradient, and hence the weight's gradient, are nan, whatever its upstream gradient, and nothing
-            outside the tensors is read; CUTE_LCE_CHECK_TARGETS=1 in the environment makes it a device-side
+            outside the tensors is read; with CUTE_LCE_CHECK_TARGETS=1 in the environment it is a device-side
             assertion there.
     """
     if workspace_mb is None:

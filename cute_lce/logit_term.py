@@ -1,8 +1,9 @@
-"""A function of each logit of one's own, where a softcap would be: written once, for tensors and for the
-kernels' numbers.
+"""LogitTerm: a user's own function of each logit, in place of a softcap; written once, for tensors and for
+the kernels' numbers.
 
-A term is known by a number below 0, its `key`, which stands where options have a softcap: so that ops, graphs
-and processes pass it on as they do that. It is made of what the term's functions compute and of its fields.
+A term is identified by a negative number, its `key`, which takes the softcap's place in options, so that ops,
+graphs and processes pass it on like a softcap. It is a hash of what the term's functions compute and of its
+fields.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _kinds: dict[str, type[LogitTerm]] = {}
 
 
 class LogitTerm:
-    """z = logit(x) instead of a softcap of each scaled logit x; given as ``softcap``.
+    """Your own function z = logit(x) of each scaled logit x; pass an instance as ``softcap``.
 
-    A subclass is a frozen dataclass whose fields, at most 8, are finite numbers, and has two functions:
+    A subclass is a frozen dataclass with at most 8 fields, finite numbers, and two functions:
 
         @dataclass(frozen=True)
         class LogCap(cute_lce.LogitTerm):
@@ -50,21 +51,21 @@ class LogitTerm:
             def slope(self, z, ops):
                 return ops.exp(-ops.abs(z) / self.cap)
 
-    logit(x, ops): z. slope(z, ops): dz/dx, as a function of z. Both compute with +, -, *, / and comparisons
-    of their argument, the fields and numbers, and with ops.exp, log, log1p, tanh, sqrt, abs, minimum,
-    maximum and where(condition, a, b); they read nothing else, and have no branches. x and z are tensors of
-    any shape, in the dtype of sums, or a kernel's numbers, in float32, whose exp and log have errors of some
-    2^-22, absolute ones where a log is near 0. logit(x) must be finite where x is, and grow with x or fall
-    with it; slope(z) must be finite also where rounding took z beyond what logit gives.
+    logit(x, ops) returns z; slope(z, ops) returns dz/dx as a function of z. Both may use +, -, *, / and
+    comparisons of their argument, the fields and numbers, and ops.exp, log, log1p, tanh, sqrt, abs, minimum,
+    maximum and where(condition, a, b). They read nothing else and have no branches. x and z are tensors of
+    any shape in the accumulation dtype, or a kernel's float32 numbers, whose exp and log have errors of some
+    2^-22 (absolute where a log is near 0). logit must be finite where x is, and monotonic; slope must be
+    finite even where rounding takes z slightly beyond the range of logit.
 
     What the functions compute is compiled into the kernels, which are cached by it; fields are arguments of
     the kernels. A process keeps every term that it makes, some hundred bytes each.
 
-    Raises TypeError for a subclass that is no such dataclass, or whose functions do anything else.
+    Raises TypeError for a subclass that is not such a dataclass, or whose functions do anything else.
     """
 
     key: float
-    """What stands for the term as a softcap: the same for equal functions and fields, in any process."""
+    """Identifies the term in place of a softcap: equal for equal functions and fields, in any process."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -169,8 +170,8 @@ def term_of(softcap: Any) -> LogitTerm | None:
     found = _terms.get(float(softcap))
     if found is None:
         raise ValueError(
-            f"softcap: got {softcap}, want a positive, finite number, or a LogitTerm (a key, which is negative, "
-            "stands for a LogitTerm only in a process that has made or loaded it)"
+            f"softcap: got {softcap}, want a positive, finite number, or a LogitTerm (a key, which is "
+            "negative, stands for a LogitTerm only in a process that has made or loaded it)"
         )
     return found
 

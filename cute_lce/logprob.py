@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and what else one pass over the logits gives, as a call and as a module."""
+"""Log-probabilities, entropy and other numbers of each token from one pass over the logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def linear_logprob(
     grad_input: str = "reduced",
     sm_margin: int | None = None,
 ) -> TokenStats:
-    """Numbers of each token from its logits, in one pass over them and without them in memory.
+    """Log-probability, entropy and other numbers of each token, in one pass and without storing the logits.
 
     The logits are z = softcap((input @ linear_weight.T + linear_bias) logit_scale) / temperature, with
     lse = log sum exp(z) and p = exp(z - lse); reference.linear_logprob is the definition.
@@ -51,27 +51,29 @@ def linear_logprob(
     Args:
         input, linear_weight, target, linear_bias, ignore_index, logit_scale, softcap, workspace_mb, window:
             as in linear_cross_entropy.
-        temperature: a positive number, or a tensor of target's shape, any floating dtype, on input's device,
-            which is not read on the host: a row whose temperature is 0 becomes nan or inf, and no other's
-            numbers and gradients by input do.
-        outputs: which numbers, of TokenStats' fields. What is not asked for costs nothing.
-        topk_ids: target's shape and K: int64 or int32, classes whose log-probabilities "topk_logprob" gives.
-            They may repeat, and be the target; one outside [0, V) gives 0 and has no gradient.
+        temperature: a positive number; or a tensor of target's shape, any floating dtype, on input's device,
+            which is not read on the host: a row whose temperature is 0 becomes nan or inf, without effect on
+            other rows' numbers and gradients by input.
+        outputs: names of TokenStats' fields, those to compute. The others cost nothing.
+        topk_ids: (*target.shape, K), int64 or int32: the classes whose log-probabilities "topk_logprob"
+            gives. They may repeat and include the target; an id outside [0, V) gives 0 and has no gradient.
         entropy_grad: whether entropy is differentiable.
         schedule: "recompute", "keep" or "auto", as in linear_cross_entropy.
-        tp_group, vocab_start, sequence_dim, grad_input, sm_margin: as in linear_cross_entropy: the vocabulary
-            is sharded over a group, and linear_weight and linear_bias are this rank's rows. With
-            sequence_dim temperature, topk_ids and the numbers have target's shape, whole or a slice.
+        tp_group, vocab_start, sequence_dim, grad_input, sm_margin: as in linear_cross_entropy, for a
+            vocabulary that is sharded over a group; linear_weight and linear_bias are this rank's rows. With
+            sequence_dim, temperature, topk_ids and the results have target's shape, whole or a slice.
             argmax and topk_ids are classes of the whole vocabulary. DTensors as in linear_cross_entropy.
 
     Returns:
-        TokenStats: each field that outputs names, the others None.
+        TokenStats with the fields that outputs names; the others are None.
 
-    Errors as in linear_cross_entropy. On a GPU with kernels these compute every number, with "recompute" and
-    "keep"; with a `LogitTerm`, and in float16 where another number than logprob has a gradient, they keep
-    nothing: "auto" recomputes, and "keep" is the streaming path's. Any combination of the differentiable
-    numbers may have an upstream gradient, and one without costs nothing. A temperature that requires a
-    gradient is refused. torch.func's transforms are served as by linear_cross_entropy.
+    Errors are as in linear_cross_entropy; a temperature that requires a gradient is refused. Any combination
+    of the differentiable fields may have an upstream gradient; one without costs nothing. torch.func's
+    transforms work as in linear_cross_entropy.
+
+    On a GPU with kernels these compute every field, with "recompute" and "keep". With a `LogitTerm`, and in
+    float16 where a field other than logprob has a gradient, they keep nothing: "auto" recomputes, and the
+    streaming path serves "keep".
     """
     if workspace_mb is None:
         workspace_mb = options.DEFAULT_WORKSPACE_MB
@@ -134,13 +136,13 @@ def linear_logprob(
 
 
 class LinearLogprob(nn.Linear):
-    """An nn.Linear whose forward is linear_logprob of its weight and bias: the logits are never in memory.
+    """An nn.Linear whose forward is linear_logprob with its weight and bias: the logits are never stored.
 
     Args:
         in_features: d, the hidden size.
         num_classes: V, the vocabulary.
-        bias: whether there is a parameter `bias` (num_classes,) too, the call's linear_bias.
-        device, dtype: of the parameters.
+        bias: whether there is also a parameter `bias` (num_classes,), the call's linear_bias.
+        device, dtype: those of the parameters.
         outputs, options: outputs, entropy_grad, ignore_index, logit_scale, softcap, schedule, workspace_mb,
             window, as in linear_logprob, which checks them when the module is called.
     """
@@ -170,7 +172,7 @@ class LinearLogprob(nn.Linear):
         temperature: float | Tensor = 1.0,
         topk_ids: Tensor | None = None,
     ) -> TokenStats:
-        """The numbers of input (..., d) for target (...)."""
+        """linear_logprob of input (..., d) and target (...)."""
         return linear_logprob(
             input,
             self.weight,

@@ -28,19 +28,19 @@ from .reference import logits
 
 
 class LinearCrossEntropy(nn.Linear):
-    """An nn.Linear whose forward is the cross entropy of its output: the logits are never in memory.
+    """An nn.Linear whose forward is the cross entropy of its output: the logits are never stored.
 
-    Its parameter is `weight` (num_classes, in_features), initialised, named and saved as nn.Linear's, so that
+    Its parameter `weight` (num_classes, in_features) is initialised, named and saved as nn.Linear's, so that
     it can be tied to an embedding or loaded from an lm_head. `forward(input, target)` is linear_cross_entropy
     with the options given here; see there for shapes, dtypes, errors and memory.
 
     Args:
         in_features: d, the hidden size.
         num_classes: V, the vocabulary.
-        bias: whether there is a parameter `bias` (num_classes,) too, the call's linear_bias.
-        num_heads: K, of several heads: weight is (K, num_classes, in_features), bias (K, num_classes),
-            target (..., K), and the logits are (..., K, V). None: one head, without such a dimension.
-        device, dtype: of the weight.
+        bias: whether there is also a parameter `bias` (num_classes,), the call's linear_bias.
+        num_heads: K, for several heads: weight is (K, num_classes, in_features), bias (K, num_classes),
+            target (..., K), and the logits are (..., K, V). None: one head, without that dimension.
+        device, dtype: those of the parameters.
         options: reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss, schedule,
             workspace_mb, window, as in linear_cross_entropy.
     """
@@ -88,9 +88,11 @@ class LinearCrossEntropy(nn.Linear):
         token_weight: Tensor | None = None,
         denominator: Tensor | float | None = None,
     ) -> Tensor:
-        """The loss of input (..., d) for target (...); without a target the logits (..., V). weight: class
-        weights, (V,), not the projection's. Of several heads, target has num_heads' shapes and weight is
-        (K, V); without a target input is (..., d), which the heads share, and the logits are (..., K, V)."""
+        """The loss of input (..., d) for target (...); without a target the logits (..., V).
+
+        weight: class weights (V,), not the projection's weight. With several heads target is (..., K), weight
+        (K, V), and without a target input is (..., d), which the heads share, and the logits are (..., K, V).
+        """
         if target is None:
             return self._logits(input)
         if self.num_heads is not None:

@@ -173,12 +173,13 @@ _NUMBERS = (float, int, type(None), torch.SymFloat, torch.SymInt)
 
 
 class TokenStats(NamedTuple):
-    """Numbers of each token, target's shape; None where not asked for, 0 in ignored rows. float32 (float64
-    for float64) but for argmax and is_top1.
+    """The results of linear_logprob, each of target's shape; None if not asked for, 0 in ignored rows.
 
-    logprob: of the target, z - lse. entropy: -sum p log p. lse: log sum exp(z). topk_logprob: (..., K), of
-    topk_ids. These four are differentiable. argmax: the first class with the largest z, int64. is_top1:
-    whether that is the target, bool. log_sum_sq_probs: log sum p^2. mean_logit: of z over the classes.
+    Differentiable, float32 (float64 for float64): logprob, z - lse of the target; entropy, -sum p log p; lse,
+    log sum exp(z); topk_logprob (..., K), z - lse of topk_ids.
+    Not differentiable: argmax, the first class with the largest z, int64; is_top1, whether that is the
+    target, bool; log_sum_sq_probs, log sum p^2, and mean_logit, the mean of z over the classes, in the dtype
+    of logprob.
     """
 
     logprob: torch.Tensor | None = None

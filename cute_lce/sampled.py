@@ -1,4 +1,4 @@
-"""The loss over a sample of the classes."""
+"""Sampled softmax: the loss over a sample of the classes."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ def sampled_linear_cross_entropy(
 ) -> Tensor:
     """Sampled softmax: cross entropy of each token's target against m sampled classes, instead of all V.
 
-    With z = (input @ linear_weight.T + linear_bias) logit_scale, computed for the target's class and the
-    sampled ones alone, and log_q what the arguments say of each, a token's loss is
+    With z = (input @ linear_weight.T + linear_bias) logit_scale, computed only for the target's class y and
+    the sampled classes, and log_q from target_log_q and sampled_log_q (0 without them), a token's loss is
 
         token_weight (log(exp(z_y - log_q_y) + sum_j exp(z_j - log_q_j)) - (z_y - log_q_y))
 
-    over the sampled ids j that are not y; reference.sampled_linear_cross_entropy is the definition. For
-    training: with ids drawn from q its gradients approximate those of the whole cross entropy, to which it
-    is no estimate; evaluate with linear_cross_entropy.
+    where j runs over the sampled ids that are not y; reference.sampled_linear_cross_entropy is the
+    definition. Use it for training: with ids drawn from q its gradients approximate those of the full cross
+    entropy. Its value does not estimate the full cross entropy; evaluate with linear_cross_entropy.
 
     Args:
         input, linear_weight, target, linear_bias, reduction, ignore_index, logit_scale, token_weight,
             denominator: as in linear_cross_entropy.
         sampled_ids: (m,), classes in [0, V) that all tokens share: int64 or int32, on input's device. They
-            may repeat; each counts.
-        sampled_log_q, target_log_q: (m,) and target's shape, any floating dtype: the logarithms of how often
+            may repeat; each occurrence counts.
+        sampled_log_q, target_log_q: (m,) and target's shape, any floating dtype: the logarithm of how often
             each class is expected in a sample (tf.nn.sampled_softmax_loss's expected counts), or of its
-            probability, which differs by a constant. Both or neither; without them ids are taken to be drawn
-            uniformly.
+            probability, which differs by a constant. Give both or neither; without them ids are assumed to
+            be drawn uniformly.
         remove_accidental_hits: whether a sampled id that is a token's target is left out of its sum.
-        window: sampled ids at once; None: chosen. It changes results by rounding only.
+        window: how many sampled ids are processed at once; None: chosen. It changes results by rounding only.
 
     Returns:
-        The loss in nats, of target's shape for "none", else a scalar; float32 (float64 for float64).
+        The loss in nats: of target's shape for "none", else a scalar; float32 (float64 for float64).
 
-    Plain torch, on every device, without synchronisation: m d multiplications a token for the forward and
-    three times as many for the backward, which computes the logits again. Beyond the results it allocates
-    windows of n x window in float32 (some 8 MiB on a CPU, 256 on a GPU, or what 64 ids take), copies of
-    input and of the sampled rows, and in the backward both their gradients in float32. linear_weight's
-    gradient is dense, each class's sum formed in float32 in the order of sampled_ids, then of the tokens,
-    and rounded once: the same bits each time. Errors as in linear_cross_entropy; sampled_ids out of range
-    are an error on a CPU, and make every loss nan on a GPU. Other terms, schedules and tp_group are not
-    taken. Differentiating a gradient again raises RuntimeError.
+    It is plain torch, on every device, without synchronisation. It takes m d multiplications a token for the
+    forward and three times as many for the backward, which computes the logits again. Beyond the results it
+    allocates windows of n x window in float32 (some 8 MiB on a CPU, 256 on a GPU, or what 64 ids take),
+    copies of input and of the sampled rows, and in the backward their gradients in float32. linear_weight's
+    gradient is dense. Each class's gradient is summed in float32, in the order of sampled_ids, then of
+    tokens, and rounded once: the same bits each time. Errors are as in linear_cross_entropy; sampled_ids out
+    of range are an error on a CPU, and make every loss nan on a GPU. There are no other terms, no schedules
+    and no tp_group. Differentiating a gradient again raises RuntimeError.
     """
     check_types(input, linear_weight, target)
     for name, operand in (("input", input), ("linear_weight", linear_weight), ("target", target)):
