@@ -17,7 +17,8 @@ COMMANDS = (info, doctor, bench, report, plan, compile)
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="cute-lce", description="Fused linear cross entropy: what is installed and what it would do."
+        prog="cute-lce",
+        description="Fused linear cross entropy: check the installation, measure, predict, compile.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -87,19 +87,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=30)
-    add("--batch", type=int, default=4, help="chats a step (%(default)s)")
-    add("--length", type=int, default=128, help="tokens of a chat (%(default)s)")
+    add("--steps", type=int, default=30, help="training steps (%(default)s)")
+    add("--batch", type=int, default=4, help="chats in a step (%(default)s)")
+    add("--length", type=int, default=128, help="tokens in a chat (%(default)s)")
     add("--prompt", type=float, default=0.5, help="part of a chat that is masked (%(default)s)")
     add("--d", type=int, default=128, help="hidden size (%(default)s)")
-    add("--layers", type=int, default=2)
-    add("--heads", type=int, default=4)
+    add("--layers", type=int, default=2, help="decoder layers (%(default)s)")
+    add("--heads", type=int, default=4, help="attention heads (%(default)s)")
     add("--vocab-size", type=int, default=4096, help="classes of the model (%(default)s)")
     add("--text-vocab-size", type=int, default=4096, help="entries of the text's vocabulary (%(default)s)")
-    add("--lr", type=float, default=3e-4)
-    add("--seed", type=int, default=0)
-    add("--tolerance", type=float, default=5e-3, help="relative difference of the losses (%(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--lr", type=float, default=3e-4, help="learning rate (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the weights and of the data (%(default)s)")
+    add(
+        "--tolerance",
+        type=float,
+        default=5e-3,
+        help="largest relative difference of the losses (%(default)s)",
+    )
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     return parser.parse_args(argv)
 
 

@@ -95,19 +95,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.finetune_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=positive, default=20)
-    add("--batch", type=positive, default=4, help="chats a micro-batch (%(default)s)")
-    add("--accumulate", type=positive, default=2, help="micro-batches a step (%(default)s)")
-    add("--length", type=positive, default=128, help="tokens of a chat (%(default)s)")
+    add("--steps", type=positive, default=20, help="training steps (%(default)s)")
+    add("--batch", type=positive, default=4, help="chats in a micro-batch (%(default)s)")
+    add("--accumulate", type=positive, default=2, help="micro-batches in a step (%(default)s)")
+    add("--length", type=positive, default=128, help="tokens in a chat (%(default)s)")
     add("--prompt", type=float, default=0.5, help="part of a chat that is masked (%(default)s)")
     add("--d", type=positive, default=128, help="hidden size (%(default)s)")
-    add("--layers", type=positive, default=2)
-    add("--heads", type=positive, default=4)
+    add("--layers", type=positive, default=2, help="decoder layers (%(default)s)")
+    add("--heads", type=positive, default=4, help="attention heads (%(default)s)")
     add("--vocab-size", type=positive, default=4096, help="classes of the model, at least 256 (%(default)s)")
-    add("--lr", type=float, default=1e-3)
-    add("--seed", type=int, default=0)
-    add("--tolerance", type=float, default=5e-3, help="relative difference of the losses (%(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    add("--lr", type=float, default=1e-3, help="learning rate (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the weights and of the data (%(default)s)")
+    add(
+        "--tolerance",
+        type=float,
+        default=5e-3,
+        help="largest relative difference of the losses (%(default)s)",
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=("cuda", "cpu"), default=device, help="(%(default)s)")
     args = parser.parse_args(argv)
     if args.length < 2:
         parser.error(f"--length: got {args.length}, want at least 2: each token is predicted by those before")

@@ -89,19 +89,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.fsdp2_tp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tp", type=int, default=2, help="ranks of a tensor parallel group (%(default)s)")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=8, help="sequences a step, of all ranks (%(default)s)")
-    add("--length", type=int, default=64, help="tokens of a sequence (%(default)s)")
+    add("--tp", type=int, default=2, help="ranks in a tensor parallel group (%(default)s)")
+    add("--steps", type=int, default=20, help="training steps (%(default)s)")
+    add("--batch", type=int, default=8, help="sequences in a step, over all ranks (%(default)s)")
+    add("--length", type=int, default=64, help="tokens in a sequence (%(default)s)")
     add("--hidden", type=int, default=64, help="hidden size (%(default)s)")
-    add("--layers", type=int, default=2)
-    add("--heads", type=int, default=4)
+    add("--layers", type=int, default=2, help="decoder layers (%(default)s)")
+    add("--heads", type=int, default=4, help="attention heads (%(default)s)")
     add("--vocab-size", type=int, default=512, help="classes (%(default)s)")
-    add("--workspace-mb", type=float, default=None, help="of each call of the loss, in MiB")
-    add("--lr", type=float, default=3e-3)
-    add("--seed", type=int, default=0)
-    add("--tolerance", type=float, default=1e-3, help="relative difference of the losses (%(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--workspace-mb", type=float, default=None, help="workspace_mb of the loss (its default)")
+    add("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the weights and of the data (%(default)s)")
+    add(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        help="largest relative difference of the losses (%(default)s)",
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=("cuda", "cpu"), default=device, help="(%(default)s)")
     return parser.parse_args(argv)
 
 

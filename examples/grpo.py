@@ -81,17 +81,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.grpo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=positive, default=40)
-    add("--batch", type=positive, default=16, help="completions a step, all of one prompt (%(default)s)")
-    add("--length", type=positive, default=8, help="tokens of a completion, at most (%(default)s)")
-    add("--letter", default="e", help="what the reward counts (%(default)s)")
+    add("--steps", type=positive, default=40, help="training steps (%(default)s)")
+    add("--batch", type=positive, default=16, help="completions in a step, all of one prompt (%(default)s)")
+    add("--length", type=positive, default=8, help="most tokens in a completion (%(default)s)")
+    add("--letter", default="e", help="the letter that the reward counts (%(default)s)")
     add("--d", type=positive, default=64, help="hidden size (%(default)s)")
-    add("--layers", type=positive, default=1)
-    add("--heads", type=positive, default=4)
+    add("--layers", type=positive, default=1, help="decoder layers (%(default)s)")
+    add("--heads", type=positive, default=4, help="attention heads (%(default)s)")
     add("--vocab-size", type=positive, default=29, help="classes of the model, at least 29 (%(default)s)")
-    add("--lr", type=float, default=3e-3)
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    add("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the weights and of the data (%(default)s)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=("cuda", "cpu"), default=device, help="(%(default)s)")
     args = parser.parse_args(argv)
     if args.batch < 2:
         parser.error(f"--batch: got {args.batch}, want at least 2: rewards are compared with each other")

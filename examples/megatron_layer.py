@@ -119,14 +119,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--batch", type=int, default=2, help="sequences of a micro-batch (%(default)s)")
-    add("--length", type=int, default=128, help="tokens of a sequence (%(default)s)")
+    add("--batch", type=int, default=2, help="sequences in a micro-batch (%(default)s)")
+    add("--length", type=int, default=128, help="tokens in a sequence (%(default)s)")
     add("--hidden", type=int, default=256, help="hidden size (%(default)s)")
     add("--vocab-size", type=int, default=4096, help="classes (%(default)s)")
     add("--sequence-parallel", action="store_true", help="each rank has a slice of the tokens")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
-    add("--tolerance", type=float, default=1e-2, help="relative difference from torch's (%(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--tolerance", type=float, default=1e-2, help="largest relative difference from torch's (%(default)s)"
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=("cuda", "cpu"), default=device, help="(%(default)s)")
     return parser.parse_args(argv)
 
 

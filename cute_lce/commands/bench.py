@@ -63,17 +63,17 @@ class Row(NamedTuple):
 
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
-        "bench", help="time and memory of this loss beside torch's on this machine, in under a minute"
+        "bench", help="compare time and memory of this loss with torch's on this machine, in under a minute"
     )
-    shape = f"{{}}: (a GPU's {GPU_SHAPE[:3]}, a CPU's {CPU_SHAPE[:3]})"
-    for option, text in (("--n", "tokens"), ("--d", "hidden size"), ("--vocab", "vocabulary")):
-        command.add_argument(option, type=positive, help=shape.format(text))
-    command.add_argument("--dtype", choices=DTYPES, help="(bfloat16 on a GPU, float32 on a CPU)")
-    command.add_argument("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
+    names = ("--n", "tokens"), ("--d", "hidden size"), ("--vocab", "vocabulary")
+    for (option, text), gpu, cpu in zip(names, GPU_SHAPE[:3], CPU_SHAPE[:3], strict=True):
+        command.add_argument(option, type=positive, help=f"{text} ({gpu} on a GPU, {cpu} on a CPU)")
     command.add_argument(
-        "--workspace-mb", type=mebibytes, help="of cute_lce: MiB that a call may allocate (2304)"
+        "--dtype", choices=DTYPES, help="dtype of the operands (bfloat16 on a GPU, float32 on a CPU)"
     )
-    command.add_argument("--compile", action="store_true", help="torch.compile's beside them: a minute more")
+    command.add_argument("--device", choices=("cuda", "cpu"), help="where to run (a GPU if there is one)")
+    command.add_argument("--workspace-mb", type=mebibytes, help="cute_lce's workspace_mb (2304)")
+    command.add_argument("--compile", action="store_true", help="also measure torch.compile: a minute more")
     command.set_defaults(run=run)
 
 

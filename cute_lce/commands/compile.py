@@ -21,11 +21,18 @@ from .terminal import positive
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "compile",
-        help="fill the cache of compiled kernels; needs no GPU, but the host architecture that will use them",
+        help="compile kernels into the cache; needs no GPU, but the same kind of CPU as where they will run",
     )
-    command.add_argument("--arch", choices=tuple(ARCHITECTURES), required=True)
+    command.add_argument(
+        "--arch",
+        choices=tuple(ARCHITECTURES),
+        required=True,
+        help="sm_90a: H100, H200; sm_100a: B200; sm_103a: B300",
+    )
     for option, text in (("--d", "hidden size"), ("--vocab", "vocabulary")):
-        command.add_argument(option, type=positive, help=f"{text}: any, the kernels serve every size")
+        command.add_argument(
+            option, type=positive, help=f"{text}; ignored, since the kernels serve every size"
+        )
     for option, choices, default in (
         ("--dtype", ("bfloat16", "float16"), ["bfloat16"]),
         ("--target-dtype", ("int64", "int32"), ["int64"]),
@@ -38,33 +45,38 @@ def add(commands: argparse._SubParsersAction) -> None:
         choices=("none", "float32", "bfloat16", "float16"),
         default=["none"],
         metavar="NAME",
-        help="backwards that add to a grad_weight_out: one or more of none, float32 (grad_in_forward's too), "
-        "bfloat16, float16 (none)",
+        help="for calls with a grad_weight_out of these dtypes: one or more of none, float32 (also for "
+        "grad_in_forward), bfloat16, float16 (none)",
     )
     command.add_argument(
         "--logit-scale",
         action="store_true",
-        help="kernels of calls with a logit_scale, or a temperature, other than 1, whatever its value",
+        help="for calls with a logit_scale, or a temperature, other than 1, whatever its value",
     )
     command.add_argument(
-        "--softcap", action="store_true", help="of calls with a softcap, whatever it is, and any logit_scale"
+        "--softcap",
+        action="store_true",
+        help="for calls with a softcap, whatever its value, and any logit_scale",
     )
-    command.add_argument("--z-loss", action="store_true", help="of calls with a z_loss")
+    command.add_argument("--z-loss", action="store_true", help="for calls with a z_loss")
     for option, text in (
-        ("--linear-bias", "of calls with a linear_bias that needs a gradient"),
-        ("--label-smoothing", "of calls with label_smoothing"),
-        ("--class-weights", "with class weights beside it"),
-        ("--entropy", "of linear_logprob for the entropy, with a gradient, and what else is asked for"),
-        ("--lse", "for the lse of linear_logprob, with a gradient"),
-        ("--log-sum-sq-probs", "for that of linear_logprob beside what else is asked for"),
-        ("--mean-logit", "likewise"),
-        ("--argmax", "likewise, and for is_top1"),
-        ("--topk", "for topk_logprob, with a gradient, whatever K is"),
-        ("--temperatures", "with a tensor of temperatures"),
+        ("--linear-bias", "for calls with a linear_bias that needs a gradient"),
+        ("--label-smoothing", "for calls with label_smoothing"),
+        ("--class-weights", "for calls with class weights and label_smoothing"),
+        (
+            "--entropy",
+            "for linear_logprob's entropy, with a gradient, alone or with other outputs that are given here",
+        ),
+        ("--lse", "for linear_logprob's lse, with a gradient"),
+        ("--log-sum-sq-probs", "for linear_logprob's log_sum_sq_probs"),
+        ("--mean-logit", "for linear_logprob's mean_logit"),
+        ("--argmax", "for linear_logprob's argmax and is_top1"),
+        ("--topk", "for linear_logprob's topk_logprob, with a gradient, for any K"),
+        ("--temperatures", "for linear_logprob with a tensor of temperatures"),
     ):
         command.add_argument(option, action="store_true", help=text)
-    command.add_argument("--tp-group", action="store_true", help="kernels of calls with a tp_group, too")
-    command.add_argument("--jobs", type=positive, help="processes that compile (one for each core)")
+    command.add_argument("--tp-group", action="store_true", help="also for calls with a tp_group")
+    command.add_argument("--jobs", type=positive, help="number of processes that compile (one for each core)")
     command.set_defaults(run=run)
 
 

@@ -35,13 +35,14 @@ class Line(NamedTuple):
 
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
-        "doctor", help="check versions, driver, cache, and a tiny call of each schedule against float64"
+        "doctor",
+        help="check versions, driver and cache, and compare a tiny call of each schedule with float64",
     )
     command.add_argument(
         "--seconds",
         type=positive,
         default=300,
-        help="what a call may take, its compile included, before it counts as hanging (%(default)s)",
+        help="how long a call, including its compile, may take before it counts as hanging (%(default)s)",
     )
     command.set_defaults(run=run)
 

@@ -16,7 +16,9 @@ PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("info", help="versions, devices, and the path that a call takes on each")
+    command = commands.add_parser(
+        "info", help="print versions, devices, and which implementation a call uses on each"
+    )
     command.set_defaults(run=run)
 
 

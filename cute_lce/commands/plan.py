@@ -15,17 +15,31 @@ from .terminal import positive, print_table
 
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
-        "plan", help="how the kernels would do a forward and a backward, and the floors of their times"
+        "plan", help="predict how the kernels run a forward and a backward: plan, time, memory, lower bounds"
     )
     for option, text in (("--n", "tokens"), ("--d", "hidden size"), ("--vocab", "vocabulary")):
         command.add_argument(option, type=positive, required=True, help=text)
-    command.add_argument("--arch", choices=tuple(ARCHITECTURES), required=True)
-    command.add_argument("--window", type=positive, help="columns of a window or stripe (chosen)")
-    command.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
-    command.add_argument("--schedule", choices=SCHEDULES, default="auto", help="(%(default)s)")
-    command.add_argument("--workspace-mb", type=float, help="MiB that a call may allocate (2304)")
-    command.add_argument("--frozen", choices=("hidden", "weight"), help="the operand without a gradient")
-    command.add_argument("--sms", type=positive, help="SMs of the device (the architecture's)")
+    command.add_argument(
+        "--arch",
+        choices=tuple(ARCHITECTURES),
+        required=True,
+        help="sm_90a: H100, H200; sm_100a: B200; sm_103a: B300",
+    )
+    command.add_argument(
+        "--window", type=positive, help="columns of a window or stripe (default: chosen from the sizes)"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="dtype of the operands (%(default)s)",
+    )
+    command.add_argument(
+        "--schedule", choices=SCHEDULES, default="auto", help="the call's schedule (%(default)s)"
+    )
+    command.add_argument("--workspace-mb", type=float, help="the call's workspace_mb (2304)")
+    command.add_argument("--frozen", choices=("hidden", "weight"), help="an operand that needs no gradient")
+    command.add_argument("--sms", type=positive, help="number of SMs (that of a whole GPU)")
     command.set_defaults(run=run)
 
 

@@ -52,14 +52,14 @@ class Section(NamedTuple):
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "report",
-        help="doctor, bench and, in a checkout, the GPU tests and the bench's grid, into one file to send",
+        help="write one file to send: doctor, bench and, in a clone, the GPU tests and measurements",
     )
-    command.add_argument("--out", type=Path, help="the file (cute-lce-report-GPU-DATE.json, here)")
+    command.add_argument("--out", type=Path, help="the file (cute-lce-report-GPU-DATE.json, in this folder)")
     command.add_argument(
-        "--minutes", type=positive, default=90, help="about how long it may take (%(default)s)"
+        "--minutes", type=positive, default=90, help="about how many minutes it may take (%(default)s)"
     )
     command.add_argument(
-        "--no-tests", action="store_true", help="leave out the tests and the grid of a checkout"
+        "--no-tests", action="store_true", help="leave out the tests and measurements of a clone"
     )
     command.set_defaults(run=run)
 
