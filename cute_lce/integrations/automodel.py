@@ -1,8 +1,9 @@
-"""NeMo Automodel's fused loss: the cross entropy of hidden states by a head's weight, without the logits.
+"""NeMo Automodel's fused loss: cross entropy from hidden states and a head's weight, without the logits.
 
-Automodel hands hidden states and the head's weight to a loss that is a FusedLinearCrossEntropy of its own.
-In a recipe: `loss_fn: {_target_: cute_lce.integrations.automodel.FusedLinearCrossEntropy}`. The class was
-read in its repository (2026-08), and ours has not been run within it.
+Automodel passes hidden states and the head's weight to a loss that is a subclass of its own
+FusedLinearCrossEntropy. In a recipe:
+`loss_fn: {_target_: cute_lce.integrations.automodel.FusedLinearCrossEntropy}`. The class below follows the
+signature in Automodel's repository (2026-08); it has not been run inside Automodel.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class FusedLinearCrossEntropy(_Fused):
-    """Automodel's module of this name, by cute_lce. Its constructor's arguments ignore_index,
-    logit_softcapping (0: none) and reduction are followed; its cut_cross_entropy is not needed."""
+    """Automodel's module of this name, computed by cute_lce. The constructor's arguments ignore_index,
+    logit_softcapping (0: none) and reduction are followed; the package cut_cross_entropy is not needed."""
 
     def forward(
         self,
@@ -40,17 +41,18 @@ class FusedLinearCrossEntropy(_Fused):
         grad_reduce_group: ProcessGroup | None = None,
         loss_weights: Tensor | None = None,
     ) -> Tensor:
-        """The loss (), float32 (float64 for float64); [B, L] for reduction "none".
+        """The loss (), float32 (float64 for float64); (B, L) for reduction "none".
 
         Args:
-            hidden_states: [B, L, D], lm_weight's dtype. labels: [B, L], aligned: nothing is shifted.
-            lm_weight: [V, D]. Where fully_shard has sharded it, Automodel's own materialize_lm_weight gathers
+            hidden_states: (B, L, D), lm_weight's dtype.
+            labels: (B, L), aligned with hidden_states: nothing is shifted.
+            lm_weight: (V, D). If fully_shard has sharded it, Automodel's own materialize_lm_weight gathers
                 it, and averages its gradient over grad_reduce_group.
-            num_label_tokens: what a sum is divided by; 0 gives a loss and gradients of 0.
-            loss_weights: [B, L], factors of the tokens' losses in a sum.
+            num_label_tokens: divides the sum; 0 gives a loss and gradients of 0.
+            loss_weights: (B, L), factors of the tokens' losses in the sum.
 
-        Raises ValueError for num_label_tokens or loss_weights with another reduction than "sum", and for a
-        sharded lm_weight where Automodel has no materialize_lm_weight.
+        Raises ValueError for num_label_tokens or loss_weights with a reduction other than "sum", and for a
+        sharded lm_weight if Automodel has no materialize_lm_weight.
         """
         for name, value in (("num_label_tokens", num_label_tokens), ("loss_weights", loss_weights)):
             if value is not None and self.reduction != "sum":

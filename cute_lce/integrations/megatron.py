@@ -3,14 +3,14 @@
     GPTModel before 0.18, MambaModel, HybridModel: fuse_output_layer(model), once; every head, MTP's too
     GPTModel from 0.18 on: model(..., labels=labels, output_processor=output_processor); the main head
 
-In both the output layer is called as before, and returns a `Projection` in place of logits. So its hooks
-run, which gather its parameters where `overlap_param_gather` is on. What the model then does with logits is
-done to the Projection: MuP's factor, and the loss. Anything else raises AttributeError or TypeError.
+In both cases the output layer is called as before, but returns a `Projection` instead of logits. Its hooks
+therefore run, which gather its parameters with `overlap_param_gather`. A Projection accepts what the model
+does with logits: MuP's factor, and the loss. Any other use raises AttributeError or TypeError.
 
-Of a layer (ColumnParallelLinear) are followed: its tensor parallel group, `sequence_parallel`, a weight that
-is passed (tied or detached), and `gradient_accumulation_fusion`: the weight's gradient is added to
-`main_grad`, `grad_added_to_main_grad` is set, and autograd gets zeros in its place. Megatron-core's extension
-for that is not needed.
+These properties of the layer (ColumnParallelLinear) are followed: its tensor parallel group,
+`sequence_parallel`, a weight that is passed (tied or detached), and `gradient_accumulation_fusion`: the
+weight's gradient is added to `main_grad`, `grad_added_to_main_grad` is set, and autograd gets zeros.
+Megatron-core's extension for that is not needed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..options import IGNORE_INDEX
 
 
 def fuse_output_layer(model: nn.Module) -> None:
-    """Make a language model of megatron-core compute its losses without logits, wherever it gets labels.
+    """Make a language model of megatron-core compute its losses without logits in calls with labels.
 
-    model: a GPTModel before 0.18, a MambaModel or HybridModel; or wrappers around one with `module`. One
-    without an output layer (a pipeline's other stages), or that has been fused, stays as it is. Without
-    labels it gives logits as before.
+    model: a GPTModel before 0.18, a MambaModel or HybridModel; or wrappers around one with `module`. A model
+    without an output layer (a pipeline's other stages), or that is fused already, stays unchanged. Without
+    labels it returns logits as before.
 
-    Labels are [b, s]; a row whose label is -100, or where the model gets a loss_mask that is 0 there, is
-    ignored: loss 0 and no gradient. The losses are [b, s], float32 (float64 for float64).
+    Labels are (b, s). A row whose label is -100, or whose loss_mask is 0, is ignored: loss 0 and no gradient.
+    The losses are (b, s), float32 (float64 for float64).
 
-    Raises TypeError for another kind of model, and ValueError, by name, for what would give another loss:
-    a model or layer with a forward or a loss of its own, a bias, `defer_embedding_wgrad_compute`, label
-    smoothing, Megatron-FSDP's weights under gradient_accumulation_fusion, a model that takes an
+    Raises TypeError for another kind of model, and ValueError, with its name, for anything that would change
+    the loss: a model or layer with a forward or a loss of its own, a bias, `defer_embedding_wgrad_compute`,
+    label smoothing, Megatron-FSDP's weights with gradient_accumulation_fusion, a model that takes an
     output_processor.
     """
     while isinstance(getattr(model, "module", None), nn.Module):
@@ -77,10 +77,10 @@ def output_processor(
     config: Any,
     **others: Any,
 ) -> Tensor:
-    """The output_processor of GPTModel.forward in megatron-core >= 0.18: the losses [b, s] of labels [b, s].
+    """The output_processor of GPTModel.forward in megatron-core >= 0.18: the losses (b, s) of labels (b, s).
 
-    Arguments, losses and errors as in fuse_output_layer; others are not used. Without labels it gives the
-    logits [b, s, V]. MTP's heads, whose logits megatron-core reads besides, are not fused there.
+    Labels, losses and errors are as in fuse_output_layer; others are not used. Without labels it returns the
+    logits (b, s, V). Heads for multi-token prediction, whose logits megatron-core also reads, are not fused.
     """
     if inference_context is not None:
         raise ValueError("inference_context: got one, want None: inference takes no output_processor")
@@ -172,7 +172,7 @@ class _Forward:
             return self.original(input_, weight, *others, **named)
         weight = self.layer.weight if weight is None else weight
         if weight is None:
-            raise ValueError("weight: got None of an output layer that has none, want one")
+            raise ValueError("weight: got None for an output layer without a weight, want a weight")
         if self.layer.gradient_accumulation_fusion and hasattr(weight, "__fsdp_param__"):
             raise ValueError("gradient_accumulation_fusion: got True with Megatron-FSDP, want False")
         return Projection(self.layer, input_, weight), None
@@ -235,8 +235,8 @@ def _check_layer(layer: Any, config: Any) -> None:
     own = getattr(type(layer).forward, "__qualname__", "")
     if own != "ColumnParallelLinear.forward" or "forward" in vars(layer):
         raise ValueError(
-            f"output_layer: got {type(layer).__name__} with a forward of its own, want megatron-core's "
-            "ColumnParallelLinear: what it does to the logits is not known"
+            f"output_layer: got {type(layer).__name__} with a forward of its own, which may change the "
+            "logits, want megatron-core's ColumnParallelLinear"
         )
     for name, owner, wanted in (
         ("bias", layer, None),

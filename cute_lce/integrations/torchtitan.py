@@ -1,6 +1,6 @@
-"""torchtitan's loss: the cross entropy of a decoder's hidden states by lm_head, without the logits.
+"""torchtitan's loss: cross entropy from a decoder's hidden states and lm_head, without the logits.
 
-torchtitan (0.3.0) gives lm_head to a loss that is a ChunkedLossWrapper, and its model then returns hidden
+torchtitan (0.3.0) passes lm_head to a loss that is a ChunkedLossWrapper, and its model then returns hidden
 states. In a Trainer.Config: `loss=FusedLoss.Config()`.
 """
 
@@ -20,12 +20,12 @@ from ..functional import linear_cross_entropy
 
 
 class FusedLoss(ChunkedLossWrapper):
-    """The sum of the tokens' cross entropies over global_valid_tokens, in one call instead of chunks.
+    """The sum of the tokens' cross entropies divided by global_valid_tokens, in one call instead of chunks.
 
-    lm_head is called as ever, so that fully_shard's hooks run, and its forward gives the loss. Tensor
-    parallelism is followed in each of torchtitan's backends: with "spmd_types" the gradient by the hidden
-    states is this rank's part, as the layout of the model's last norm has it, with "partial_dtensor" and
-    "full_dtensor" it is what the placements say. Labels of -100 are ignored.
+    lm_head is called, so that fully_shard's hooks run, and its forward returns the loss. Tensor parallelism
+    works with each of torchtitan's backends: with "spmd_types" the gradient by the hidden states is this
+    rank's part, as the layout of the model's last norm requires; with "partial_dtensor" and "full_dtensor" it
+    follows the placements. Labels of -100 are ignored.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -45,11 +45,11 @@ class FusedLoss(ChunkedLossWrapper):
         self.options = {"schedule": config.schedule, "workspace_mb": config.workspace_mb}
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
-        """Raises ValueError, by name, for a head that does more than project."""
+        """Raises ValueError for a head that is not a plain nn.Linear."""
         if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
             raise ValueError(
-                f"lm_head: got {type(lm_head).__name__}, want an nn.Linear with nn.Linear's forward: what "
-                "another does to the logits is not known"
+                f"lm_head: got {type(lm_head).__name__}, whose forward may change the logits, want an "
+                "nn.Linear with nn.Linear's forward"
             )
         super().set_lm_head(lm_head)
 
@@ -60,9 +60,9 @@ class FusedLoss(ChunkedLossWrapper):
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss (), {}) of the hidden states pred [B, L, D] and labels [B, L]; loss_inputs are not used.
+        """(loss (), {}) of hidden states pred (B, L, D) and labels (B, L); loss_inputs are not used.
 
-        The loss is float32 (float64 for float64): a DTensor where the labels are one.
+        The loss is float32 (float64 for float64), and a DTensor if the labels are one.
         """
         head: Any = self.lm_head
         if head is None:

@@ -1,8 +1,8 @@
 """Hugging Face's causal language models: patch(model) makes their training loss without the logits.
 
-Two methods of the model's instance and one of its head's are replaced: `forward` notes the labels, the head's
-`forward` returns the loss of its input where there are labels, and `loss_function` hands that loss on. So the
-head runs as a module, and what hangs on it (FSDP's units, hooks) sees its input and its output.
+Two methods of the model and one of its head are replaced, on these instances alone: `forward` remembers the
+labels, the head's `forward` returns the loss of its input if there are labels, and `loss_function` passes
+that loss on. The head still runs as a module, so that FSDP's units and hooks see its input and its output.
 """
 
 from __future__ import annotations
@@ -161,29 +161,29 @@ def patch(
     schedule: str = "auto",
     workspace_mb: float | None = None,
 ) -> None:
-    """Let a causal language model of transformers compute its loss without its logits, in place.
+    """Make a causal language model of transformers compute its loss without logits, in place.
 
-    The loss and its gradients are those of the model's own loss, ForCausalLMLoss, with the head's bias,
-    scales and soft cap of the logits, `num_items_in_batch`, `shift_labels` and `ignore_index`; in 16 bits the
-    logits are not rounded. Where every label is ignored the loss is 0 where the model's own is nan.
+    Loss and gradients equal those of the model's own loss, ForCausalLMLoss, including the head's bias, scales
+    and soft cap of the logits, `num_items_in_batch`, `shift_labels` and `ignore_index`, except that in 16
+    bits the logits are not rounded. If every label is ignored the loss is 0, where the model's own is nan.
 
     Args:
-        model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear that has
-            no adapter. It may be under FSDP2 (fully_shard), or come under it, DDP or torch.compile later.
-            What its forward does between head and loss is read from its source.
-        train_only: whether calls in evaluation mode go the model's own way, logits included. False: calls
-            with labels have no logits in evaluation either.
-        schedule, workspace_mb: as in cute_lce.linear_cross_entropy, of every call.
+        model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear without
+            an adapter. It may be under FSDP2 (fully_shard) already, or come under it, DDP or torch.compile
+            later. What its forward does between head and loss is read from its source.
+        train_only: whether calls in evaluation mode stay unchanged and have logits. False: calls with labels
+            have no logits in evaluation either.
+        schedule, workspace_mb: as in cute_lce.linear_cross_entropy, for every call.
 
-    A call with labels then returns None for `logits` (a mapping has no such key, a tuple has None there); one
+    A call with labels then has no logits: a mapping has no key `logits`, a tuple has None there. A call
     without labels, such as generate's, is unchanged.
 
     Raises:
-        TypeError: another model, a head that is no plain nn.Linear (an adapter, a quantised layer), or a
-            train_only that is no bool.
-        ValueError: a model that is patched already, whose loss is not ForCausalLMLoss, whose forward was
-            replaced, or does with the logits what is not understood; the message names it. A later call
-            raises where head or loss were replaced after patch.
+        TypeError: another model, a head that is not a plain nn.Linear (an adapter, a quantised layer), or a
+            train_only that is not a bool.
+        ValueError: a model that is patched already, whose loss is not ForCausalLMLoss, or whose forward was
+            replaced or does something unknown with the logits; the message names it. A later call raises it
+            if head or loss were replaced after patch.
     """
     if not isinstance(train_only, bool):
         raise TypeError(f"train_only: got {type(train_only).__name__}, want a bool")
@@ -205,13 +205,13 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo patch: every attribute is as it was.
+    """Undo patch: restore every attribute.
 
-    What was put around forward since and says so by `__wrapped__`, as do accelerate's mixed precision and
-    functools.wraps, stays, around the model's own forward.
+    A wrapper that was put around forward since then stays, now around the model's own forward, if it has
+    `__wrapped__`, as accelerate's mixed precision and functools.wraps do.
 
-    Raises TypeError for what is no transformers model, ValueError for one that is not patched, or
-    whose forward was replaced since.
+    Raises TypeError for anything but a transformers model, ValueError for one that is not patched, or
+    whose forward was replaced since then.
     """
     inner = _inner(model)
     found = vars(inner).get(PATCH)

@@ -1,8 +1,8 @@
-"""TRL's trainers: install() puts linear_logprob behind the hook by which they score tokens.
+"""TRL's trainers: install() makes them score tokens with linear_logprob.
 
-SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer give their models a forward that hands the
-hidden states of the tokens to be scored, and the head's weight, to one function of trl.trainer.utils, looked
-up in each call. It is replaced by one of the same arguments and results.
+SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer give their models a forward that passes the
+hidden states of the tokens to be scored, and the head's weight, to one function in trl.trainer.utils, which
+they look up at each call. install() replaces it by one with the same arguments and results.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def _check(hidden: Tensor, weight: Tensor) -> None:
     """Raise ValueError for a weight whose gradient would be wrong; warn of what the kernels do not serve."""
     if hasattr(weight, "ds_id"):
         raise ValueError(
-            "weight: got one that DeepSpeed's ZeRO-3 shards, which is gone by the backward, want "
+            "weight: got one that DeepSpeed's ZeRO-3 shards and frees before the backward, want "
             "uninstall() there"
         )
     if "ToTorchTensor" in type(weight.grad_fn).__name__:
         raise ValueError(
-            "weight: got one that TRL gathered of a fully_shard unit of its own, whose gradient it does not "
-            "sum over the ranks, want the head in the root's unit or in one with the norm"
+            "weight: got one that TRL gathered from a fully_shard unit of its own, whose gradient TRL does "
+            "not sum over the ranks; want the head in the root's unit or in one with the norm"
         )
     if hidden.dtype is torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
         _warn_of_float32(hidden.device)
@@ -119,26 +119,27 @@ def _warn_of_float32(device: torch.device) -> None:
     """Once, where bfloat16 would have had kernels."""
     if implementation(device, torch.bfloat16) is not implementation(device, torch.float32):
         warnings.warn(
-            "float32 hidden states at the head (cast_lm_head_to_fp32, or a float32 model): the portable path "
-            "serves them, the kernels want bfloat16 or float16",
+            "float32 hidden states at the head (cast_lm_head_to_fp32, or a float32 model) take the streaming "
+            "path, in plain torch: want bfloat16 or float16 for the kernels",
             stacklevel=4,
         )
 
 
 def install(*, schedule: str = "auto", workspace_mb: float | None = None) -> None:
-    """Let TRL's trainers score tokens with cute_lce.linear_logprob, in this process, from the next call on.
+    """Make TRL's trainers score tokens with cute_lce.linear_logprob, in this process, from the next call on.
 
-    Results and gradients are those of TRL's own function, with the logits in float32 where it rounds them to
-    16 bits. Under FSDP2 the head belongs into the root's unit or one with the norm, as accelerate makes it:
-    TRL reads its weight outside its own forward. Another call changes the options.
+    Results and gradients equal those of TRL's own function, but the logits stay in float32 where TRL rounds
+    them to 16 bits. Under FSDP2 the head must be in the root's unit or in one with the norm, where accelerate
+    puts it, since TRL reads the head's weight outside the head's forward. Calling install again changes the
+    options.
 
     Args:
         schedule: "auto", "recompute" or "keep", as in linear_logprob.
-        workspace_mb: as in linear_logprob, of every call.
+        workspace_mb: as in linear_logprob, for every call.
 
     Raises:
-        ImportError: a version of TRL without the hook, or with another one.
-        ValueError, TypeError: for the options, as linear_logprob.
+        ImportError: a version of TRL without this function, or with another signature of it.
+        ValueError, TypeError: for the options, as in linear_logprob.
     """
     from trl.trainer import utils
 
@@ -157,7 +158,7 @@ def install(*, schedule: str = "auto", workspace_mb: float | None = None) -> Non
 
 
 def uninstall() -> None:
-    """Give TRL its own function back. Raises ValueError where install was not called."""
+    """Restore TRL's own function. Raises ValueError if install was not called."""
     from trl.trainer import utils
 
     if getattr(utils, HOOK, None) is not LogProb:

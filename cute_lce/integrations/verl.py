@@ -1,8 +1,8 @@
-"""verl's fused head: log-probabilities and entropy from hidden states, by the signature of its own kernel.
+"""verl's fused head: log-probabilities and entropy from hidden states, called like verl's own kernel.
 
 verl (0.9.1) calls `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` with positional arguments in
 its FSDP models (`use_fused_kernels`, backend "triton") and in its Megatron models, there with the tensor
-parallel group. `install` puts the function of this file in its place.
+parallel group. `install` replaces it by the function of this file.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ def linear_cross_entropy(
     """(logprobs, entropy) of each token, from the logits hidden @ weight.T / temperature.
 
     Args:
-        hidden: (..., d), and labels (...), int64 or int32, with as many tokens N; their shapes may differ, as
-            (s, 1, d) and (1, s) do. Labels are aligned with hidden already: nothing is shifted.
-        weight: (V, d), hidden's dtype; with a group this rank's rows, as many as every rank's, in rank order.
+        hidden: (..., d), N tokens.
+        labels: (...), int64 or int32, N tokens; other shapes than hidden's are accepted, as (s, 1, d) and
+            (1, s). Labels are aligned with hidden: nothing is shifted.
+        weight: (V, d), hidden's dtype; with a group this rank's rows: equal shards, in rank order.
         temperature: a positive number.
-        reduction: of logprobs alone: "none", "sum" or "mean" over all N.
-        dist_process_group: over whose ranks the vocabulary is sharded. The gradient by hidden is then this
-            rank's part, in hidden's dtype, and the caller sums it over the group, as verl does.
+        reduction: for logprobs only: "none", "sum" or "mean" over all N.
+        dist_process_group: the group over whose ranks the vocabulary is sharded. The gradient by hidden is
+            then this rank's part, in hidden's dtype, and the caller sums it over the group, as verl does.
 
     Returns:
-        logprobs, (N,) or (), and entropy, (N,), float32 (float64 for float64), each differentiable. A row
-        whose label is -100 has both 0 and no gradient, where verl's kernel has no such label.
+        logprobs, (N,) or (), and entropy, (N,), float32 (float64 for float64), both differentiable. A row
+        whose label is -100 has 0 for both and no gradient; verl's kernel knows no such label.
 
-    Errors as in cute_lce.linear_logprob, which names hidden input, weight linear_weight and labels target;
-    TypeError for another dist_process_group, ValueError for a weight that is a DTensor. Memory as there:
-    never the logits. On a GPU the kernels serve it.
+    Errors and memory are as in cute_lce.linear_logprob, whose messages call hidden input, weight
+    linear_weight and labels target; also TypeError for another dist_process_group, and ValueError for a
+    weight that is a DTensor.
     """
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise TypeError(
-            f"temperature: got {type(temperature).__name__}, want a number, the same of all tokens"
+            f"temperature: got {type(temperature).__name__}, want a number, the same for all tokens"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: got {reduction!r}, want one of {', '.join(map(repr, REDUCTIONS))}")
     if hasattr(weight, "device_mesh"):
         raise ValueError(
-            "weight: got a DTensor, want an ordinary tensor: the head belongs to the unit of the model's own "
-            "forward, or see cute_lce.parallel.gathered_weight"
+            "weight: got a DTensor, want an ordinary tensor: read the head's weight inside its unit's "
+            "forward, or gather it with cute_lce.parallel.gathered_weight"
         )
     if dist_process_group is not None:
         from torch.distributed import ProcessGroup
@@ -91,9 +92,9 @@ def linear_cross_entropy(
 
 
 def install() -> None:
-    """Make verl call this file's function, in this process. Before or after its models are imported.
+    """Make verl call this file's function, in this process; before or after verl's models are imported.
 
-    Raises ImportError without verl.
+    Raises ImportError if verl is not installed.
     """
     try:
         __import__(_KERNEL)
