@@ -217,7 +217,7 @@ def _layout(operands: Operands, over_group: dict[str, Any]) -> _Layout:
     summed = tuple(i for i, placement in enumerate(inputs) if i != dim and placement.is_shard())
     grad_inputs = inputs
     if dim is not None:
-        over_group = {**over_group, **_group_of(linear_weight, input, dim, inputs[dim])}
+        over_group = {**over_group, **_group_of(linear_weight, input, dim, inputs)}
         if over_group["grad_input"] == "partial":
             grad_inputs = *inputs[:dim], Partial(), *inputs[dim + 1 :]
     return _Layout(
@@ -237,8 +237,8 @@ def _layout(operands: Operands, over_group: dict[str, Any]) -> _Layout:
     )
 
 
-def _group_of(weight: DTensor, input: Tensor, dim: int, placement: Placement) -> dict[str, Any]:
-    """A rank's arguments about the group. placement: of input, over the ranks of the vocabulary."""
+def _group_of(weight: DTensor, input: Tensor, dim: int, inputs: Placements) -> dict[str, Any]:
+    """A rank's arguments about the group, over dimension dim of the mesh. inputs: placements of input."""
     mesh = weight.device_mesh
     ranks, rows = mesh.size(dim), weight.shape[0]
     # As torch splits: all but the last ranks have so many.
@@ -247,12 +247,17 @@ def _group_of(weight: DTensor, input: Tensor, dim: int, placement: Placement) ->
         raise ValueError(
             f"linear_weight: got {rows} classes over {ranks} ranks, some without any, want more classes"
         )
-    sequence_dim = None
+    sequence_dim, placement = None, inputs[dim]
     if isinstance(placement, Shard):
         sequence_dim = placement.dim % input.dim()
-        if input.shape[sequence_dim] % ranks:
+        over = ranks
+        for i in range(dim):
+            # An earlier dimension leaves parts that this one splits again. (No generator: dynamo traces it.)
+            if _same((inputs[i],), (placement,)):
+                over *= mesh.size(i)
+        if input.shape[sequence_dim] % over:
             raise ValueError(
-                f"input: got {input.shape[sequence_dim]} tokens in dimension {sequence_dim} over {ranks} "
+                f"input: got {input.shape[sequence_dim]} tokens in dimension {sequence_dim} over {over} "
                 "ranks, want equal shards: redistribute it to Replicate()"
             )
     start = each * mesh.get_local_rank(dim)
@@ -304,7 +309,9 @@ def _target_placements(
         return tokens if target.shape != input.shape[:-1] else (Replicate(),) * mesh.ndim
     _check_mesh("target", target, mesh)
     for i, (own, inputs) in enumerate(zip(target.placements, tokens, strict=True)):
-        if not _same((own,), (inputs,)) and not (i == dim and own.is_replicate()):
+        # What a later dimension splits of a slice are no neighbours in the whole.
+        may_be_whole = i == dim and not any(_same((inputs,), (other,)) for other in tokens[i + 1 :])
+        if not _same((own,), (inputs,)) and not (may_be_whole and own.is_replicate()):
             raise ValueError(
                 f"target: got placements {target.placements}, want input's, {tokens}: redistribute it"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cute_lce import LinearCrossEntropy, LinearLogprob, linear_cross_entropy, linear_logprob
@@ -308,6 +309,44 @@ def tokens_and_vocabulary_sharded(here: Rank) -> None:
         compare(case, loss, hidden.grad, weight.grad, reduction)
 
 
+def one_dimension_split_twice(here: Rank) -> None:
+    """Tokens over both dimensions of a mesh. Refused on every rank: what the first leaves unequal to the
+    second, and a whole target where the last splits its tokens again."""
+    if here.ranks % 2:
+        return
+    replicas, shards = (2, "dp", Replicate()), (here.ranks // 2, "tp", Shard(0))
+    case = random_case(4 * here.ranks, 24, 32 * here.ranks, torch.float32).to(here.device)
+    few = replace(case, input=case.input[:2], target=case.target[:2])
+    sliced: list[Placement] = [Shard(0), Shard(0)]
+    for order in ((replicas, shards), (shards, replicas)):
+        sizes, names, form = zip(*order, strict=True)
+        mesh = mesh_of(here, *sizes, names=names)
+        compare(case, *summed(case, mesh, form, sliced), "sum")
+        whole_there = [Replicate() if name == "tp" else Shard(0) for name in names]
+        if names[0] == "dp":
+            compare(case, *summed(case, mesh, form, whole_there), "sum")
+            if mesh.size(1) > 1:
+                with pytest.raises(ValueError, match=r"^input: got 2 tokens in dimension 0 over 4 ranks"):
+                    summed(few, mesh, form, sliced)
+        else:
+            with pytest.raises(ValueError, match=r"^target: got placements"):
+                summed(case, mesh, form, whole_there)
+
+
+def summed(
+    case: Case, mesh: DeviceMesh, form: Sequence[Placement], targets: Sequence[Placement]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The sum of the losses and its gradients, of tokens that are sharded over all of a mesh. form: of the
+    weight."""
+    weight = distribute_tensor(case.linear_weight, mesh, form).requires_grad_()
+    hidden = distribute_tensor(case.input, mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, weight, distribute_tensor(case.target, mesh, targets), reduction="sum"
+    )
+    loss.backward()
+    return loss, hidden.grad, weight.grad
+
+
 CASES = (
     a_sharded_weight,
     sharded_tokens,
@@ -317,5 +356,6 @@ CASES = (
     a_weight_outside_its_unit,
     fully_sharded_and_tensor_parallel,
     tokens_and_vocabulary_sharded,
+    one_dimension_split_twice,
 )
 LAST_CASES = (ops_of_sharded_tokens,)

@@ -51,6 +51,7 @@ GLOO = {
         number_cases.numbers_of_slices,
         dtensor_cases.fully_sharded_and_tensor_parallel,
         dtensor_cases.tokens_and_vocabulary_sharded,
+        dtensor_cases.one_dimension_split_twice,
         dtensor_term_cases.terms_on_two_dimensions,
         dtensor_term_cases.numbers_of_dtensors,
     ),
