@@ -26,7 +26,8 @@ from ..options import TokenStats
 
 class VocabParallelLoss(ParallelStyle):
     """A style of torch.distributed.tensor.parallel.parallelize_module for LinearCrossEntropy and
-    LinearLogprob, whose weight becomes Shard(0) of the mesh, which has one dimension.
+    LinearLogprob, whose weight becomes Shard(0) of the mesh, which has one dimension. A weight that was tied
+    is then a copy, as with torch's styles: docs/parallel.md ties it again.
 
     Args:
         input_layouts: what an ordinary input tensor is on each rank: Replicate(), or Shard(k), a slice of its
@@ -51,12 +52,13 @@ class VocabParallelLoss(ParallelStyle):
         distribute_module(module, device_mesh, self._partition)
 
         def place(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            input, *rest = args
             # An ordinary tensor beside a sharded weight is replicated, but torch's linear refuses it.
             plain = self.input_layouts.is_replicate() and _target(args, kwargs) is not None
-            if not plain and not isinstance(input, DTensor):
-                input = DTensor.from_local(input, device_mesh, [self.input_layouts], run_check=False)
-            return (input, *rest), kwargs
+            input = args[0] if args else kwargs.get("input")
+            if plain or not isinstance(input, Tensor) or isinstance(input, DTensor):
+                return args, kwargs
+            input = DTensor.from_local(input, device_mesh, [self.input_layouts], run_check=False)
+            return ((input, *args[1:]), kwargs) if args else (args, {**kwargs, "input": input})
 
         def give(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             if isinstance(output, TokenStats):

@@ -211,6 +211,9 @@ def a_parallel_style(here: Rank) -> None:
         loss.backward()
         assert isinstance(own.head.weight.grad, DTensor)
         check_gradients(own.head, {"weight": want["head.weight"]})
+        assert torch.equal(own.head(input=hidden, target=target[0]), loss)
+        logits = own.head(input=hidden)
+        assert logits.shape == (*target[0].shape, V)
         if layout.is_replicate():
             check_gradients(own, want)
             assert torch.allclose(own(input[0]), model(input[0]), atol=1e-5)
