@@ -5,7 +5,7 @@ for the terms (arguments.TERMS). What is of each token is made of the row statis
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -178,34 +178,11 @@ def forward(
     n, device = given.hidden.shape[0], given.hidden.device
     if n == 0:
         return STATISTICS.forward(operands, options, request, merge)
-    tensors = Tensors.of(operands)
-    loss = loss_of(options, tensors)
-    asked = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
-    more = [term for term in MORE_PARTS if term in asked]
-    if "total" in more and tensors.class_weight is not None:
-        loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
-    loss = loss.with_terms(*more)
-    ratio, of_logits = None, request.kept_columns > 0 and keeps_logits(operands, options)
-    if of_logits:
-        loss = loss.with_terms("kept_logits")
-    elif request.kept_columns and _has_proportion(options):
-        tensors = tensors.with_target_weight(given.target)
-        ratio = torch.empty((n,), dtype=torch.float32, device=device)
-        own = tensors.target_weight
-        loss = loss.with_terms(
-            "proportion",
-            target_weight=0 if own is None else own.data_ptr(),
-            onehot=1.0 - options.label_smoothing,
-            beside=options.label_smoothing,
-            lse_slope=2.0 * options.z_loss,
-            onehot_ratio=ratio.data_ptr(),
-        )
-    if operands.topk_ids is not None and operands.topk_ids.shape[1]:
-        loss = loss.with_terms("topk")
+    asked = _Asked.of(operands, options, request.kept_columns)
+    loss, more = asked.loss, asked.more
     parts = sum(MORE_PARTS[term] for term in more)
-    request = request._replace(
-        statistics=True, limits=_beside_more_partials(given, request, parts, of_logits)
-    )
+    limits = _beside_more_partials(given, request, parts, "kept_logits" in loss.terms)
+    request = request._replace(statistics=True, limits=limits)
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
     prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
@@ -230,11 +207,58 @@ def forward(
     elif operands.topk_ids is not None:
         none = row_max.new_zeros(operands.topk_ids.shape)
         own = own._replace(topk_logit=none, topk_known=none.bool())
+    losses = found.loss
     if merge is not None:
-        own = merge(own)
+        own, losses = merge(own), None
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
+    return _stats_of(own, losses, options, valid)._replace(
+        kept=found.kept, kept_scale=found.kept_scale, onehot_ratio=asked.onehot_ratio
+    )
+
+
+class _Asked(NamedTuple):
+    """What a forward is asked for. loss: with its terms, but for what a call allocates. more: the terms among
+    MORE_PARTS. onehot_ratio (n,): written where the onehot's share is not 1. tensors: whose addresses the
+    loss has."""
+
+    loss: Any
+    more: list[str]
+    onehot_ratio: Tensor | None
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, operands: StatsOperands, options: StatsOptions, kept_columns: int) -> _Asked:
+        tensors, ratio = Tensors.of(operands), None
+        loss = loss_of(options, tensors)
+        found = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
+        more = [term for term in MORE_PARTS if term in found]
+        if "total" in more and tensors.class_weight is not None:
+            loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
+        loss = loss.with_terms(*more)
+        if kept_columns and keeps_logits(operands, options):
+            loss = loss.with_terms("kept_logits")
+        elif kept_columns and _has_proportion(options):
+            tensors = tensors.with_target_weight(operands.target)
+            ratio = torch.empty(operands.target.shape, dtype=torch.float32, device=operands.target.device)
+            own = tensors.target_weight
+            loss = loss.with_terms(
+                "proportion",
+                target_weight=0 if own is None else own.data_ptr(),
+                onehot=1.0 - options.label_smoothing,
+                beside=options.label_smoothing,
+                lse_slope=2.0 * options.z_loss,
+                onehot_ratio=ratio.data_ptr(),
+            )
+        if operands.topk_ids is not None and operands.topk_ids.shape[1]:
+            loss = loss.with_terms("topk")
+        return cls(loss, more, ratio, tensors)
+
+
+def _stats_of(own: RowSums, losses: Tensor | None, options: StatsOptions, valid: Tensor) -> Stats:
+    """The numbers that are asked for, and what a backward reads, but for what is kept. own: of the whole
+    vocabulary. losses: of the rows; None: computed of own."""
     log_row_sum = own.row_sum.log()
-    logprob = -found.loss if merge is None else maths.logprob(log_row_sum, own.row_max, own.target_logit)
+    logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit) if losses is None else -losses
     lse = maths.lse(log_row_sum, own.row_max)
     numbers = {"logprob": logprob, "lse": lse}
     if own.mean_gap is not None:
@@ -253,16 +277,14 @@ def forward(
     if own.topk_logit is not None and own.topk_known is not None:
         each = maths.logprob(log_row_sum.unsqueeze(1), own.row_max.unsqueeze(1), own.topk_logit)
         wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & own.topk_known, each, 0)
+    capped = options.softcap is not None
     return Stats(
         **wanted,
         row_max=own.row_max,
         row_sum=own.row_sum,
         mean_gap=own.mean_gap,
-        target_logit=lse + logprob if options.softcap is not None else None,
-        kept=found.kept,
-        kept_scale=found.kept_scale,
-        onehot_ratio=ratio,
-        topk_logit=own.topk_logit if options.softcap is not None else None,
+        target_logit=lse + logprob if capped else None,
+        topk_logit=own.topk_logit if capped else None,
     )
 
 
