@@ -10,6 +10,8 @@ grad_scale, need factors and scaled rows (kernels.scale) instead. Of kept logits
 GEMM (kernels.kept_logits).
 """
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -18,6 +20,7 @@ from cutlass import Float16, Float32, Int32, Int64, Numeric
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
     Counters,
+    GemmPlan,
     GradientOperands,
     Gradients,
     Rows,
@@ -60,8 +63,24 @@ from cute_lce.kernels.epilogues.store import accumulator, output
 from cute_lce.kernels.kept_logits import DlogitsOfKept, KeptTensors, notes_of
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
-from cute_lce.kernels.rows import Gather
+from cute_lce.kernels.rows import Compacted, Gather
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
+
+
+class Matrices(NamedTuple):
+    """What the GEMMs of a stripe multiply, of n tokens of the launch.
+
+    classes (columns, d): the weight's rows. hidden (n, d): their product with it are the logits. dlogits (n,
+    columns): written, or what was kept. rows (n, d): what dlogits.T is multiplied by. factor (n,),
+    weight_factor (1,): GradientOperands'.
+    """
+
+    classes: cute.Tensor
+    hidden: cute.Tensor
+    dlogits: cute.Tensor
+    rows: cute.Tensor
+    factor: cute.Tensor
+    weight_factor: cute.Tensor
 
 
 class Backward:
@@ -124,16 +143,20 @@ class Backward:
         given = hidden
         hidden, target = tokens_of(hidden, target, rows)
         dloss, row_max, row_sum = values_of(upstream, statistics, rows, everything)
-        first, columns = stripe.first, stripe.columns
         row_pitch = weight.stride[0]
         classes = cute.make_tensor(
-            weight.iterator + Int64(first) * row_pitch, cute.make_layout((columns, d), stride=(row_pitch, 1))
+            weight.iterator + Int64(stripe.first) * row_pitch,
+            cute.make_layout((stripe.columns, d), stride=(row_pitch, 1)),
         )
-        dlogits = matrix(dtype, source.dlogits, n, columns, source.pitch)
-        hidden_rows = matrix(dtype, source.hidden, n, d, source.hidden_pitch)
+        matrices = Matrices(
+            classes=classes,
+            hidden=hidden,
+            dlogits=matrix(dtype, source.dlogits, n, stripe.columns, source.pitch),
+            rows=matrix(dtype, source.hidden, n, d, source.hidden_pitch),
+            factor=vector(Float32, source.factor, n),
+            weight_factor=vector(Float32, source.weight_factor, 1),
+        )
         progress = [vector(Int32, counters.address + 4 * i, 1) for i in range(3)]
-        factors = vector(Float32, source.factor, n)
-        weight_factor = vector(Float32, source.weight_factor, 1)
         num_valid = vector(Int64, statistics.num_valid, 1)
         # Before what was kept no GEMM comes, but the scaling, which zeroes too.
         scaled_first = source.kept_scale != 0 and source.scales != 0
@@ -146,37 +169,13 @@ class Backward:
                 row_sum=row_sum,
                 dloss=dloss,
                 num_valid=num_valid,
-                dlogits=output(dlogits),
+                dlogits=output(matrices.dlogits),
                 loss=loss,
-                first=first,
-                columns=columns,
+                first=stripe.first,
+                columns=stripe.columns,
                 rows=tokens if has_numbers_of_tokens(loss) else None,
             )
-            if cutlass.const_expr("kept_logits" in loss.terms):
-                if loss.kept_logits != 0:
-                    kept = KeptTensors(
-                        target=target,
-                        row_max=row_max,
-                        row_sum=row_sum,
-                        dloss=dloss,
-                        kept=matrix(Float16, loss.kept_logits, n, columns, loss.kept_pitch),
-                        notes=notes_of(loss.kept_notes, columns, n),
-                        dlogits=dlogits,
-                        loss=loss,
-                        first=first,
-                        rows=tokens,
-                    )
-                    self.dlogits_of_kept(kept, stream)
-                    if cutlass.const_expr("bias_gradient" in loss.terms):
-                        if loss.with_dhidden == 0 or gradients.dhidden != 0:
-                            self.kept_sums(dlogits, None, loss, tokens, stream)
-                else:
-                    self.dlogits(classes, hidden, written, progress[0], stripe.logits, tokens, stream)
-            else:
-                self.dlogits(classes, hidden, written, progress[0], stripe.logits, tokens, stream)
-            if cutlass.const_expr("bias_gradient" in loss.terms):
-                if loss.with_dhidden == 0 or gradients.dhidden != 0:
-                    self.bias_gradient(loss, tokens, first, columns, stream)
+            self._dlogits(written, matrices, progress[0], stripe.logits, tokens, stream)
         if source.scales != 0:
             self.scale(
                 ScaleTensors(
@@ -186,9 +185,9 @@ class Backward:
                     dloss=dloss_of_origins(self._row_factors(upstream, loss), rows, everything),
                     num_valid=num_valid,
                     kept_scale=vector(Float32, source.kept_scale, n),
-                    factor=factors,
-                    weight_factor=weight_factor,
-                    scaled=hidden_rows,
+                    factor=matrices.factor,
+                    weight_factor=matrices.weight_factor,
+                    scaled=matrices.rows,
                     counters=vector(
                         Int32, counters.address, cutlass.select_(scaled_first, counters.clears, Int32(0))
                     ),
@@ -198,58 +197,124 @@ class Backward:
                 stream,
             )
         if cutlass.const_expr("bias_gradient" in loss.terms):
-            if source.kept_scale != 0 and (loss.with_dhidden == 0 or gradients.dhidden != 0):
-                self.kept_sums(dlogits, factors, loss, tokens, stream)
-                self.bias_gradient(loss, tokens, first, columns, stream)
+            if loss.with_dhidden == 0 or gradients.dhidden != 0:
+                self._dbias(matrices, loss, source, stripe, tokens, stream)
         if gradients.dhidden != 0:
-            splits, from_sums = stripe.dhidden.splits, rows.dhidden == gradients.dhidden
-            out = matrix(dtype, gradients.dhidden + first_given(rows) * d * 2, n, d, d)
-            sums = cute.make_tensor(
-                cute.make_ptr(
-                    Float32, chosen(rows.sums, gradients.sums), cute.AddressSpace.gmem, assumed_align=16
-                ),
-                cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1)),
-            )
-            places = cutlass.select_(rows.sums != 0, rows.source, Int64(0))
-            self.dhidden(
-                transposed(classes),
-                dlogits,
-                DhiddenTensors(
-                    out=output(out),
-                    n=n,
-                    sums=sums,
-                    factor=factors,
-                    places=tokens._replace(source=vector(Int32, places, everything)),
-                    is_first=stripe.is_first,
-                    to_out=Int32(stripe.is_last != 0 and splits == 1 and not from_sums),
-                    shared=self._shared(loss, source, tokens, d),
-                ),
-                progress[1],
-                stripe.dhidden,
-                tokens,
-                stream,
-            )
-            if stripe.is_last != 0 and (splits > 1 or from_sums):
-                # Of tokens that are not compacted, the launch's rows.
-                address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
-                self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream)
-            if stripe.is_last != 0 and rows.dhidden != 0 and not from_sums:
-                only = cute.make_tensor(
-                    out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1))
-                )
-                self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream)
-            if rows.accumulator != 0:
-                self.reduce(matrix(Float32, rows.accumulator, everything, d, d), sums, tokens, stream)
+            shared = self._shared(loss, tokens, d)
+            self._dhidden(matrices, gradients, rows, stripe, shared, progress[1], tokens, stream)
         if gradients.dweight != 0:
             self.dweight(
-                transposed(dlogits),
-                transposed(hidden_rows),
-                self._dweight_tensors(dtype, gradients, first, columns, d, weight_factor, loss, source),
+                transposed(matrices.dlogits),
+                transposed(matrices.rows),
+                self._dweight_tensors(dtype, gradients, stripe, d, matrices.weight_factor, loss),
                 progress[2],
                 stripe.dweight,
                 tokens,
                 stream,
             )
+
+    @cute.jit
+    def _dlogits(
+        self,
+        written: DlogitsTensors,
+        matrices: Matrices,
+        progress: cute.Tensor,
+        grid: GemmPlan,
+        tokens: Compacted,
+        stream,
+    ):
+        """dlogits of logits, computed again or kept."""
+        loss, dlogits = written.loss, matrices.dlogits
+        if cutlass.const_expr("kept_logits" in loss.terms):
+            if loss.kept_logits != 0:
+                n, columns = dlogits.shape
+                kept = KeptTensors(
+                    target=written.target,
+                    row_max=written.row_max,
+                    row_sum=written.row_sum,
+                    dloss=written.dloss,
+                    kept=matrix(Float16, loss.kept_logits, n, columns, loss.kept_pitch),
+                    notes=notes_of(loss.kept_notes, columns, n),
+                    dlogits=dlogits,
+                    loss=loss,
+                    first=written.first,
+                    rows=tokens,
+                )
+                self.dlogits_of_kept(kept, stream)
+            else:
+                self.dlogits(matrices.classes, matrices.hidden, written, progress, grid, tokens, stream)
+        else:
+            self.dlogits(matrices.classes, matrices.hidden, written, progress, grid, tokens, stream)
+
+    @cute.jit
+    def _dbias(
+        self,
+        matrices: Matrices,
+        loss,
+        source: GradientOperands,
+        stripe: Stripe,
+        tokens: Compacted,
+        stream,
+    ):
+        """The gradient by a bias, of the slabs' sums, which the GEMM of logits has stored where it ran."""
+        if source.kept_scale != 0:
+            self.kept_sums(matrices.dlogits, matrices.factor, loss, tokens, stream)
+        elif cutlass.const_expr("kept_logits" in loss.terms):
+            if loss.kept_logits != 0:
+                self.kept_sums(matrices.dlogits, None, loss, tokens, stream)
+        self.bias_gradient(loss, tokens, stripe.first, stripe.columns, stream)
+
+    @cute.jit
+    def _dhidden(
+        self,
+        matrices: Matrices,
+        gradients: Gradients,
+        rows: Rows,
+        stripe: Stripe,
+        shared: Shared | None,
+        progress: cute.Tensor,
+        tokens: Compacted,
+        stream,
+    ):
+        """dhidden's GEMM and, after the last stripe, the sums of its splits and the tokens' places."""
+        (n, d), everything = matrices.hidden.shape, cute.size(tokens.source)
+        dtype = matrices.hidden.element_type
+        splits, from_sums = stripe.dhidden.splits, rows.dhidden == gradients.dhidden
+        out = matrix(dtype, gradients.dhidden + first_given(rows) * d * 2, n, d, d)
+        sums = cute.make_tensor(
+            cute.make_ptr(
+                Float32, chosen(rows.sums, gradients.sums), cute.AddressSpace.gmem, assumed_align=16
+            ),
+            cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1)),
+        )
+        places = cutlass.select_(rows.sums != 0, rows.source, Int64(0))
+        self.dhidden(
+            transposed(matrices.classes),
+            matrices.dlogits,
+            DhiddenTensors(
+                out=output(out),
+                n=n,
+                sums=sums,
+                factor=matrices.factor,
+                places=tokens._replace(source=vector(Int32, places, everything)),
+                is_first=stripe.is_first,
+                to_out=Int32(stripe.is_last != 0 and splits == 1 and not from_sums),
+                shared=shared,
+            ),
+            progress,
+            stripe.dhidden,
+            tokens,
+            stream,
+        )
+        if stripe.is_last != 0 and (splits > 1 or from_sums):
+            # Of tokens that are not compacted, the launch's rows.
+            address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
+            self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream)
+        if stripe.is_last != 0 and rows.dhidden != 0 and not from_sums:
+            only = cute.make_tensor(out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1)))
+            self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream)
+        if rows.accumulator != 0:
+            self.reduce(matrix(Float32, rows.accumulator, everything, d, d), sums, tokens, stream)
 
     def _row_factors(self, upstream: Upstream, loss) -> Upstream:
         """What the rows of float16's dlogits, or of what was kept, are multiplied by."""
@@ -257,29 +322,22 @@ class Backward:
             return Upstream(dloss=loss.row_factor, stride=Int64(1))
         return upstream
 
-    def _shared(self, loss, source: GradientOperands, tokens, d: Int32) -> Shared | None:
+    def _shared(self, loss, tokens: Compacted, d: Int32) -> Shared | None:
         """What the gradient by tokens has besides the product of what was kept."""
         if "shared" not in loss.terms:
             return None
         return Shared(tokens=loss.shared, rows=tokens, features=loss.weight_sum, d=d)
 
     def _dweight_tensors(
-        self,
-        dtype,
-        gradients: Gradients,
-        first: Int32,
-        columns: Int32,
-        d: Int32,
-        factor: cute.Tensor,
-        loss,
-        source: GradientOperands,
+        self, dtype, gradients: Gradients, stripe: Stripe, d: Int32, factor: cute.Tensor, loss
     ) -> DweightTensors | AccumulatorTensors:
         """Of the rows of a stripe."""
         more = {}
         if "shared" in loss.terms:
             more = {"shared": loss.hidden_sum, "d": d}
         kind = dtype if self.added is None else self.added
-        dweight = matrix(kind, gradients.dweight + Int64(first) * d * (kind.width // 8), columns, d, d)
+        address = gradients.dweight + Int64(stripe.first) * d * (kind.width // 8)
+        dweight = matrix(kind, address, stripe.columns, d, d)
         if self.added is Float32:
             return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor, **more)
         before = None if self.added is None else dweight
