@@ -50,7 +50,7 @@ class _Chunk:
         self.paced = bool(stripe.dhidden.paced or stripe.dweight.paced)
         # Not the last: the sum of dhidden stays in fp32.
         self.grid, self.stripe = freeze(forward.gemm), freeze(stripe._replace(is_last=0))
-        self.pitch, self.columns = round_up(vocab, 8), vocab
+        self.pitch, self.columns, self.d = round_up(vocab, 8), vocab, d
         self.half = problem.half
         parts = Parts()
         self.kept_scale, self.factor = (parts.reserve(4 * n) for _ in range(2))
@@ -64,6 +64,29 @@ class _Chunk:
         self.scaled = of_backward.reserve(2 * n * d if problem.need_dweight else 0)
         self.sums = of_backward.reserve(4 * n * d * backward.splits if problem.need_dinput else 0)
         self.nbytes = max(of_forward.nbytes, of_backward.nbytes)
+
+    def keep_outputs(self, start: int) -> KeepOutputs:
+        """start: the address of the chunk's workspace."""
+        return KeepOutputs(
+            kept=start + self.kept,
+            kept_scale=start + self.kept_scale,
+            workspace=start + self.keep,
+            pitch=self.pitch,
+            columns=self.columns,
+        )
+
+    def gradient_operands(self, start: int) -> GradientOperands:
+        """Of what `keep_outputs` says."""
+        return GradientOperands(
+            dlogits=start + self.kept,
+            pitch=self.pitch,
+            factor=start + self.factor,
+            weight_factor=start + self.weight_factor if self.half else 0,
+            hidden=start + self.scaled,
+            hidden_pitch=self.d,
+            kept_scale=start + self.kept_scale,
+            scales=1,
+        )
 
 
 def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
@@ -113,16 +136,10 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
         places = compacted._replace(first=first, tokens=tokens, hidden=start + chunk.hidden)
         if i > 0:
             places = places._replace(gathers=COPIES)
-        keep = KeepOutputs(
-            kept=start + chunk.kept,
-            kept_scale=start + chunk.kept_scale,
-            workspace=start + chunk.keep,
-            pitch=chunk.pitch,
-            columns=chunk.columns,
-        )
         chunk.forward(
             *(*operands, arguments),
-            *(outputs._replace(workspace=start + chunk.partials), places, chunk.grid, keep),
+            *(outputs._replace(workspace=start + chunk.partials), places, chunk.grid),
+            chunk.keep_outputs(start),
         )
         gradients = Gradients(
             # Read for whether it is 0; what is written is the sums.
@@ -131,17 +148,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
             sums=start + chunk.sums,
             adds=int(i > 0),
         )
-        source = GradientOperands(
-            dlogits=keep.kept,
-            pitch=chunk.pitch,
-            factor=start + chunk.factor,
-            weight_factor=start + chunk.weight_factor if chunk.half else 0,
-            hidden=start + chunk.scaled,
-            hidden_pitch=d,
-            kept_scale=keep.kept_scale,
-            scales=1,
-        )
         places = places._replace(gathers=0, accumulator=gradients.dhidden)
+        source = chunk.gradient_operands(start)
         groups = arguments, upstream, statistics, gradients, source, places, chunk.stripe
         # The first chunk's zeroes the counters of all.
         own = Counters(
