@@ -200,7 +200,8 @@ class Architecture:
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
     l2_bytes_per_clock: that an SM loads from L2 while all do.
     data_sheet: peaks for `cute-lce plan`.
-    term_columns: (term, tile_n of the widest tiles of tokens whose epilogues have registers for it).
+    term_columns: (tile_n of the widest tiles of tokens whose epilogues have registers for these terms, the
+        terms, or `+` between those that want them together).
     kept_columns: the same of a forward that keeps.
     tilings: for few tokens first.
     """
@@ -217,8 +218,8 @@ class Architecture:
     dense_flops_per_clock: int
     l2_bytes_per_clock: int
     data_sheet: DataSheet
-    term_columns: tuple[tuple[str, int], ...]
-    kept_columns: tuple[tuple[str, int], ...] = ()
+    term_columns: tuple[tuple[int, str], ...]
+    kept_columns: tuple[tuple[int, str], ...] = ()
     tilings: tuple[Tilings, ...]
 
     @functools.cached_property
@@ -313,8 +314,14 @@ class Gpu(NamedTuple):
         """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
         limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
         names = {*terms, *("own_term" for each in terms if each.startswith("own_term_"))}
-        columns = [most for term, most in limits if term in names]
+        columns = [most for most, each in limits if any(map(names.issuperset, _together(each)))]
         return self._replace(columns=min(columns)) if columns else self
+
+
+@functools.cache
+def _together(terms: str) -> list[list[str]]:
+    """Of Architecture.term_columns."""
+    return [each.split("+") for each in terms.split()]
 
 
 def architecture(name: str) -> Architecture:
@@ -365,7 +372,6 @@ _BLACKWELL = Tiling(
     pace=8,
 )
 
-_WANT_REGISTERS = "softcap", "entropy", "total", "logits", "kept_logits"
 _SM_90A = Architecture(
     name="sm_90a",
     capability=(9, 0),
@@ -380,22 +386,12 @@ _SM_90A = Architecture(
     l2_bytes_per_clock=42,
     data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
     term_columns=(
-        ("softcap", 160),
-        ("own_term", 128),
-        ("entropy", 160),
-        ("squares", 144),
-        ("total", 160),
-        ("logits", 160),
-        ("argmax", 160),
-        ("topk", 176),
-        ("gap", 176),
-        ("uniform", 176),
-        ("shared", 176),
-        ("row_scale", 144),
-        ("linear_bias", 176),
-        ("bias_gradient", 160),
+        (128, "own_term"),
+        (144, "squares row_scale"),
+        (160, "softcap entropy total logits argmax bias_gradient"),
+        (176, "topk gap uniform shared linear_bias"),
     ),
-    kept_columns=(("argmax", 160), *((name, 128) for name in _WANT_REGISTERS)),
+    kept_columns=((160, "argmax"), (128, "softcap entropy total logits kept_logits")),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
@@ -434,8 +430,8 @@ _SM_100A = Architecture(
     dense_flops_per_clock=8192,
     l2_bytes_per_clock=72,
     data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
-    term_columns=(("softcap", 224), ("own_term", 192), ("squares", 224)),
-    kept_columns=(("class_weight", 224),),
+    term_columns=((192, "own_term row_scale+entropy+squares"), (224, "softcap squares linear_bias+entropy")),
+    kept_columns=((224, "class_weight"),),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )
 _SM_103A = replace(

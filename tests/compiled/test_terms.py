@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from cute_lce.arch import Gpu, architecture
@@ -63,6 +65,14 @@ TERMS = {
     "bias": (("linear_bias",), ("linear_bias", "coefficients", "bias_gradient")),
     "numbers": (("row_scale", "entropy", "squares", "logits", "argmax"), ("coefficients",)),
     "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),
+    "temperatures_beside": (
+        ("linear_bias", "row_scale", "entropy"),
+        ("linear_bias", "row_scale", "coefficients", "gap", "bias_gradient"),
+    ),
+    "every_number": (
+        ("linear_bias", "softcap", "row_scale", "entropy", "squares", "logits", "argmax", "topk"),
+        ("coefficients", "topk"),
+    ),
     "topk": (("topk",), ("coefficients", "topk")),
     "topk_beside": (
         ("linear_bias", "softcap", "row_scale", "entropy", "topk"),
@@ -105,21 +115,33 @@ def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...])
     assert len(own.local_accesses) <= max(len(without.local_accesses), accesses)
 
 
+PASSES = ("forward", "backward")
 SHORT = ("sm_90a", "softcap"), ("sm_100a", "entropy")
+SPILLS = {
+    ("sm_90a", "numbers", "backward"): "8 bytes, 4 accesses (without terms 16 and 7)",
+    ("sm_90a", "temperatures", "backward"): "16 bytes, 9 accesses",
+    ("sm_90a", "temperatures_beside", "backward"): "32 bytes, 14 accesses",
+    ("sm_90a", "every_number", "forward"): "16 bytes, 8 accesses",
+}
+"""Of the loop over tiles; ptxas spills as much or more of some of them in narrower tiles."""
 
 
-@pytest.mark.parametrize("i", [0, 1], ids=["forward", "backward"])
+def marks(arch: str, which: str, step: str) -> list[pytest.MarkDecorator]:
+    reason = SPILLS.get((arch, which, step))
+    long = [] if (arch, which) in SHORT else [full]
+    return long if reason is None else [*long, pytest.mark.xfail(reason=reason, strict=True)]
+
+
 @pytest.mark.parametrize(
-    ("arch", "which"),
+    ("arch", "which", "step"),
     [
-        pytest.param(arch, which, marks=[] if (arch, which) in SHORT else [full])
-        for arch in ("sm_90a", "sm_100a")
-        for which in TERMS
+        pytest.param(*each, marks=marks(*each))
+        for each in itertools.product(("sm_90a", "sm_100a"), TERMS, PASSES)
     ],
 )
-def test_terms_spill_nothing(arch: str, which: str, i: int):
+def test_terms_spill_nothing(arch: str, which: str, step: str):
     """In the GEMM of logits: that of dhidden is as without terms."""
-    found = cubin.kernels(widest(arch, *TERMS[which])[i])
+    found = cubin.kernels(widest(arch, *TERMS[which])[PASSES.index(step)])
     gemms = sorted((name for name in found if "Gemm" in name), key=lambda name: int(name.rsplit("_", 1)[1]))
     kernel = found[gemms[0]]
     assert not kernel.usage["STACK"], kernel.usage
