@@ -7,11 +7,11 @@ second process does not import cutlass.
 
 A file's name is a hash of everything that it depends on: the key, the versions of the DSL, of its CUDA
 toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture; of its CPUs any will
-do (baseline.py), so that machines may share the folder. A file is written
-under a temporary name and renamed when it is complete. It ends in a hash of its name and content; a file
-whose hash does not match (truncated, altered, copied from another name) is a miss and is replaced. Any number
-of processes may share a folder: each one that misses compiles, all write the same content, and the last
-rename wins. Stale temporary folders are deleted by the first compile an hour later.
+do (baseline.py), so that machines may share the folder. A file is written under a temporary name and renamed
+when it is complete. It ends in a hash of its name and content; a file whose hash does not match (truncated,
+altered, copied from another name) is a miss and is replaced. Any number of processes may share a folder: each
+one that misses compiles, all write the same content, and the last rename wins. Stale temporary folders are
+deleted by the first compile an hour later.
 
 The package's own, under the same names, are those that a wheel carries (cute_lce/commands/wheel.py);
 installed from sources it has none. Whoever may write them may write the package's sources.

@@ -78,7 +78,8 @@ class KeptTensors(NamedTuple):
 class DlogitsOfKept:
     """dlogits of a stripe that was kept, rounded once; 0 in ignored rows. Moves 4 bytes an element.
 
-    A block has 16 tokens and 1024 classes, a thread 8 adjacent ones of each token.
+    A block has 16 tokens and 1024 classes, a thread 8 adjacent ones of each token, whose loads of 16 bytes
+    are in flight for AT_ONCE tokens together. No shared memory.
     """
 
     def __init__(self, fragment: Fragment):

@@ -38,7 +38,7 @@ class LocalizeTensors(NamedTuple):
 
 
 class Localize:
-    """A thread a token."""
+    """A thread a token, which reads and writes a target. No shared memory."""
 
     @cute.jit
     def __call__(self, tensors: LocalizeTensors, stream: cuda.CUstream):
@@ -87,8 +87,12 @@ class MergeTensors(NamedTuple):
 
 
 class Merge:
-    """A thread a token, which folds the ranks in their order, so that every rank has the same bits; the last
-    block adds up the blocks' losses in a fixed order, in float64."""
+    """A thread a token, which folds the ranks in their order, so that every rank has the same bits.
+
+    Timeline of a block of 256 threads: each reads 12 bytes of each rank, 20 with both gaps, and writes its
+    row -> sums of the block by shuffles and shared memory (132 bytes) -> the block that arrives last adds up
+    all blocks in a fixed order, in float64.
+    """
 
     @cute.jit
     def __call__(self, tensors: MergeTensors, stream: cuda.CUstream):

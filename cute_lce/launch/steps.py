@@ -45,7 +45,7 @@ def halves(step: Step) -> tuple[Step, Step]:
     """A launch as two: what dinput needs, and dweight from the same dlogits."""
     source = step.source
     if not source.kept_scale:
-        # Not read where nothing is scaled: it says that the dlogits are there.
+        # An address other than 0 says that the dlogits are there; where nothing is scaled it is not read.
         source = source._replace(kept_scale=step.statistics.row_sum, scales=0)
     return (
         step._replace(gradients=step.gradients._replace(dweight=0)),

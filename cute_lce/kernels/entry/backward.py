@@ -158,7 +158,7 @@ class Backward:
         )
         progress = [vector(Int32, counters.address + 4 * i, 1) for i in range(3)]
         num_valid = vector(Int64, statistics.num_valid, 1)
-        # Before what was kept no GEMM comes, but the scaling, which zeroes too.
+        # A kept stripe has no GEMM of logits: its first kernel is the scaling, which zeroes the counters too.
         scaled_first = source.kept_scale != 0 and source.scales != 0
         if counters.clears != 0 and not scaled_first:
             clear(vector(Int32, counters.address, counters.clears), stream)
@@ -307,7 +307,7 @@ class Backward:
             stream,
         )
         if stripe.is_last != 0 and (splits > 1 or from_sums):
-            # Of tokens that are not compacted, the launch's rows.
+            # Without compaction `out` begins at the launch's first row.
             address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
             self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream)
         if stripe.is_last != 0 and rows.dhidden != 0 and not from_sums:

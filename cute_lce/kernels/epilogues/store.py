@@ -242,7 +242,7 @@ def store_columns(
         elements = fragment.shared(i)
         number = slab * fragment.owned + i
         boxes = staging.boxes + number % BOXES * (WARPS * BOX_BYTES)
-        # A tile's first may follow its last, of the tile before, in the same boxes.
+        # Of an odd number of groups a tile's first takes the boxes of the last of the tile before.
         same = number == 0 and fragment.slabs * fragment.owned % BOXES != 0
         pending = 0 if same else BOXES - 1
         if lane == 0:
