@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_lce import linear_cross_entropy
+from cute_lce.commands.terminal import positive
 from cute_lce.measure.timing import synchronize
 from cute_lce.options import IGNORE_INDEX
 from examples.corpus import Corpus, batches
@@ -55,7 +56,7 @@ def train(
 ) -> tuple[list[float], float]:
     """(the losses, the median milliseconds of a step)."""
     device = torch.device(args.device)
-    head = Head(args.d, max(args.vocab_size, corpus.vocab_size), loss)
+    head = Head(args.d, args.vocab_size, loss)
     model = LanguageModel(head.out_features, args.d, args.layers, args.heads, args.length, head)
     model.initialise(args.seed)
     model.to(device)
@@ -87,15 +88,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=30, help="training steps (%(default)s)")
-    add("--batch", type=int, default=4, help="chats in a step (%(default)s)")
-    add("--length", type=int, default=128, help="tokens in a chat (%(default)s)")
+    add("--steps", type=positive, default=30, help="training steps (%(default)s)")
+    add("--batch", type=positive, default=4, help="chats in a step (%(default)s)")
+    add("--length", type=positive, default=128, help="tokens in a chat (%(default)s)")
     add("--prompt", type=float, default=0.5, help="part of a chat that is masked (%(default)s)")
-    add("--d", type=int, default=128, help="hidden size (%(default)s)")
-    add("--layers", type=int, default=2, help="decoder layers (%(default)s)")
-    add("--heads", type=int, default=4, help="attention heads (%(default)s)")
-    add("--vocab-size", type=int, default=4096, help="classes of the model (%(default)s)")
-    add("--text-vocab-size", type=int, default=4096, help="entries of the text's vocabulary (%(default)s)")
+    add("--d", type=positive, default=128, help="hidden size (%(default)s)")
+    add("--layers", type=positive, default=2, help="decoder layers (%(default)s)")
+    add("--heads", type=positive, default=4, help="attention heads (%(default)s)")
+    add(
+        "--vocab-size",
+        type=positive,
+        default=4096,
+        help="classes of the model (%(default)s)",
+    )
+    add(
+        "--text-vocab-size",
+        type=positive,
+        default=4096,
+        help="entries of the text's, of these (%(default)s)",
+    )
     add("--lr", type=float, default=3e-4, help="learning rate (%(default)s)")
     add("--seed", type=int, default=0, help="seed of the weights and of the data (%(default)s)")
     add(
@@ -105,7 +116,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="largest relative difference of the losses (%(default)s)",
     )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    # This is also true for nan.
+    if not 0 <= args.prompt < 1:
+        parser.error(f"--prompt: got {args.prompt}, want a part in [0, 1)")
+    if args.d % (2 * args.heads):
+        parser.error(f"--d: got {args.d}, want a multiple of twice --heads, {args.heads}")
+    if args.text_vocab_size < 300:
+        got = args.text_vocab_size
+        parser.error(f"--text-vocab-size: got {got}, want at least 300 (the 256 bytes and some pairs)")
+    if args.vocab_size < args.text_vocab_size:
+        got, text = args.vocab_size, args.text_vocab_size
+        parser.error(f"--vocab-size: got {got}, want at least --text-vocab-size, {text}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cute_lce
+from cute_lce.commands.terminal import mebibytes, positive
 from cute_lce.parallel import VocabParallelLoss
 from examples.language_model import CanonicalHead, LanguageModel
 
@@ -89,15 +90,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="examples.fsdp2_tp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tp", type=int, default=2, help="ranks in a tensor parallel group (%(default)s)")
-    add("--steps", type=int, default=20, help="training steps (%(default)s)")
-    add("--batch", type=int, default=8, help="sequences in a step, over all ranks (%(default)s)")
-    add("--length", type=int, default=64, help="tokens in a sequence (%(default)s)")
-    add("--hidden", type=int, default=64, help="hidden size (%(default)s)")
-    add("--layers", type=int, default=2, help="decoder layers (%(default)s)")
-    add("--heads", type=int, default=4, help="attention heads (%(default)s)")
-    add("--vocab-size", type=int, default=512, help="classes (%(default)s)")
-    add("--workspace-mb", type=float, default=None, help="workspace_mb of the loss (its default)")
+    add("--tp", type=positive, default=2, help="ranks in a tensor parallel group (%(default)s)")
+    add("--steps", type=positive, default=20, help="training steps (%(default)s)")
+    add("--batch", type=positive, default=8, help="sequences in a step, over all ranks (%(default)s)")
+    add("--length", type=positive, default=64, help="tokens in a sequence (%(default)s)")
+    add("--hidden", type=positive, default=64, help="hidden size (%(default)s)")
+    add("--layers", type=positive, default=2, help="decoder layers (%(default)s)")
+    add("--heads", type=positive, default=4, help="attention heads (%(default)s)")
+    add("--vocab-size", type=positive, default=512, help="classes (%(default)s)")
+    add("--workspace-mb", type=mebibytes, default=None, help="workspace_mb of the loss (its default)")
     add("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
     add("--seed", type=int, default=0, help="seed of the weights and of the data (%(default)s)")
     add(
@@ -108,13 +109,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=("cuda", "cpu"), default=device, help="(%(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.hidden % (2 * args.heads):
+        parser.error(f"--hidden: got {args.hidden}, want a multiple of twice --heads, {args.heads}")
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("examples.fsdp2_tp: no WORLD_SIZE, want torchrun to start it (see --help)")
+    ranks = int(os.environ["WORLD_SIZE"])
+    if ranks % args.tp:
+        parser.error(f"--tp: got {args.tp}, want a divisor of the number of ranks, {ranks}")
+    if args.batch % (ranks // args.tp):
+        # The mean of unequal parts' means is another than the whole's.
+        parser.error(f"--batch: got {args.batch}, want a multiple of ranks / --tp, {ranks // args.tp}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("examples.fsdp2_tp: no WORLD_SIZE, want torchrun to start it (see --help)")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

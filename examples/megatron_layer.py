@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_lce.commands.terminal import positive
 from cute_lce.integrations import megatron
 
 
@@ -119,10 +120,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--batch", type=int, default=2, help="sequences in a micro-batch (%(default)s)")
-    add("--length", type=int, default=128, help="tokens in a sequence (%(default)s)")
-    add("--hidden", type=int, default=256, help="hidden size (%(default)s)")
-    add("--vocab-size", type=int, default=4096, help="classes (%(default)s)")
+    add("--batch", type=positive, default=2, help="sequences in a micro-batch (%(default)s)")
+    add("--length", type=positive, default=128, help="tokens in a sequence (%(default)s)")
+    add("--hidden", type=positive, default=256, help="hidden size (%(default)s)")
+    add("--vocab-size", type=positive, default=4096, help="classes (%(default)s)")
     add("--sequence-parallel", action="store_true", help="each rank has a slice of the tokens")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
     add(
@@ -130,13 +131,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=("cuda", "cpu"), default=device, help="(%(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("examples.megatron_layer: no WORLD_SIZE, want torchrun to start it (see --help)")
+    ranks = int(os.environ["WORLD_SIZE"])
+    if args.vocab_size % ranks:
+        parser.error(f"--vocab-size: got {args.vocab_size}, want a multiple of the number of ranks, {ranks}")
+    if args.sequence_parallel and args.length % ranks:
+        parser.error(f"--length: got {args.length}, want a multiple of the number of ranks, {ranks}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("examples.megatron_layer: no WORLD_SIZE, want torchrun to start it (see --help)")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

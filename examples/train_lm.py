@@ -190,13 +190,16 @@ class Verdict:
         )
 
     @property
-    def good(self) -> bool:
+    def agrees(self) -> bool:
         return (
             self.first_losses <= FIRST_LOSSES_TOLERANCE
             and self.first_gradients <= GRADIENT_TOLERANCE
             and self.valid <= VALIDATION_TOLERANCE
-            and self.fell
         )
+
+    @property
+    def good(self) -> bool:
+        return self.agrees and self.fell
 
 
 def plot(path: Path, runs: Sequence[Run]) -> bool:
@@ -266,7 +269,9 @@ def report(out: Path, fused: Run, canonical: Run, verdict: Verdict, args: argpar
     else:
         print(f"\nmatplotlib is missing, so there is no plot; the losses: {out / 'losses.csv'}")
     print(f"all numbers: {out / 'summary.json'}")
-    print("the two runs agree" if verdict.good else "THE TWO RUNS DISAGREE")
+    print("the two runs agree" if verdict.agrees else "THE TWO RUNS DISAGREE")
+    if not verdict.fell:
+        print("THE LOSS DID NOT FALL: more --steps, or another --lr")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

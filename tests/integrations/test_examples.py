@@ -111,10 +111,30 @@ def test_grpo(capsys):
         ("grpo", "--letter 7", "--letter: got '7', want one of abc"),
         ("grpo", "--d 33", "--d: got 33, want a multiple of twice --heads, 4"),
         ("grpo", "--vocab-size 28", "--vocab-size: got 28, want at least 29"),
+        ("finetune", "--steps 0", "--steps: got 0, want a whole number of at least 1"),
+        ("finetune", "--heads 3", "--d: got 128, want a multiple of twice --heads, 3"),
+        ("finetune", "--prompt 1", "--prompt: got 1.0, want a part in [0, 1)"),
+        ("finetune", "--text-vocab-size 9", "--text-vocab-size: got 9, want at least 300"),
+        ("finetune", "--vocab-size 300", "--vocab-size: got 300, want at least --text-vocab-size, 4096"),
+        ("fsdp2_tp", "--tp 3", "--tp: got 3, want a divisor of the number of ranks, 4"),
+        ("fsdp2_tp", "--batch 3", "--batch: got 3, want a multiple of ranks / --tp, 2"),
+        ("fsdp2_tp", "--hidden 20", "--hidden: got 20, want a multiple of twice --heads, 4"),
+        ("fsdp2_tp", "--workspace-mb -1", "--workspace-mb: got -1, want a positive number"),
+        (
+            "megatron_layer",
+            "--vocab-size 510",
+            "--vocab-size: got 510, want a multiple of the",
+        ),
+        (
+            "megatron_layer",
+            "--sequence-parallel --length 6",
+            "--length: got 6, want a multiple of the",
+        ),
     ],
 )
-def test_arguments_that_no_model_takes_are_refused(example, options, said, capsys):
+def test_arguments_that_no_model_takes_are_refused(example, options, said, capsys, monkeypatch):
     pytest.importorskip("trl", reason="trl is not installed (extra integrations)")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     module = importlib.import_module(f"examples.{example}")
     with pytest.raises(SystemExit, match=r"^2$"):
         module.main(options.split())
