@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=16, help="micro-batches (%(default)s)")
     parser.add_argument("--shape", default="512,512,8192", help="n,d,V of a micro-batch (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write the results there")
-    parser.add_argument("--show", type=Path, nargs="+", help="print kept results, measure nothing")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     args = parser.parse_args(arguments)
     if args.show:
         show(records.read(args.show))

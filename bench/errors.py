@@ -1,17 +1,17 @@
-"""Compare the errors of loss, dH and dW against float64: ours, torch's and the peers', in bf16.
+"""Compare the errors of loss, dH and dW against float64: those of cute_lce, torch and the peers, in bf16.
 
-The yardstick of each error is that of fp32 logits (bf16 operands multiplied into fp32) with dlogits rounded
-once to bf16, gradients accumulated in fp32 and rounded once; ours must stay within BARS times it. Errors are
-relative RMS, of the whole loss and the whole of both gradients, on rows of several kinds:
+The yardstick is the error with fp32 logits (bf16 operands multiplied into fp32), dlogits rounded once to
+bf16, and gradients accumulated in fp32 and rounded once; ours must stay within BARS times it. Errors are
+relative RMS over the whole loss and both whole gradients, on rows of several kinds:
 
     untrained   logits of standard deviation 1
-    mixed       in half of the rows the target's logit stands 20 higher
+    mixed       in half of the rows the target's logit is 20 higher
     confident   the same in all rows
-    jump_H      in every eighth row the logits of three columns stand H higher
+    jump_H      in every eighth row the logits of three columns are H higher
 
-and of parts, where a whole would hide what is small: the entries of dW that are no row's target
-("no target"), the rows and columns that jump ("jumping"), and all but these ("others"). What is printed is
-each error's multiple of its yardstick, the largest over the parts; --parts prints all.
+and over parts, since small errors would not show in the whole: the entries of dW that are no row's target
+("no target"), the rows and columns that jump ("jumping"), and all others ("others"). Printed is each error as
+a multiple of its yardstick, the largest over the parts; --parts prints all.
 
     python3 -m bench.errors --out bench/results/h100_errors.json
     python3 -m bench.errors --shapes 1000,1024,32003 --providers cute_lce torch_eager_bf16ce cce

@@ -3,8 +3,8 @@
     python3 -m bench.run --shapes paper --pass fwd fwd_bwd --providers all --out h200_paper.json
     python3 -m bench.grid                                # each bench/results/*_paper.json
 
-Of ours the fastest of the measured budgets is drawn, of a peer its fastest pipeline. PUBLISHED are the
-paper's own measurements of its forward on a GB200 (its table 2), which bench/ does not draw: another GPU's.
+Drawn are the fastest of our measured budgets and each peer's fastest pipeline. PUBLISHED has the paper's own
+measurements of its forward on a GB200 (its table 2); they are not drawn, since they are of another GPU.
 """
 
 from __future__ import annotations

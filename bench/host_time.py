@@ -1,11 +1,12 @@
-"""Measure what a call costs the host: the time until it returns, with the device left to work behind.
+"""Measure what a call costs the host: the time until it returns, while the device is still working.
 
-Shapes are small, so that the device keeps up and no queue fills. Microseconds: each of three runs gives the
-median over many groups of calls, of the mean in a group; the median, least and greatest of the three. The
-device is waited for between groups, outside the measured time. Three passes: fwd, a forward under no_grad;
-fwd_grad, one that a backward may follow; bwd, that backward alone, with both gradients. Of cute_lce the
-backward is measured with one stripe, with several, and with everything kept; and calls over a group of one
-rank, which make every collective that more ranks make: with its vocabulary sharded, and its tokens too.
+Shapes are small, so that the device keeps up and no queue fills. Times are in microseconds: each of three
+runs gives the median, over many groups of calls, of a group's mean; reported are the median, minimum and
+maximum of the three. Between groups, outside the measured time, the host waits for the device. There are
+three passes: fwd, a forward under no_grad; fwd_grad, one that a backward may follow; bwd, that backward
+alone, with both gradients. For cute_lce the backward is measured with one stripe, with several, and with
+everything kept. Calls over a group of one rank, with a sharded vocabulary and with sliced tokens too, run
+every collective.
 
     python3 -m bench.host_time --out bench/results/h100_host_time.json
     python3 -m bench.host_time --shape 64,256,1000 --providers cute_lce torch_eager_bf16ce

@@ -91,8 +91,8 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.kept_logits", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the results there")
-    parser.add_argument("--show", type=Path, nargs="+", help="print kept results, measure nothing")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     args = parser.parse_args(arguments)
     if args.show:
         show(records.read(args.show))

@@ -3,8 +3,8 @@
     python3 -m bench.kernels --shapes random:3:30 --out bench/results/tuning/h200_kernels.json
 
 A row is one pass of one shape with one configuration: "forward"; "keep", the forward that keeps everything;
-"dinput" and "dweight", each from what was kept; "logits", dlogits and dinput of one stripe. Its time has all
-of the pass's kernels, not only the GEMM. `chosen` marks what the plan picks.
+"dinput" and "dweight", each from what was kept; "logits", dlogits and dinput of one stripe. Its time includes
+all of the pass's kernels, not only the GEMM. `chosen` marks the plan's choice.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ def compile_key(key: Key) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", default="random:3:30", help="as in bench.run")
-    parser.add_argument("--seconds", type=float, default=0.03, help="of a pass")
-    parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = argparse.ArgumentParser(prog="bench.kernels", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", default="random:3:30", help="as in bench.run (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.03, help="timed seconds of a pass (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=15, help="number of processes that compile (%(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     found = [Calibration(shape, device) for shape in parse(args.shapes)]

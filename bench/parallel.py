@@ -1,11 +1,12 @@
-"""Time calls over several GPUs of one host beside the whole call on one, and see how far collectives hide.
+"""Time calls over several GPUs of one host, compare them with the whole call on one GPU, and measure how much
+of their collectives other kernels hide.
 
-Each repetition runs every case, in an order drawn anew and the same on all ranks, which meet before each
-call; a case's time in a repetition is its slowest rank's. `ms` is that of a call behind other work, as in a
-training step, where the host is ahead of its GPU; `ms_idle` that of one for which the GPU waits. Efficiency
-is per GPU, by `ms`: the time of the whole call on one GPU, alone, over ranks times the case's. The workspace
-is each GPU's. Results are a JSON list, one object a case and shape; bench/results/README.md says what each
-key means.
+Each repetition runs every case, in a new random order that is the same on all ranks; the ranks synchronise
+before each call, and a case's time in a repetition is its slowest rank's. `ms` is the time of a call that is
+queued behind other work, as in a training step; `ms_idle` that of a call for which the GPU waits. Efficiency
+is per GPU, by `ms`: the time of the whole call on one GPU, divided by ranks times the case's time. The
+workspace is each GPU's. Results are a JSON list with one object for each case and shape;
+bench/results/README.md explains the keys.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
     python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
@@ -371,21 +372,25 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU of its own")
-    found.add_argument("--shapes", nargs="+", default=["8192,4096,131072", "2048,4096,131072"])
-    found.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    found.add_argument("--schedule", default="auto")
+    found = argparse.ArgumentParser(
+        prog="bench.parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--ranks", type=int, default=2, help="processes, each with its own GPU (%(default)s)")
+    found.add_argument("--shapes", nargs="+", default=["8192,4096,131072", "2048,4096,131072"], help="n,d,V")
+    found.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="see bench/results/README.md (all)"
+    )
+    found.add_argument("--schedule", default="auto", help="(%(default)s)")
     found.add_argument("--reduction", nargs="+", default=["mean"], choices=("mean", "sum", "none"))
     found.add_argument("--dtype", default="bf16", choices=DTYPES)
-    found.add_argument("--workspace-mb", type=float, default=2400)
-    found.add_argument("--sm-margin", type=int, help="the calls' sm_margin")
-    found.add_argument("--max-ctas", type=int, help="NCCL_MAX_CTAS, of all groups")
-    found.add_argument("--reps", type=int, default=30)
+    found.add_argument("--workspace-mb", type=float, default=2400, help="of each GPU (%(default)s)")
+    found.add_argument("--sm-margin", type=int, help="sm_margin of the calls")
+    found.add_argument("--max-ctas", type=int, help="NCCL_MAX_CTAS, for all groups")
+    found.add_argument("--reps", type=int, default=30, help="repetitions (%(default)s)")
     found.add_argument("--quick", action="store_true", help="5 repetitions")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    found.add_argument("--out", default="", help="write a JSON list there")
-    found.add_argument("--show", nargs="+", type=Path, help="print kept results, and measure nothing")
+    found.add_argument("--out", default="", help="JSON file for the results")
+    found.add_argument("--show", nargs="+", type=Path, help="print stored results, measure nothing")
     return found
 
 

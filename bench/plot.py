@@ -3,9 +3,9 @@
     python3 -m bench.plot                                     # each bench/results/*_random.json
     python3 -m bench.plot bench/results/h200_random.json --out docs/figures/h200_random.png
 
-Each shape is a point; a line goes through the geometric means of the shapes between one power of two and the
-next. Points of short calls (`bench.summary`) are small, count in no line and do not stretch the axis upwards:
-one that lies beyond it is an arrow with its number. The figure is readable without colour.
+Each shape is a point; a line joins the geometric means of the shapes between one power of two and the next.
+Points of short calls (`bench.summary`) are small, are in no line and do not stretch the axis: one that lies
+beyond it is an arrow with its number. The figure is readable without colour.
 """
 
 from __future__ import annotations

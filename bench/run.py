@@ -1,9 +1,9 @@
-"""Measure linear cross entropy side by side: ours, torch's and the peers', beside the GEMMs they need.
+"""Measure linear cross entropy by cute_lce, by torch and by other packages (the peers), and the GEMMs alone.
 
-Every measurement alternates with its floor, cuBLAS's GEMMs at the same shape: the logits for a forward, and
-those of the two gradients too for forward + backward. Errors are relative RMS against float64, the gradients'
-on a sample of rows and of vocabulary entries. Results are a JSON list with one object a measurement;
-bench/results/README.md says what each key means.
+Every measurement alternates with its floor, cuBLAS's GEMMs at the same shape: that of the logits for a
+forward, and also those of the two gradients for forward + backward. Errors are relative RMS against float64;
+those of the gradients are measured on a sample of rows and of vocabulary entries. Results are a JSON list
+with one object for each measurement; bench/results/README.md explains the keys.
 
     python3 -m bench.run --shapes forward --providers cute_lce --out bench/results/h100_forward.json
     python3 -m bench.run --shapes backward --pass fwd_bwd --reduction mean none --workspace-mb table
@@ -444,22 +444,28 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"{tables}, {shapes.RANDOM}, or n,d,V[,weight|hidden] (the frozen operand)",
     )
     add("--providers", nargs="+", default=["cute_lce"], metavar="NAME", help=f"all, or {names}")
-    add("--pass", nargs="+", dest="passes", default=["fwd"], choices=("fwd", "fwd_bwd"))
-    add("--schedule", nargs="+", default=["auto"], choices=providers.SCHEDULES, help="of cute_lce")
-    add("--reduction", nargs="+", default=["mean"], choices=("mean", "none"))
+    add("--pass", nargs="+", dest="passes", default=["fwd"], choices=("fwd", "fwd_bwd"), help="(fwd)")
+    add(
+        "--schedule",
+        nargs="+",
+        default=["auto"],
+        choices=providers.SCHEDULES,
+        help="cute_lce's schedules (auto)",
+    )
+    add("--reduction", nargs="+", default=["mean"], choices=("mean", "none"), help="(mean)")
     add(
         "--workspace-mb",
         nargs="+",
         default=["default"],
-        help="of cute_lce, in MiB: numbers, default, ample (holds all that a shape can use), or table (what "
-        "its row is measured with)",
+        help="cute_lce's, in MiB: numbers, default, ample (all that a shape can use), or table (what the "
+        "shape's row in the table has) (default)",
     )
     add(
         "--grad-weight-out",
         nargs="+",
         default=["none"],
         choices=("none", "fp32", "bf16"),
-        help="of cute_lce: the type of a buffer to which dW is added, or none, which returns it",
+        help="dtype of the buffer to which cute_lce adds dW; none: dW is returned (none)",
     )
     add(
         "--ignored",
@@ -475,25 +481,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["none"],
         metavar="TERMS",
         help="none, softcap=30, z_loss=1e-4, label_smoothing=0.1, logprob,entropy,temperature=0.7 and other "
-        "combinations (bench/terms.py), of cute_lce and of who else has them; errors: bench.errors --terms",
+        "combinations (bench/terms.py), for cute_lce and for the peers that have them; bench.errors --terms "
+        "measures their errors",
     )
-    add("--window", type=int, help="of cute_lce, in vocabulary entries")
-    add("--dtype", default="bf16", choices=tuple(DTYPES))
-    add("--rows", default="untrained", choices=ROWS, help="how sure the tokens are (%(default)s)")
+    add("--window", type=int, help="cute_lce's, in vocabulary entries")
+    add("--dtype", default="bf16", choices=tuple(DTYPES), help="(%(default)s)")
+    add("--rows", default="untrained", choices=ROWS, help="how probable the targets are (%(default)s)")
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--seconds", type=float, default=0.5, help="timed seconds of one measurement (%(default)s)")
     add(
         "--repeat",
         type=int,
         metavar="RUNS",
-        help="time all cases of a shape and pass in alternation, in so many runs, whose median is the time "
+        help="time all cases of a shape and pass in alternation, in RUNS runs, and report their median "
         "(without: each case alone with the floor, in three runs)",
     )
     add(
         "--sustained",
         type=float,
         metavar="SECONDS",
-        help="time each call back to back for so long, in rounds of random order with the floor, caches warm",
+        help="time each call back to back for SECONDS, in rounds of random order with the floor, caches warm",
     )
     add("--quick", action="store_true", help="few repetitions")
     add("--no-errors", action="store_true", help="leave out the float64 reference")
@@ -502,11 +509,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--deadline",
         type=float,
         metavar="SECONDS",
-        help="begin no further shape so long after the start; --out says of each what was not begun",
+        help="begin no further shape after SECONDS; --out lists the shapes that were not begun",
     )
-    add("--append", action="store_true", help="keep what --out already holds")
-    add("--resume", action="store_true", help="keep it, and leave out what it has measured")
-    add("--show", nargs="+", type=Path, metavar="JSON", help="print kept results and measure nothing")
+    add("--append", action="store_true", help="keep the results in --out, and add to them")
+    add("--resume", action="store_true", help="keep the results in --out, and measure only what is missing")
+    add("--show", nargs="+", type=Path, metavar="JSON", help="print stored results, measure nothing")
     args = parser.parse_args(argv)
     if args.show:
         return args

@@ -1,12 +1,12 @@
-"""Time a training step of a Llama-like model, whose head and loss are each provider's in turn.
+"""Time a training step of a Llama model with each provider's head and loss in turn.
 
 The model is Hugging Face's Llama with random weights in bfloat16, untied, trained by fused AdamW on random
-tokens; its body is the same for all, and runs eagerly: only head and loss differ, and "without head", a mean
-of the hidden states, says what they take. Each repetition runs every provider once, in an order drawn anew.
-`peak_mib` is what a step holds at most beyond weights, their gradients and the optimizer's state.
+tokens. Its body is the same for all and runs eagerly; only head and loss differ. "without head", a mean of
+the hidden states, shows what head and loss take. Each repetition runs every provider once, in a new random
+order. `peak_mib` is a step's peak memory beyond weights, their gradients and the optimizer's state.
 
     python3 -m bench.step --out bench/results/h200_step.json
-    python3 -m bench.step --vocab 262144 --largest            # the largest batch besides, from memory's slope
+    python3 -m bench.step --vocab 262144 --largest            # also the largest batch, by the slope of memory
     python3 -m bench.step --show bench/results/h200_step.json
 """
 
@@ -259,20 +259,28 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--vocab", type=int, nargs="+", default=[32768, 128256, 262144])
-    found.add_argument("--d", type=int, default=2048)
-    found.add_argument("--layers", type=int, default=16)
-    found.add_argument("--inner", type=int, default=8192, help="features inside an MLP")
-    found.add_argument("--heads", type=int, default=32)
-    found.add_argument("--length", type=int, default=2048)
-    found.add_argument("--batch", type=int, default=4)
-    found.add_argument("--reps", type=int, default=10)
+    found.add_argument(
+        "--vocab", type=int, nargs="+", default=[32768, 128256, 262144], help="vocabularies (%(default)s)"
+    )
+    found.add_argument("--d", type=int, default=2048, help="hidden size (%(default)s)")
+    found.add_argument("--layers", type=int, default=16, help="decoder layers (%(default)s)")
+    found.add_argument("--inner", type=int, default=8192, help="features inside an MLP (%(default)s)")
+    found.add_argument("--heads", type=int, default=32, help="attention heads (%(default)s)")
+    found.add_argument("--length", type=int, default=2048, help="tokens in a sequence (%(default)s)")
+    found.add_argument("--batch", type=int, default=4, help="sequences in a step (%(default)s)")
+    found.add_argument("--reps", type=int, default=10, help="repetitions (%(default)s)")
     found.add_argument("--peers", nargs="*", default=list(PEERS), choices=[*providers.PROVIDERS])
-    found.add_argument("--workspace-mb", type=float, nargs="*", default=list(BUDGETS), help="of ours")
-    found.add_argument("--largest", action="store_true", help="find the largest batch too (GPU)")
+    found.add_argument(
+        "--workspace-mb",
+        type=float,
+        nargs="*",
+        default=list(BUDGETS),
+        help="of cute_lce, in MiB (%(default)s)",
+    )
+    found.add_argument("--largest", action="store_true", help="also find the largest batch (needs a GPU)")
     found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    found.add_argument("--out", type=Path, help="write the results there")
-    found.add_argument("--show", type=Path, nargs="+", help="print kept results, measure nothing")
+    found.add_argument("--out", type=Path, help="JSON file for the results")
+    found.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     return found
 
 

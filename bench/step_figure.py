@@ -1,10 +1,10 @@
-"""Plot what a training step comes to: speed over peak memory, a panel for each size of the vocabulary.
+"""Plot a training step: speed over peak memory, a panel for each size of the vocabulary.
 
     python3 -m bench.step --out h200_step.json
     python3 -m bench.step_figure                         # each bench/results/*_step.json
 
-Up and to the left is better. The line joins the budgets of ours; the dashed one is a step without head and
-loss, which none can be faster than.
+Up and to the left is better. The line joins our budgets; the dashed line is a step without head and loss, the
+upper limit of speed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What kept results come to: multiples of the floor by number of tokens, and ours beside the peers'.
+"""Summarise stored results: multiples of the floor by number of tokens, ours and the peers'.
 
-Only the rows of `bench.run` in one dtype count, of calls whose both operands need gradients. Where ours was
-measured with several budgets, the largest counts. A call is short where its floor takes less than 0.3 ms:
-launches are the most of it, so that microseconds above the floor are given instead of multiples.
+Only rows of `bench.run` in one dtype count, of calls where both operands need gradients. If ours was measured
+with several budgets, the largest counts. A call is short if its floor takes less than 0.3 ms: launches
+dominate it, so the microseconds above the floor are given instead of multiples.
 
     python3 -m bench.summary bench/results/h200_random.json
 """

@@ -38,8 +38,8 @@ def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) ->
     capped = options.softcap is not None and term_of(options.softcap) is None
     if schedule == "keep" and capped and options.label_smoothing:
         raise ValueError(
-            "schedule: got 'keep' with a softcap and label_smoothing, want 'recompute' or 'auto', or one of "
-            "the two terms"
+            "schedule: got 'keep' with a softcap and label_smoothing, want 'recompute' or 'auto', or "
+            "only one of the two terms"
         )
     keeps = schedule == "keep" and launch.token_stats.keeps(operands, options)
     return launch.STATISTICS if keeps or schedule in ("auto", "recompute") else STATISTICS

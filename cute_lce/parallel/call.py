@@ -46,7 +46,7 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
         given["grad_input"] = grad_input != "reduced"
         given["sm_margin"] = sm_margin is not None
         name = next(name for name, is_given in given.items() if is_given)
-        raise ValueError(f"{name}: got a value without tp_group, want one only where there is a tp_group")
+        raise ValueError(f"{name}: got a value without tp_group, want it only with a tp_group")
     if not isinstance(tp_group, ProcessGroup):
         what = "a group that this rank is not in" if tp_group is dist.GroupMember.NON_GROUP_MEMBER else ""
         raise TypeError(
@@ -63,7 +63,8 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
         raise ValueError(f"grad_input: got {grad_input!r}, want one of {', '.join(map(repr, GRAD_INPUTS))}")
     if grad_input == "partial" and sequence_dim is not None:
         raise ValueError(
-            "grad_input: got 'partial' with sequence_dim, whose gradient is a slice of a sum; want 'reduced'"
+            "grad_input: got 'partial' with sequence_dim, where a rank's gradient is its slice of the sum; "
+            "want 'reduced'"
         )
     if sm_margin is not None:
         if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):

@@ -36,8 +36,8 @@ def linear_cross_entropy(
     reduction = given["reduction"]
     if layout.summed and reduction == "mean" and given["denominator"] is None:
         raise ValueError(
-            "reduction: got 'mean' of tokens that are sharded over the mesh, whose count no rank knows; want "
-            "a denominator, 'sum' (a Partial loss) or 'none'"
+            "reduction: got 'mean' with tokens that are sharded over the mesh, whose number no rank knows; "
+            "want a denominator, 'sum' (a Partial loss) or 'none'"
         )
     own = {
         "linear_bias": layout.of_classes("linear_bias", given["linear_bias"]),

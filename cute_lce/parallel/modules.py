@@ -48,7 +48,9 @@ class VocabParallelLoss(ParallelStyle):
             got, want = type(module).__name__, "a cute_lce.LinearCrossEntropy or LinearLogprob"
             raise TypeError(f"module: got {got}, want {want}")
         if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh: got {device_mesh.ndim} dimensions, want the tensor parallel one")
+            raise ValueError(
+                f"device_mesh: got {device_mesh.ndim} dimensions, want one: that of the tensor parallel group"
+            )
         distribute_module(module, device_mesh, self._partition)
 
         def place(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

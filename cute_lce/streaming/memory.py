@@ -163,7 +163,7 @@ def _choose(
         if reduction == "none" and problem.need_dweight:
             raise ValueError(
                 "schedule: got 'grad_in_forward' with reduction='none' and a linear_weight that needs a "
-                "gradient, which it would form before the upstream gradients are known; want reduction "
+                "gradient, which it would compute before the upstream gradients are known; want reduction "
                 "'mean' or 'sum', a frozen linear_weight, or another schedule"
             )
         if workspace:
