@@ -11,8 +11,8 @@ Of the wheels nvidia-cuda-sanitizer-api, 13.5.25 has all parts of the tool; thos
 launchers. API errors are the DSL's, which asks an older driver for functions of its own CUDA version.
 PYTORCH_NO_CUDA_MEMORY_CACHING gives each tensor an allocation of its own, so that memcheck sees where it
 ends. --baseline runs torch.mm on the same shapes, whose Hopper kernels are CUTLASS's: a finding that it has
-too is the tool's. --only forward or --only backward runs half of it. What is computed is compared with
-float64: a run that fails has computed something else.
+too is the tool's. --only runs a part: forwards, backwards, or numbers of tokens with their gradients.
+What is computed is compared with float64: a run that fails has computed something else.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from cute_lce.plan.problem import Limits, round_up
 from tests import passes
 from tests.device import planned_for
 from tests.gpu.test_backward import Kept, Trained, some_ignored
+from tests.gpu.test_terms import KEPT_LOGITS, test_kept_logits, test_the_kernels_topk
 from tests.numerics import Case, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -120,6 +121,17 @@ def backwards(gpu: Gpu) -> None:
         _done(str(step))
 
 
+def numbers(gpu: Gpu) -> None:
+    """linear_logprob's outputs and gradients, of kept logits and of recomputed ones."""
+    for few in (gpu.sms, FEW):
+        with planned_for(gpu._replace(sms=few)):
+            for which in KEPT_LOGITS:
+                test_kept_logits(which, (300, 96, 1003), None)
+                _done(f"{which}, {few} SMs")
+            test_the_kernels_topk(BF16, 64)
+            _done(f"topk_logprob, {few} SMs")
+
+
 def baseline() -> None:
     for n, d, V, _ in SHAPES:
         for dtype in (BF16, FP16):
@@ -140,16 +152,16 @@ def main() -> None:
         prog="tests.gpu.sanitize", description="Small runs for compute-sanitizer."
     )
     parser.add_argument("--baseline", action="store_true", help="torch.mm instead of the kernels")
-    parser.add_argument("--only", choices=["forward", "backward"], help="one of the two passes")
+    parts = {"forward": forwards, "backward": backwards, "numbers": numbers}
+    parser.add_argument("--only", choices=parts, help="one part")
     args = parser.parse_args()
     gpu = launch.device.gpu_of(torch.device("cuda", 0))
     if args.baseline:
         baseline()
         return
-    if args.only != "backward":
-        forwards(gpu)
-    if args.only != "forward":
-        backwards(gpu)
+    for name, run in parts.items():
+        if args.only in (None, name):
+            run(gpu)
 
 
 if __name__ == "__main__":
