@@ -48,53 +48,57 @@ LEAST = (
 NONE_IGNORED = (
     r"setp\.lt\.s32|selp\.b32 .*, 0, ",
     "or equal|swapped",
-    "Of the ignored tokens, of which these calls have none (tests/emulated/test_rows.py has).",
+    "Concerns ignored tokens, of which these calls have none (tests/emulated/test_rows.py has some).",
 )
 SAME_LANES = (
     r"setp\.ne\.b32 \S+ %r\d+, 0",
     "reversed",
-    "Which lane writes: all of them have the same number.",
+    "Selects the lane that writes; all lanes have the same number.",
 )
 NO_COUNTERS = (
     r"st\.global\.b32 \[%rd\d+\], 0|setp\.lt\.s32",
     "store removed|or equal",
-    "Of the counters of clusters that pace, which these do not (test_counters_start_at_zero has such).",
+    "Concerns the counters of clusters that pace; these calls have none (test_counters_start_at_zero does).",
 )
-CLASS_0 = (r"setp\.lt\.s64", "or equal", "Class 0 is what a target that is no class takes as well.")
-EITHER_INTEGER = (r"cvt\.rmi", "rounds up", "Either integer next to the target's logit serves.")
+CLASS_0 = (r"setp\.lt\.s64", "or equal", "A target that is not a class uses class 0 as well.")
+EITHER_INTEGER = (r"cvt\.rmi", "rounds up", "Either integer next to the target's logit is a valid reference.")
 NO_NEGATIVE_COLUMN = (
     r"setp\.(?:ne\.b32 \S+ %r\d+, %r\d+|lt\.s32 \S+ %r\d+, 0)$",
     "reversed|or equal",
-    "Of the division of a column by the unit, which rounds towards zero: no column is negative.",
+    "Part of a division of a column that rounds towards zero; no column is negative.",
 )
 
 ONE_LARGE_TERM = (
     r"sub\.f32 \S+ %r\d+, %r\d+$",
     "adds",
-    "bf16 holds the sum of a row whose largest term does not exceed the headroom; float16's Finish needs it.",
+    "bf16 holds the sum of a row whose largest term does not exceed the headroom; in float16 this is found.",
 )
 EITHER_ONE = (
     r"setp\.le\.f32 \S+ %r\d+, 0f3F800000",
     "not equal",
-    "The larger of two equal numbers is either.",
+    "For two equal numbers either one is the maximum.",
 )
 FIRST_OF_VALID = (
     r"setp\.eq\.b32 \S+ %r\d+, 0$|selp\.b32 \S+ 1, 0|sub\.s32",
     "reversed|swapped|adds",
-    "Of a launch that does not begin at token 0, or of no valid token: these begin there and have some.",
+    "Matters only if a launch begins after token 0 or has no valid token; these calls do neither.",
 )
 ROUNDED_UP = (
     r"shr\.(?:s32 .*, 31|u32 .*, 26)$|add\.s32 \S+ %r\d+, %r\d+$|setp\.gt\.s32 \S+ %r\d+, -1",
     "not shifted|subtracts|or equal",
-    "Of a division rounded up, of whole tiles of tokens: nothing is added to the quotient.",
+    "Part of a division that rounds up; the tokens fill whole tiles, so nothing is added to the quotient.",
 )
 SLOWER_THAN_A_PEER = (
     r"mbarrier\.try_wait",
     "always succeeds",
-    "The producer's tail waits. The last one is enough; it keeps the CTA alive until its peer has released"
-    " the slot, in 60 schedules never later than the reads and writes of the CTA's own last tile.",
+    "A wait of the producer's tail. The last one keeps the CTA alive until its peer has released the slot;"
+    " in 60 schedules that was never later than the reads and writes of the CTA's own last tile.",
 )
-SEVERAL_SPLITS = (r"setp\.lt\.s32 \S+ %r\d+, 1$", "or equal", "There are two splits or more.")
+SEVERAL_SPLITS = (
+    r"setp\.lt\.s32 \S+ %r\d+, 1$",
+    "or equal",
+    "Concerns a single split; these calls have two or more.",
+)
 
 
 def case(arch: str, keeps: bool, dtype: torch.dtype = torch.bfloat16):

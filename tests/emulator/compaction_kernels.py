@@ -21,29 +21,29 @@ def _build(folder: str) -> Emulated:
 DIVISION = (
     r"shr\.(?:s32 .*, 31|u32 .*, (?:27|29|30))$|add\.s32 \S+ %r\d+, %r\d+$",
     "not shifted|subtracts",
-    "Of a division that rounds towards zero, which adds 0 to numbers that are not negative.",
+    "Part of a division that rounds towards zero; the correction is 0 for numbers that are not negative.",
 )
-UNIFORM = (r"shfl\.sync\.idx", "a lane's own", "Of a number that all lanes have.")
-UP = (r"setp\.gt\.s32 .*, -1$", "or equal", "Of a division that rounds up, of a number that is not negative.")
+UNIFORM = (r"shfl\.sync\.idx", "a lane's own", "All lanes have the same number.")
+UP = (r"setp\.gt\.s32 .*, -1$", "or equal", "Part of a division that rounds up; the number is not negative.")
 RANGES = (
     r"and\.pred|shr\.u32 .*, 5$|and\.b32 .*, -32$",
     "or|not shifted",
-    "The blocks' ranges become longer, and the first blocks have all tokens.",
+    "The blocks' ranges become longer, and the first blocks handle all tokens.",
 )
 AGAIN = (
     r"min\.s32|setp\.(?:ge|lt)\.s32 \S+ %r\d+, %r\d+$",
     "maximum|(?:not|or) equal",
-    "A block also moves tokens behind its own, to where their block does, or looks at 32 behind the last.",
+    "A block also moves the tokens of later blocks, to the same places as those, or reads 32 past the last.",
 )
 ALL_HAVE_IT = (
     r"setp\.ne\.b32 .*, 0$|or\.b32",
     "reversed|and",
-    "Other lanes, or warps, or blocks, write the number that one writes: all have it.",
+    "Other lanes, warps or blocks write the number instead; all have the same.",
 )
 BEHIND = (
     r"setp\.le\.s32",
     "not equal",
-    "Sixteen bytes are copied behind a row, where the next row's copy is, which comes later here.",
+    "Sixteen bytes are copied past a row's end; the next row's copy comes later here and overwrites them.",
 )
 
 

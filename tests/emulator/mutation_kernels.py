@@ -49,13 +49,13 @@ TAIL = (
 RELINQUISH = (
     r"tcgen05\.relinquish",
     "relinquish",
-    "Equivalent: another CTA of the SM that allocates then waits until this one has ended, and no CTA here"
-    " waits for another of its SM (test_without_relinquish_two_ctas_of_an_sm_take_turns).",
+    "Equivalent: without it another CTA of this SM allocates only when this one has ended; here no CTA waits"
+    " for another of its SM (test_without_relinquish_two_ctas_of_an_sm_take_turns).",
 )
 GLOBAL_FENCE = (
     r"fence\.acq_rel\.gpu",
     "fence removed",
-    "Orders global memory between CTAs, which is sequentially consistent here (README, limits).",
+    "Orders global memory between CTAs; the emulator's is sequentially consistent (README, limits).",
 )
 TWO_FENCES = (
     r"fence\.mbarrier_init",
