@@ -13,6 +13,9 @@ LOG2_E = 1.4426950408889634
 
 HEADROOM = 64.0
 """How far above a sum's base exponents in base 2 may lie without raising it."""
+ENTROPY_HEADROOM = 4.0
+"""The same for an entropy's sum, whose rounding error is proportional to how far the maximum lies above the
+base: at 64 the entropy of a confident row would be off by 4e-6."""
 MOST_STEPS = 65535.0
 """The most steps by which K is raised that are noted, in 16 bits."""
 

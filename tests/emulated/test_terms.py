@@ -125,6 +125,17 @@ def test_entropy(arch, dtype):
         token_stats.check(replace(numbers, temperature=temperature * 1.02), run)
 
 
+@hopper_first
+def test_entropy_of_confident_rows(arch):
+    """The target, which lies 20 nats above the rest and not in the first tile, is nearly all of the sum."""
+    case = random_case(12, 128, 1500, BF16)
+    case.target[:] = 400 + 90 * torch.arange(12)
+    hidden = case.input + 20 * case.linear_weight[case.target]
+    names = "logprob", "entropy"
+    numbers = Numbers(replace(case, input=hidden), names, names, temperature=0.7)
+    token_stats.check(numbers, token_stats.run(numbers, arch, sms=2))
+
+
 NAMES = ("logprob", "lse", "entropy", "total_nll")
 
 

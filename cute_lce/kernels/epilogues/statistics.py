@@ -187,21 +187,22 @@ class ForwardEpilogue:
         """Add a fragment of logits to the statistics; returns its maxima of the columns that the lane owns.
         of: where a total is asked for.
 
-        Terms are relative to 2^base of their token. A token that exceeds its base by HEADROOM, as every one
-        does at first, gets a new one.
+        Terms are relative to 2^base of their token. A token that exceeds its base by the headroom, as every
+        one does at first, gets a new one.
         """
         fragment = self.fragment
+        headroom = maths.HEADROOM if state.gap is None else maths.ENTROPY_HEADROOM
         row_max, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(2))
         exceeds = Boolean(False)
         for i in cutlass.range_constexpr(fragment.owned):
             (row_max[i],) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
             above = maths.kept_exponent(row_max[i], state.base[slab * fragment.owned + i], fma)
-            exceeds = exceeds or above > maths.HEADROOM
+            exceeds = exceeds or above > headroom
         self.take(state, frag, row_max, row, vocab, slab, range(fragment.owned))
         if cute.arch.vote_any_sync(exceeds):
             for i in cutlass.range_constexpr(fragment.owned):
                 own = slab * fragment.owned + i
-                if maths.kept_exponent(row_max[i], state.base[own], fma) > maths.HEADROOM:
+                if maths.kept_exponent(row_max[i], state.base[own], fma) > headroom:
                     base = cute.math.floor(row_max[i] * Float32(maths.LOG2_E))
                     if cutlass.const_expr(state.gap is not None):
                         step = state.base[own] - base
