@@ -119,7 +119,8 @@ def trained(file: str, shape: shapes.Shape, workspace: float | None) -> list[Rec
             if record["provider"] == "cute_lce"
             and all(record[name] == size for name, size in at(shape).items())
             and (record["workspace_mb"], record["reduction"]) == (workspace, reduction)
-            and (record["err_dw"] is None) == (shape.frozen == "weight")
+            # Before records said what is frozen: errors are missing of what is.
+            and record.get("frozen", None if record["err_dw"] else "weight") == (shape.frozen or None)
         )
         for reduction in ("mean", "none")
     ]
@@ -179,8 +180,8 @@ def three_gemms(file: str) -> list[float]:
 
 PEERS = (
     "liger_cute_flce",
-    "torch_compile",
     "quack_chunk8k",
+    "torch_compile",
     "torch_eager_bf16ce",
     "liger_cute_scaled_ce",
     "liger_triton",
@@ -265,20 +266,29 @@ def errors(file: str) -> Rows:
     return rows
 
 
+TERM_NAMES = {
+    "cute_lce": "**cute_lce**",
+    "torch_eager_fp32ce": "torch, 16-bit logits",
+    "torch_compile": "torch.compile, 16-bit logits",
+    "liger_cute_scaled_ce": "Liger's scaled loss",
+    "trl": "TRL",
+    "verl": "verl",
+}
+
+
 def term_errors(file: str) -> Rows:
     """By terms and provider, of each regime."""
-    names = {"cute_lce": "**cute_lce**", "torch_eager_fp32ce": "torch, 16-bit logits", "trl": "TRL"}
     found: Rows = []
+    regimes = [regime for regime in REGIMES[:3] if any(r["regime"] == regime for r in records(file))]
     for given in dict.fromkeys(record["terms"] for record in records(file)):
-        for provider, name in names.items():
+        here = [record for record in records(file) if record["terms"] == given]
+        for provider, name in TERM_NAMES.items():
+            mine = [record for record in here if record["provider"] == provider]
+            if not mine:
+                continue
             cells: list[Cell] = [given, name]
-            for regime in REGIMES[:3]:
-                parts = [
-                    record
-                    for record in records(file)
-                    if (record["terms"], record["provider"], record["regime"]) == (given, provider, regime)
-                    and record["failed"] is None
-                ]
+            for regime in regimes:
+                parts = [r for r in mine if r["regime"] == regime and r["failed"] is None]
                 cells.append(", ".join(_worst(r[key] for r in parts) for key in MULTIPLES) if parts else "-")
             found.append(cells)
     return found
@@ -420,6 +430,38 @@ def by_terms(file: str) -> Rows:
     ]
 
 
+def by_budget(file: str) -> Rows:
+    """Calls with terms, x the GEMMs and x the call without any: "auto" in each workspace, and recomputed."""
+    ways = dict.fromkeys((record["schedule"], record["workspace_mb"]) for record in records(file))
+    least = min(workspace for _, workspace in ways)
+    ways = [way for way in ways if way[0] == "auto" or way[1] == least]
+    rows: Rows = []
+    for passes, given in dict.fromkeys((record["pass"], record["terms"]) for record in records(file)):
+        row: list[Cell] = [given or "none", "forward" if passes == "fwd" else "both"]
+        for schedule, workspace in ways:
+            same = {"pass": passes, "schedule": schedule, "workspace_mb": workspace}
+            mine, plain = (get(file, terms=terms, **same) for terms in (given, None))
+            row.append(f"{ratio(mine):.3f}, {mine['ms'] / plain['ms']:.3f}")
+        rows.append(row)
+    return rows
+
+
+def term_peers(file: str) -> Rows:
+    """By terms and provider: the forward's time, that of both passes, and memory."""
+    rows: Rows = []
+    for given in dict.fromkeys(record["terms"] for record in records(file)):
+        ways = dict.fromkeys((r["provider"], r["workspace_mb"]) for r in records(file) if r["terms"] == given)
+        for provider, workspace in ways:
+            same = {"terms": given, "provider": provider, "workspace_mb": workspace}
+            forward, both = (get(file, **same, **{"pass": step}) for step in ("fwd", "fwd_bwd"))
+            name = (
+                f"{TERM_NAMES[provider]}, `workspace_mb={workspace}`" if workspace else TERM_NAMES[provider]
+            )
+            times = (f"{record['ms']:.1f}, {ratio(record):.3f}" for record in (forward, both))
+            rows.append([given, name, *times, f"{both['extra_mib']:.0f}"])
+    return rows
+
+
 def by_floor(file: str) -> Rows:
     """Ours and the others, each pass of each shape."""
     return [
@@ -524,6 +566,8 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         budgets,
         over_gpus,
         by_terms,
+        by_budget,
+        term_peers,
         by_floor,
         paper,
         paper_errors,
@@ -542,10 +586,7 @@ def sentences() -> list[tuple[str, str]]:
         get("h100_host_time.json", provider="cute_lce", schedule="auto", **{"pass": step})["us"]
         for step in ("fwd", "fwd_grad", "bwd")
     ]
-    first = [trained("h100_backward.json", shape, shape.bars[0][0]) for shape in shapes.BACKWARD[:4]]
-    ratios = [ratio(record) for pair in first for record in pair]
     mean, none = three_gemms("h100_backward.json")
-    present = [float(str(row[2])) for row in budgets("h200_tables.json") if row[0] in ("2355", "307")]
     found = records("h100_errors.json")
     ours = [
         max(record[key] for record in found if record["provider"] == "cute_lce" and record[key] is not None)
@@ -556,8 +597,6 @@ def sentences() -> list[tuple[str, str]]:
     jumping = _worst_of(stored, "jump_", ("x_dw",))
     return [
         (README, "{:.0f} us without a gradient, {:.0f} with one, {:.0f} for a backward".format(*host)),
-        (README, f"{min(ratios):.2f} to {max(ratios):.2f} times as long as their three GEMMs alone"),
-        (README, f"{present[0]:.3f} times its GEMMs with 2355 MiB and {present[1]:.3f} times with 307"),
         (MEASUREMENTS, f'({mean:.2f} ms for "mean", {none:.2f} for "none";'),
         (MEASUREMENTS, "at most {:.2f}, {:.2f} and {:.2f} in all of the file".format(*ours)),
         (
