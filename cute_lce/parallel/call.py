@@ -136,7 +136,7 @@ def linear_cross_entropy(
         call = _prepare(operands, needs, loss, compute, spread, watched)
         if key:
             remember(key, call)
-    if ranks.CHECK_RANKS and not watched:
+    if ranks.are_checked(input, linear_weight, target):
         ranks.check((input, linear_weight, target), needs, loss, compute, spread)
     tokens, group = call.tokens, spread.tp_group
     flat = flatten_watched(target, tokens, group) if watched else tokens.flatten(target, group)

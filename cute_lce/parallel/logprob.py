@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..implementation import StatsOperands
@@ -31,7 +30,7 @@ def linear_logprob(
     tokens = tokens_of(given.hidden, given.target, spread.sequence_dim, group)
     as_input = plain_call.as_inputs(given.target, tokens, group)
     operands, options = checked_call(given, wanted, loss, terms, compute, as_input)
-    if ranks.CHECK_RANKS:
+    if ranks.are_checked(*operands[:3]):
         _check_ranks(operands, wanted, loss, terms, compute, spread)
 
     def flat(each: Tensor | None) -> Tensor | None:
@@ -55,7 +54,6 @@ def linear_logprob(
     return [plain_call.of_target(each, tokens, group) for each in found]
 
 
-@torch.compiler.disable()
 def _check_ranks(
     operands: StatsOperands,
     wanted: Wanted,

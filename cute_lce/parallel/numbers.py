@@ -72,7 +72,7 @@ def numbers_of(
     serving = statistics(operands, options, compute.schedule)
     _, (_, request, destination) = decide(operands, options, compute, loss.reduction, destination, serving)
     if destination is not None or is_plain_eager(*operands[:3]):
-        if ranks.CHECK_RANKS:
+        if ranks.are_checked(*operands[:3]):
             _check_ranks(operands, options, request, loss, compute, spread)
         how = _How(options, request, spread, _Eager(shard_of(spread, operands.weight), serving), destination)
         *found, weight = apply_of(_ShardedStats)(functools.partial(_run, how), how, *operands)[: _STATS + 1]

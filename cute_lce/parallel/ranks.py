@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from typing import Any
@@ -10,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.plain import is_plain_eager
+
 # Read once, not in every call.
 CHECK_RANKS = os.environ.get("CUTE_LCE_CHECK_RANKS", "0") not in ("", "0")
+
+
+def are_checked(input: Tensor, weight: Tensor, target: Tensor) -> bool:
+    """Whether a call is: an eager one. What torch.compile traces has no values."""
+    return CHECK_RANKS and is_plain_eager(input, weight, target)
 
 
 def check(
@@ -24,7 +32,8 @@ def check(
 ) -> None:
     """Raise ValueError on every rank of the group if two of them differ in what should be equal: input's and
     target's shapes, dtypes and values where each has all tokens, d, options, and which gradients are needed;
-    where shards should be equal, their rows. others: what else should be, by its name.
+    where shards should be equal, their rows; or if two have the same classes. others: what else should be
+    equal, by its name.
 
     It gathers Python objects and reads every number: for debugging.
     """
@@ -49,13 +58,26 @@ def check(
         facts["input's values"] = digest(input)
     if has_every_token(input, target, spread):
         facts["target's values"] = digest(target)
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, facts, group=group)
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, (facts, spread.vocab_start, len(weight)), group=group)
+    every = [each for each, _, _ in gathered]
     # Of all ranks: one that makes another kind of call has facts that this one lacks.
     for name in dict.fromkeys(name for each in every for name in each):
         found = [each.get(name) for each in every]
         if any(other != found[0] for other in found):
             raise ValueError(f"tp_group: its ranks differ in {name}: got {found}, want the same on each")
+    if spread.vocab_start is not None:
+        _check_classes([(start, start + rows) for _, start, rows in gathered])
+
+
+def _check_classes(shards: list[tuple[int, int]]) -> None:
+    """Raise ValueError if two ranks' shards, from a class up to another, overlap."""
+    ordered = sorted(shards)
+    if any(start < stop for (_, stop), (start, _) in itertools.pairwise(ordered)):
+        raise ValueError(
+            f"vocab_start: got ranks with the classes {', '.join(f'{a} to {b - 1}' for a, b in shards)}, "
+            "want each class on one"
+        )
 
 
 def has_every_token(input: Tensor, target: Tensor, spread: Any) -> bool:

@@ -39,7 +39,7 @@ def linear_cross_entropy(
     (hidden, weight, _), linear_bias = checked(given, tensors.linear_bias)
     check_term_tensors(operands, tensors)
     call.refuse_grad_in_forward(compute)
-    if ranks.CHECK_RANKS:
+    if ranks.are_checked(hidden, weight, target):
         _check_ranks(operands, tensors, loss, terms, compute, spread)
     flat = Operands(hidden.reshape(-1, hidden.shape[-1]), weight, call.flatten_watched(target, tokens, group))
     spread = spread._replace(sequence_dim=None if tokens.dim is None else 0)
@@ -76,7 +76,6 @@ def linear_cross_entropy(
     return mean(total, (~ignored).sum() if target_weight is None else target_weight.sum())
 
 
-@torch.compiler.disable()
 def _check_ranks(
     operands: Operands,
     tensors: TermTensors,

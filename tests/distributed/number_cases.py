@@ -245,6 +245,9 @@ def numbers_that_differ(here: Rank) -> None:
         with pytest.raises(ValueError, match="differ in outputs, entropy_grad and temperature"):
             linear_logprob(hidden, shard, target, temperature=0.5 if here.rank else temperature, **call)
         linear_logprob(hidden, shard, target, temperature=temperature, **call)
+        if here.device == "cpu":
+            run = torch.compile(linear_logprob, backend="aot_eager", fullgraph=True)
+            run(hidden, shard, target, temperature=temperature, **call)
         call = {"outputs": ("topk_logprob",), "tp_group": here.group}
         with pytest.raises(ValueError, match="differ in topk_ids's values"):
             linear_logprob(

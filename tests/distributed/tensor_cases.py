@@ -433,6 +433,9 @@ def ranks_that_differ(here: Rank) -> None:
                 window=4,
                 workspace_mb=100 + here.rank,
             )
+        if here.ranks > 1:
+            with pytest.raises(ValueError, match="vocab_start: got ranks with the classes 0 to 7, 0 to 7"):
+                linear_cross_entropy(case.input, weight, case.target, tp_group=here.group, vocab_start=0)
     finally:
         checks.CHECK_RANKS = False
 

@@ -241,6 +241,9 @@ def terms_that_differ(here: Rank) -> None:
                 linear_cross_entropy(hidden, shard, target, tp_group=here.group, **options)
         given = {"token_weight": token_weight, "weight": own, "z_loss": 0.1}
         linear_cross_entropy(hidden, shard, target, tp_group=here.group, **given)
+        if here.device == "cpu":
+            run = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+            run(hidden, shard, target, tp_group=here.group, **given)
         # Of slices each rank has its own.
         slices = (slice_of(each, here, 1) for each in (hidden, target, token_weight))
         hidden, target, given["token_weight"] = (each.contiguous() for each in slices)
