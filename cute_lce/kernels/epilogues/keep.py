@@ -119,18 +119,26 @@ class KeepEpilogue:
         if cute.arch.vote_any_sync(raises):
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
+            above = None
+            if cutlass.const_expr(more.gap is not None):
+                above = self._above(state.forward.base[slab * fragment.owned + i], row_max[i], base[i])
             leaf = functools.partial(
                 *(exponentials, fragment, frag, base[i], SHARED * i),
                 in_place=True,
                 gaps=more.gap is not None,
+                above=above,
                 of=of,
                 cap_factor=cap_factors(tensors.forward, column, slab, i, fragment),
             )
             terms[i], *others = fold(leaf, add_each)
-            if cutlass.const_expr(more.gap is not None):
-                more.gap[i] = others[0]
             if cutlass.const_expr(more.total is not None):
                 more.total[i] = others[-1]
+            if cutlass.const_expr(more.gap is not None):
+                # From 2^base to the entropy's.
+                scale = cute.math.exp2(-above, fastmath=True)
+                more.gap[i], terms[i], base[i] = others[0] * scale, terms[i] * scale, base[i] + above
+                if cutlass.const_expr(more.total is not None):
+                    more.total[i] -= above * more.count
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             own = slab * fragment.owned + i
             self.forward.update(state.forward, own, row_max[i], terms[i], base[i], more.of(i))
@@ -138,6 +146,14 @@ class KeepEpilogue:
             for i in cutlass.range_constexpr(owned.start, owned.stop):
                 zero_ignored(fragment, state.ignored, frag, slab, i)
         store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned)
+
+    @cute.jit
+    def _above(self, sums: Float32, row_max: Float32, base: Float32) -> Float32:
+        """How far the base of a tile's entropy lies above that of what is kept. sums: the base so far."""
+        own = cute.arch.fmax(sums, base)
+        exceeds = maths.kept_exponent(row_max, own, fma) > maths.ENTROPY_HEADROOM
+        highest = cute.math.floor(row_max * Float32(maths.LOG2_E))
+        return Float32(cutlass.select_(exceeds, highest, own)) - base
 
     def _at_once(self, state: KeepState) -> list[range]:
         """Which of the columns that a lane owns are kept together: beside what terms sum, one."""

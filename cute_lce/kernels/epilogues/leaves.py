@@ -82,22 +82,24 @@ def exponentials(
     *,
     in_place: bool,
     gaps: bool = False,
+    above: Float32 | None = None,
     squares: bool = False,
     of: TotalOf | None = None,
     cap_factor: Callable[[int], Float32] | None = None,
 ):
     """The sum of 2^x, with x = z log2 e - base, of a thread's elements of a column, element first + j of a
-    row; with `gaps` also that of x 2^x, with `squares` of (SQUARED 2^x)^2, with `of` of x times the rows'
-    weights.
+    row; with `gaps` also that of (x - above) 2^x, with `squares` of (SQUARED 2^x)^2, with `of` of x times the
+    rows' weights.
 
-    base: of the column that this lane owns among the 32 with elements first, first + 1, ...
+    base, above: of the column that this lane owns among the 32 with elements first, first + 1, ...;
+    above None: 0.
     in_place: whether the exponentials replace the fragment's elements; with `cap_factor`, of
     each j, times the slope of the softcap that gave z (maths.slope_of_capped), which is not in the sums.
     """
     c, several = first + j, 1 + gaps + squares + (of is not None)
     if c >= fragment.count:
         return (Float32(0.0),) * several
-    base = spread(base, j)
+    base, above = spread(base, j), None if above is None else spread(above, j)
     factor = None if cap_factor is None else cap_factor(j)
     sums: list[list] = [[] for _ in range(several)]
     for r in range(len(fragment.rows)):
@@ -106,7 +108,8 @@ def exponentials(
         each = [term]
         if gaps:
             # 0 times -inf is 0 here.
-            each.append(term * cute.arch.fmax(exponent, Float32(NOTHING)))
+            gap = exponent if above is None else exponent - above
+            each.append(term * cute.arch.fmax(gap, Float32(NOTHING)))
         if squares:
             least = term * Float32(SQUARED)
             each.append(least * least)
