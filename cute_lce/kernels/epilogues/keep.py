@@ -1,7 +1,7 @@
 """The epilogue of a forward that keeps: statistics, and exponentials that the backward reads."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -119,7 +119,7 @@ class KeepEpilogue:
         if cute.arch.vote_any_sync(raises):
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
-            above = None
+            above: Any = None
             if cutlass.const_expr(more.gap is not None):
                 above = self._above(state.forward.base[slab * fragment.owned + i], row_max[i], base[i])
             leaf = functools.partial(

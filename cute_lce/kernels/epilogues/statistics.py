@@ -191,7 +191,7 @@ class ForwardEpilogue:
         one does at first, gets a new one.
         """
         fragment = self.fragment
-        headroom = maths.HEADROOM if state.gap is None else maths.ENTROPY_HEADROOM
+        headroom = self._headroom(state)
         row_max, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(2))
         exceeds = Boolean(False)
         for i in cutlass.range_constexpr(fragment.owned):
@@ -221,6 +221,9 @@ class ForwardEpilogue:
             state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max[i])
             state.row_sum[own] += terms[i]
         return row_max
+
+    def _headroom(self, state: ForwardState) -> float:
+        return maths.HEADROOM if state.gap is None else maths.ENTROPY_HEADROOM
 
     def _terms(
         self, state: ForwardState, frag: cute.Tensor, terms: cute.Tensor, slab: int, of: TotalOf | None
