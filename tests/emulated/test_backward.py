@@ -701,7 +701,11 @@ def test_counters_start_at_zero(arch: str, dtype: torch.dtype, kept: int, window
     """Whichever kernel comes first: those of the launches behind a backward's first are 0 still, and that of
     a GEMM which the first lacks."""
     narrow_plans(monkeypatch, paced=True)
-    case = random_case(70, 72, 330, dtype)
+    check_counters(arch, random_case(70, 72, 330, dtype), kept, window)
+
+
+def check_counters(arch: str, case: Case, kept: int, window: int) -> None:
+    """Of plans that pace."""
     with device(arch, 8) as emulator:
         forwards, backwards = _record_counters(emulator)
         results = passes.forward(KERNELS, case, kept_columns=kept, window=window)

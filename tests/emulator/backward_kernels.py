@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_lce.arch import ARCHITECTURES
 from cute_lce.arguments import COMPUTED_ROWS
 from cute_lce.implementation import Results
 from cute_lce.launch import KERNELS, backward
 from cute_lce.plan.kernels import Key, MultiplyKey
 from tests import passes
-from tests.numerics import Case
+from tests.numerics import Case, assert_close, jumping, random_case, with_bad_ignored_rows
 
 from .host import Emulated
 from .mutate import ARITHMETIC, COUNTING, Mutation, entry_of
@@ -40,11 +41,6 @@ NUMBERS = {"dlogits": 2, "dinput": 4, "dweight": 8, ADDING: 8, COUNTED: 4}
 """The numbers of a backward's kernels: Gather, clear, the logits, ScaleRows, dinput, three of Reduce,
 dweight."""
 
-LEAST = (
-    r"max\.s32",
-    "minimum",
-    "Of the valid tokens and one: below 64 of them 64 are computed (tests/emulated/test_rows.py has more).",
-)
 NONE_IGNORED = (
     r"setp\.lt\.s32|selp\.b32 .*, 0, ",
     "or equal|swapped",
@@ -55,18 +51,23 @@ SAME_LANES = (
     "reversed",
     "Selects the lane that writes; all lanes have the same number.",
 )
-NO_COUNTERS = (
-    r"st\.global\.b32 \[%rd\d+\], 0|setp\.lt\.s32",
-    "store removed|or equal",
-    "Concerns the counters of clusters that pace; these calls have none (test_counters_start_at_zero does).",
+AFTER_COUNTERS = (
+    r"setp\.(?:ge|lt)\.s32",
+    "equal",
+    "The number after the counters is zeroed as well; it is padding.",
+)
+ONLY_FLOAT16 = (
+    r"mul\.f32 .*, 0f38000000",
+    "factor dropped",
+    "Concerns what is not kept but recomputed, which only float16 scales.",
+)
+MINUS_ONE = (
+    r"st\.global\.b32 \[%rd\d+\], 0$",
+    "store removed",
+    "The largest raise then starts at memory that nobody wrote, which is -1 here and counts as 0 does.",
 )
 CLASS_0 = (r"setp\.lt\.s64", "or equal", "A target that is not a class uses class 0 as well.")
 EITHER_INTEGER = (r"cvt\.rmi", "rounds up", "Either integer next to the target's logit is a valid reference.")
-NO_NEGATIVE_COLUMN = (
-    r"setp\.(?:ne\.b32 \S+ %r\d+, %r\d+|lt\.s32 \S+ %r\d+, 0)$",
-    "reversed|or equal",
-    "Part of a division of a column that rounds towards zero; no column is negative.",
-)
 
 ONE_LARGE_TERM = (
     r"sub\.f32 \S+ %r\d+, %r\d+$",
@@ -101,13 +102,26 @@ SEVERAL_SPLITS = (
 )
 
 
-def case(arch: str, keeps: bool, dtype: torch.dtype = torch.bfloat16):
+def case(arch: str, keeps: bool) -> Case:
     """Ignored rows; for what keeps also rows that rise above their reference in some columns."""
     from tests.emulated.forward import ignoring
-    from tests.numerics import jumping, random_case
 
-    plain = random_case(*SIZES[arch][:3], dtype)
+    plain = random_case(*SIZES[arch][:3], torch.bfloat16)
     return ignoring(jumping(plain, {20: 100.0, 200: 300.0}, slice(0, None, 8)) if keeps else plain)
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """torch.empty and its relatives give nan, and integers their largest."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @contextlib.contextmanager
@@ -120,26 +134,18 @@ def _emulating(arch: str, seed: int, compacts: bool = False) -> Iterator:
     from tests.device import forget_plans
     from tests.emulated.backward import device, narrow_plans
 
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, _poisoned():
         narrow_plans(patch)
         # Of all tokens, the last stripe's dinput goes through boxes, not to the sum.
         patch.setattr(backward, "compacts", lambda *_: compacts)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            with device(arch, SMS, seed) as counts:
-                yield counts
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        with device(arch, SMS, seed) as counts:
+            yield counts
     forget_plans()
 
 
-def _keep(arch: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Key, list[Tensor]]:
+def _keep(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
     """(key, results) of a forward that keeps: the statistics, what is kept, and the rows' factors."""
-    this = case(arch, True, dtype)
+    this = case(arch, True)
     with _emulating(arch, seed) as counts:
         results = passes.forward(KERNELS, this, kept_columns=KEPT)
     *statistics, kept, kept_scale = (tensor for tensor in results if tensor is not None)
@@ -204,8 +210,6 @@ def _check_adding(arch: str, results: list[Tensor]) -> None:
 
 def _check_keep(arch: str, results: list[Tensor]) -> None:
     """What is kept, times the rows' factors, is softmax - onehot, 0 in ignored rows."""
-    from tests.numerics import assert_close
-
     this = case(arch, True)
     valid = this.target != this.ignore_index
     kept, scale = results[-2:]
@@ -216,8 +220,6 @@ def _check_keep(arch: str, results: list[Tensor]) -> None:
 
 
 def _check_backward(arch: str, results: list[Tensor]) -> None:
-    from tests.numerics import assert_close
-
     this = case(arch, False)
     dloss = this.upstream("none")
     _, *wanted = this.expected(dloss, "none")
@@ -301,32 +303,78 @@ def _subject(arch: str, which: str, **options) -> Subject:
     return kind(f"{name}, {place}", build, check, seeds, entries=mine, **options)
 
 
+@contextlib.contextmanager
+def narrow_tiles(splits: int = 0) -> Iterator[None]:
+    """While active, plans have narrow tiles and pace, and what nobody writes is nan. One choice of tiles for
+    calls of any size, so that all of them run the mutated kernels. splits: see narrow_plans."""
+    from tests.device import forget_plans
+    from tests.emulated.backward import narrow_plans
+
+    with pytest.MonkeyPatch.context() as patch, _poisoned():
+        narrow_plans(patch, splits=splits, paced=True)
+        row = ARCHITECTURES["sm_90a"]
+        one = replace(row.tilings[0], dweight=row.tilings[0].dweight[:1])
+        patch.setitem(ARCHITECTURES, row.name, replace(row, tilings=(one,)))
+        yield
+    forget_plans()
+
+
+def _rows_at_the_bound_of_references() -> Case:
+    """Every other row has logits of about 2.9 million, whose references in base 2 lie at KeptRange.far."""
+    case = random_case(24, 64, 64, torch.bfloat16, scale=4.0)
+    # Multiples of 1/4, which fp32 holds at that height.
+    hidden, weight = (case.input * 2).round() / 2, (case.linear_weight * 2).round() / 2
+    hidden[:, :3], weight[:, :3] = torch.tensor([2899968.0, 7296.0, 24.0]), 1
+    hidden[1::2, :3] = 0
+    return replace(case, input=hidden, linear_weight=weight)
+
+
+def _all_ignored(case: Case) -> Case:
+    return replace(case, target=torch.full_like(case.target, case.ignore_index))
+
+
+def _rows_of_large_sums() -> Case:
+    """Every other row's sum exceeds the headroom and no term of it does. Each of the others has a fifth of
+    its probability in its first element, which comes after the last one of such a row."""
+    case = random_case(11, 64, 1024, torch.bfloat16, scale=0.1)
+    case.target[::2] = 1000
+    case.input[:, :2], case.linear_weight[:, :2] = 0, 0
+    case.input[::2, 0], case.linear_weight[:, 0], case.linear_weight[1000, 0] = 1, 42, 0
+    case.input[1::2, 1], case.linear_weight[0, 1] = 1, 5.5
+    return case
+
+
 def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     """What tests/emulated/test_backward.py asks of what is kept, the rare branches first."""
+    from tests.emulated import test_backward as asks
     from tests.emulated.backward import check, train
     from tests.emulated.forward import ignoring
-    from tests.emulated.test_backward import FP16_NEIGHBOURS, NEIGHBOURS, all_features, misleading
-    from tests.numerics import jumping, random_case, with_bad_ignored_rows
 
     quiet = random_case(40, 64, 200, dtype, scale=0.1)
     plain = random_case(37, 64, 200, dtype)
     plain.target[2], plain.target[31] = 0, 127
     narrow = random_case(40, 64, 64, dtype)
-    half = dtype is torch.float16
+    # 1024 columns are what a block's threads rescale at once.
+    if dtype is torch.float16:
+        heights = asks.FP16_NEIGHBOURS
+        own = [(asks.misleading(), 1000), (asks.misleading(1024), 1024)]
+    else:
+        heights = asks.NEIGHBOURS
+        own = [(_rows_of_large_sums(), 1024), (_rows_at_the_bound_of_references(), 64)]
     cases = [
-        *(
-            (jumping(quiet, heights, slice(0, None, 2)), 200)
-            for heights in (FP16_NEIGHBOURS if half else NEIGHBOURS)
-        ),
-        *([(misleading(), 1000), (misleading(1024), 1024)] if half else []),
+        *((jumping(quiet, each, slice(0, None, 2)), 200) for each in heights),
+        *own,
         (jumping(plain, {150: 50.0}, slice(0, None, 8)), 128),
         (jumping(plain, {150: 300.0}, slice(0, None, 8)), 128),
         (jumping(narrow, {20: 50.0}, slice(0, None, 2)), 64),
-        (all_features(dtype), 200),
+        (asks.all_features(dtype), 200),
         (ignoring(plain), 128),
+        # More than COMPUTED_ROWS valid tokens, and none.
+        (random_case(70, 64, 200, dtype), 128),
+        (_all_ignored(plain), 128),
         (plain, 200),
     ]
-    with _narrow():
+    with narrow_tiles():
         try:
             for case, kept in cases:
                 dloss = torch.linspace(1, 2, len(case.target)).double()
@@ -346,19 +394,27 @@ def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
             assert run.dinput is not None
             assert torch.equal(run.dinput.isnan().all(1), sick)
             assert torch.equal(run.dinput.isnan().any(1), sick)
+            several, one = (random_case(tokens, 72, 330, dtype) for tokens in (70, 1))
+            for case, kept, window in (
+                (several, 128, 130),
+                (several, 330, 0),
+                (one, 330, 0),
+                (_all_ignored(several), 128, 130),
+            ):
+                asks.check_counters("sm_90a", case, kept, window)
         except AssertionError:
             return False
     return True
 
 
-def _small_key() -> Key:
-    """The backward's in what `_right_by_the_tests` and `_sum_of_splits_is_right` run."""
+def _key(dtype: torch.dtype, which: int) -> Key:
+    """The forward's (0) or the backward's (1) in what `_right_by_the_tests` and `_sum_of_splits_is_right`
+    run."""
     from tests.emulated.backward import train
-    from tests.numerics import random_case
 
-    with _narrow():
-        case = random_case(37, 64, 200, torch.bfloat16)
-        return train(case, "sm_90a", kept_columns=128, sms=SMS).emulator.keys[1]
+    with narrow_tiles():
+        case = random_case(37, 64, 200, dtype)
+        return train(case, "sm_90a", kept_columns=128, sms=SMS).emulator.keys[which]
 
 
 def _right_in_float16(seed: int) -> bool:
@@ -368,12 +424,11 @@ def _right_in_float16(seed: int) -> bool:
 def _sum_of_splits_is_right(seed: int) -> bool:
     """What tests/emulated/test_backward.py asks of dhidden in splits of k."""
     from tests.emulated.backward import check, train
-    from tests.numerics import random_case
 
     case = random_case(17, 72, 300, torch.bfloat16)
     # The loop over splits is unrolled by 4; five k tiles, so that none of five splits is zeros.
     for splits in (5, 4):
-        with _narrow(splits):
+        with narrow_tiles(splits):
             try:
                 check(case, train(case, "sm_90a", need_dweight=False, sms=SMS, seed=seed))
             except AssertionError:
@@ -401,17 +456,6 @@ def _products_are_right() -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _narrow(splits: int = 0) -> Iterator[None]:
-    from tests.device import forget_plans
-    from tests.emulated.backward import narrow_plans
-
-    with pytest.MonkeyPatch.context() as patch:
-        narrow_plans(patch, splits=splits)
-        yield
-    forget_plans()
-
-
 def _arithmetic(
     kernel: str,
     least_mutations: int,
@@ -425,7 +469,7 @@ def _arithmetic(
     def build(folder: str) -> Emulated:
         from tests.emulated.forward import emulated
 
-        return emulated(_keep("sm_90a", 0, dtype)[0] if kernel in ("References", "Finish") else _small_key())
+        return emulated(_key(dtype, 0 if kernel in ("References", "Finish") else 1))
 
     return Subject(
         f"arithmetic of {kernel}" + (" in float16" if dtype is torch.float16 else ""),
@@ -480,10 +524,10 @@ def subjects() -> list[Subject]:
             )
         )
     found += [
-        _arithmetic("References", 30, 6, [SAME_LANES, NO_COUNTERS, CLASS_0, EITHER_INTEGER, LEAST]),
-        _arithmetic("Finish", 40, 4, [NO_NEGATIVE_COLUMN, ONE_LARGE_TERM]),
+        _arithmetic("References", 30, 4, [SAME_LANES, CLASS_0, EITHER_INTEGER, MINUS_ONE]),
+        _arithmetic("Finish", 40, 1, [ONE_LARGE_TERM]),
         _arithmetic("Finish", 40, 0, [], _right_in_float16, torch.float16),
-        _arithmetic("ScaleRows", 15, 5, [SAME_LANES, NO_COUNTERS, LEAST]),
+        _arithmetic("ScaleRows", 15, 4, [SAME_LANES, AFTER_COUNTERS, ONLY_FLOAT16]),
         _arithmetic("Reduce", 40, 3, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
         _multiply(),
     ]
