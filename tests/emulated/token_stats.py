@@ -134,14 +134,18 @@ def run(
     need_dinput: bool = True,
     need_dweight: bool = True,
     kept_columns: int = 0,
+    stats: Stats | None = None,
 ) -> Run:
-    """Both passes of launch/."""
+    """Both passes of launch/, or, given what a forward of these numbers returned, the backward alone."""
     options = numbers.options
     request = Request(Limits(window), kept_columns, need_dinput=need_dinput, need_dweight=need_dweight)
     request = request._replace(need_dbias=numbers.linear_bias is not None)
     with device(arch, sms, seed) as counts:
         operands = numbers.operands
-        stats = STATISTICS.forward(operands, options, request)
+        if stats is None:
+            stats = STATISTICS.forward(operands, options, request)
+        else:  # in memory that the emulator knows
+            stats = Stats(*(None if each is None else each.clone() for each in stats))
         assert stats.row_max is not None
         assert stats.row_sum is not None
         saved = StatsSaved(**{name: getattr(stats, name) for name in StatsSaved._fields})

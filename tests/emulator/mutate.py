@@ -224,7 +224,7 @@ def main() -> None:
     import tempfile
     from pathlib import Path
 
-    from . import backward_kernels, compaction_kernels, forward_kernels
+    from . import backward_kernels, compaction_kernels, forward_kernels, kept_logits_kernels
     from .mutation_kernels import KERNELS
 
     parser = argparse.ArgumentParser(description="write docs/emulator-mutations.md")
@@ -236,7 +236,7 @@ def main() -> None:
     path = Path(__file__).parents[2] / "docs" / "emulator-mutations.md"
     old = _sections(path.read_text()) if path.exists() else {}
     sections, counts = [], []
-    modules = forward_kernels, backward_kernels, compaction_kernels
+    modules = forward_kernels, backward_kernels, compaction_kernels, kept_logits_kernels
     for subject in [*KERNELS, *(subject for module in modules for subject in module.subjects())]:
         rows = old.get(subject.name, [])
         if re.search(options.kernels, subject.name):
@@ -260,11 +260,11 @@ def main() -> None:
     text = f"""# Mutations of synchronisation that the emulator finds
 
 Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
-finds a fault or a wrong result; of the small kernels of what is kept also the arithmetic, where a wrong
-result is one that the tests' comparison with float64 sees, and of the compaction's also what counts. The
-codes are those of tests/emulator/faults.py. Made by `python3 -m tests.emulator.mutate`, which `--kernels` and
-`--statements` restrict to some rows; tests/emulator/test_mutations.py runs the same and fails when a mutation
-is missed that has no reason here.
+finds a fault or a wrong result. Of the small kernels of what is kept the arithmetic is altered too, and of
+the compaction's also what counts. There a result is wrong if the tests' comparison with float64 fails; of
+DlogitsOfKept, if a bit of a gradient differs. The codes are those of tests/emulator/faults.py. Made by
+`python3 -m tests.emulator.mutate`, which `--kernels` and `--statements` restrict to some rows;
+tests/emulator/test_mutations.py runs the same and fails when a mutation is missed that has no reason here.
 
 | kernel | mutations | found |
 |---|---|---|
