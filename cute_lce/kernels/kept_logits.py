@@ -83,7 +83,7 @@ class DlogitsOfKept:
     """
 
     def __init__(self, fragment: Fragment):
-        """fragment: of the forward's GEMM, which says what a unit is."""
+        """fragment: of the logits' GEMM, whose units are the forward's, whatever the width of tiles."""
         self.fragment = fragment
 
     @cute.jit

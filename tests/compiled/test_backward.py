@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_lce.arch import KernelConfig, architecture
+from cute_lce.arch import ARCHITECTURES, KernelConfig, architecture
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
 
@@ -267,6 +267,14 @@ def test_what_is_kept_costs_one_exponential_an_element(each: Pass):
     # Both branches, and a few for each 32 columns, of which a lane owns one: a change of base.
     least = 2 * elements * fragment.slabs
     assert least <= exponentials <= least + 5 * fragment.owned * fragment.slabs
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_all_configurations_that_keep_have_the_same_units(arch: str):
+    """A backward whose tiles have another width than its forward's finds what that kept by its units."""
+    from cute_lce.kernels.mainloop import mainloop
+
+    assert len({mainloop(each).fragment(each).rows for each in architecture(arch).token_configs}) == 1
 
 
 def elements_of_a_lane(config: KernelConfig) -> int:

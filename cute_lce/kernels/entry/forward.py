@@ -1,5 +1,7 @@
 """The forward's host function: the GEMM with the row statistics, then the combine kernel."""
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -38,6 +40,20 @@ from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.kept_logits import Notes, notes_of
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.rows import Copy, Gather
+
+
+class Workspace(NamedTuple):
+    """The parts of ForwardOutputs.workspace: two int32, then fp32.
+
+    progress, arrived (1,): the clusters' steps, and the combine kernel's blocks that are done. partials
+    (partials of a row, n, 2). target_logit (n,). blocks (blocks, 2): sums of each of these.
+    """
+
+    progress: cute.Tensor
+    arrived: cute.Tensor
+    partials: cute.Tensor
+    target_logit: cute.Tensor
+    blocks: cute.Tensor
 
 
 class Forward:
@@ -89,18 +105,7 @@ class Forward:
         everything = cute.size(hidden, mode=[0])
         hidden, target = tokens_of(hidden, target, rows)
         tokens = compacted(rows, everything)
-        count = grid.windows * self.partials_per_window
-        # The clusters' progress and the blocks that arrived: (2,) int32 at the head of the workspace.
-        counters = cute.make_ptr(Int32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
-        progress = cute.make_tensor(counters, cute.make_layout(1))
-        arrived = cute.make_tensor(counters + 1, cute.make_layout(1))
-        floats = cute.make_ptr(Float32, outputs.workspace, cute.AddressSpace.gmem, assumed_align=8)
-        partials = cute.make_tensor(floats + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1)))
-        own = partials.iterator + Int64(count) * n * 2
-        target_logit = vector(Float32, own.toint(), n)
-        blocks = cute.make_tensor(
-            own + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
-        )
+        space = _workspace(outputs.workspace, grid.windows * self.partials_per_window, n)
         # By the operands' tokens.
         shard = Int32(outputs.target_logit != 0)
         shard_logit = vector(Float32, outputs.target_logit, everything)
@@ -108,9 +113,9 @@ class Forward:
         row_sum = vector(Float32, outputs.row_sum, everything)
         tensors = ForwardTensors(
             target=target,
-            partials=partials,
-            target_logit=target_logit,
-            arrived=arrived,
+            partials=space.partials,
+            target_logit=space.target_logit,
+            arrived=space.arrived,
             vocab=vocab,
             loss=loss,
             rows=tokens if has_numbers_of_tokens(loss) else None,
@@ -121,32 +126,34 @@ class Forward:
             loss=loss,
             rows=tokens,
             target=target,
-            partials=partials,
-            target_logit=target_logit,
+            partials=space.partials,
+            target_logit=space.target_logit,
             shard_logit=shard_logit,
             row_max=row_max,
             row_sum=row_sum,
             losses=vector(Float32, outputs.loss, everything),
             num_valid=vector(Int64, outputs.num_valid, 1),
-            blocks=blocks,
-            arrived=arrived,
+            blocks=space.blocks,
+            arrived=space.arrived,
         )
         if cutlass.const_expr(self.keeps):
             kept = self._keep_tensors(keep, hidden.element_type, n)
             if outputs.finishes == 0:
-                self.references(hidden, weight, target, tokens, kept, progress, loss, stream)
+                self.references(hidden, weight, target, tokens, kept, space.progress, loss, stream)
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
-                self._statistics(hidden, weight, keeping, combined, progress, grid, stream)
+                self._statistics(hidden, weight, keeping, combined, space.progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:
-                self.finish(kept, tokens, target, target_logit, shard_logit, row_max, row_sum, loss, stream)
+                self.finish(
+                    kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
+                )
         else:
             if grid.paced != 0:
-                clear(progress, stream)
+                clear(space.progress, stream)
             if cutlass.const_expr(self.keeps_logits):
                 kept = matrix(Float16, keep.kept, n, keep.columns, keep.pitch)
                 notes = Notes(output(kept), notes_of(keep.workspace, keep.columns, n), keep.columns)
                 tensors = KeepLogitsTensors(forward=tensors, keep=notes)
-            self._statistics(hidden, weight, tensors, combined, progress, grid, stream)
+            self._statistics(hidden, weight, tensors, combined, space.progress, grid, stream)
 
     @cute.jit
     def _statistics(
@@ -169,6 +176,23 @@ class Forward:
             kept_scale=vector(Float32, keep.kept_scale, n),
             columns=keep.columns,
         )
+
+
+def _workspace(address: Int64, count: Int32, n: Int32) -> Workspace:
+    """count: partials of a row."""
+    counters = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=8)
+    floats = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=8)
+    partials = cute.make_tensor(floats + 2, cute.make_layout((count, n, 2), stride=(Int64(n) * 2, 2, 1)))
+    own = partials.iterator + Int64(count) * n * 2
+    return Workspace(
+        progress=cute.make_tensor(counters, cute.make_layout(1)),
+        arrived=cute.make_tensor(counters + 1, cute.make_layout(1)),
+        partials=partials,
+        target_logit=vector(Float32, own.toint(), n),
+        blocks=cute.make_tensor(
+            own + n, cute.make_layout((cute.ceil_div(n, COMBINE_ROWS), 2), stride=(2, 1))
+        ),
+    )
 
 
 def compile_forward(
