@@ -84,10 +84,13 @@ class Candidates:
         problem = self.problem
         left = problem.vocab - kept
         total = self._logits * left + self._gradients * problem.vocab
-        columns = min(self.window or STRIPE_MULTIPLE, left)
+        if not kept:
+            return int(total), 0
+        widths = [min(self.window or STRIPE_MULTIPLE, left)]
         if problem.keeps_logits:
-            columns = min(round_up(self.window, KEPT_TILE) or STRIPE_MULTIPLE, problem.vocab)
-        return int(total), backward_bytes(problem, columns, kept) if kept else 0
+            # The widest may be the only stripe, and need no sum of dinput.
+            widths = self._widths_of_logits(kept)
+        return int(total), min(backward_bytes(problem, each, kept) for each in (widths[0], widths[-1]))
 
     @functools.cached_property
     def kept(self) -> list[int]:
@@ -132,11 +135,7 @@ class Candidates:
         """Stripes of kept logits, and then of those that are computed again."""
         problem = self.problem
         left = problem.vocab - kept
-        widths = self._widths(max(kept, left), STRIPE_STEPS)
-        if self.window:
-            # A unit of what was kept is in one stripe.
-            widths = [round_up(widths[0], KEPT_TILE)]
-        for columns in widths:
+        for columns in self._widths_of_logits(kept):
             for splits in {self._splits[0], self._splits[-1]}:
                 if LEAST_DEPTH * (splits - 1) >= columns:
                     continue
@@ -148,6 +147,12 @@ class Candidates:
                     stripes += full + (rest > 0)
                 clocks += self._sums(stripes, splits)
                 yield Candidate(clocks, backward_bytes(problem, columns, kept, splits), columns, splits)
+
+    def _widths_of_logits(self, kept: int) -> list[int]:
+        """Columns of stripes of kept logits, and of the others."""
+        widths = self._widths(max(kept, self.problem.vocab - kept), STRIPE_STEPS)
+        # A unit of what was kept is in one stripe.
+        return [round_up(widths[0], KEPT_TILE)] if self.window else widths
 
     def _two_sweeps(self) -> Iterator[Candidate]:
         """dinput by chunks of tokens and dweight by stripes, each from logits of its own: five GEMMs, and no
