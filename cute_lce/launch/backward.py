@@ -32,7 +32,7 @@ from ..options import LossOptions
 from ..plan import backward as backward_plan
 from ..plan import overlap
 from ..plan.kernels import BackwardKey
-from ..plan.memory import compacts
+from ..plan.memory import compacts, copies_into_dinput
 from ..plan.problem import Problem, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template, without_padding
 from .packing import Packing
@@ -102,7 +102,7 @@ class KernelBackward:
         # Without padding the rows of what dweight is added to begin at multiples of 16 bytes.
         self.added, self.directly = request.added, self.features == d
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
-        problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs, keeps_logits)
+        problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs, keeps_logits, request.shard)
         gpu = gpu_of(device).serving(loss.terms)
         chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
@@ -137,6 +137,7 @@ class KernelBackward:
         if problem.need_dweight and not (added and self.directly):
             self.weight = template(device, torch.float32 if added else dtype, problem.vocab, d)
         self.compaction, self.all_rows, self.compacted = None, freeze(Rows(first=0, tokens=n)), None
+        self.copies_into_dinput = False
         self._reserve(hidden, target.dtype.itemsize, exact)
 
     def _reserve(self, hidden: Tensor, target_bytes: int, exact: bool) -> None:
@@ -155,7 +156,11 @@ class KernelBackward:
         if compacted:
             copied = kept < problem.vocab
             nbytes = n * d * itemsize
-            self.compaction = Compaction(parts, n, target_bytes, nbytes if copied else 0, values=copied)
+            self.copies_into_dinput = (
+                copied and not self.chunks and copies_into_dinput(problem, summed=summed)
+            )
+            beside = copied and not self.copies_into_dinput
+            self.compaction = Compaction(parts, n, target_bytes, nbytes if beside else 0, values=copied)
             if problem.need_dinput and not self.chunks and not summed and not exact:
                 # dinput by compacted tokens, where there are no sums of it.
                 self.compacted = part(nbytes)
@@ -213,6 +218,8 @@ class KernelBackward:
                 rows = rows._replace(sums=result)
             elif not self.accumulates:
                 rows = rows._replace(dhidden=result)
+            if self.copies_into_dinput:
+                rows = rows._replace(hidden=result)
             if self.compacted is not None:
                 dhidden = start + self.compacted
         elif self.accumulates:
@@ -238,7 +245,8 @@ class KernelBackward:
             if is_last:
                 return
             counters, rows = after(counters), self._gathered(rows)
-        source = self._recomputed_source(hidden, start)
+        copied = 0 if self.compaction is None else rows.hidden
+        source = self._recomputed_source(hidden, start, copied)
         for first, tokens, stripe in chunks:
             sums = start + self.chunk_sums
             if self.sums_are_results:
@@ -320,13 +328,14 @@ class KernelBackward:
             found = base + packing.kept, packing.pitch, base + packing.kept_scale
         return statistics, self._scaled_source(start, *found) if self.kept else None
 
-    def _recomputed_source(self, hidden: Tensor, start: int) -> GradientOperands:
+    def _recomputed_source(self, hidden: Tensor, start: int, copied: int) -> GradientOperands:
+        """copied: the address of compacted hidden states, 0: there are none."""
         source = self._scaled_source(start, start + self.dlogits, self.pitch)
         if self.half:
             return source
         address, pitch = hidden.data_ptr(), hidden.stride(0)
-        if self.compaction is not None and self.compaction.hidden is not None:
-            address, pitch = start + self.compaction.hidden, source.hidden_pitch
+        if copied:
+            address, pitch = copied, source.hidden_pitch
         return source._replace(factor=0, hidden=address, hidden_pitch=pitch, scales=0)
 
     def _scaled_source(self, start: int, dlogits: int, pitch: int, kept_scale: int = 0) -> GradientOperands:

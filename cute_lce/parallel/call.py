@@ -174,7 +174,7 @@ def _prepare(
     refuse_grad_in_forward(compute)
     V, d = weight.shape
     n = hidden.numel() // d * (1 if tokens.dim is None else group.size())
-    problem = Problem(n, d, V, hidden.dtype is torch.float16, *needs)
+    problem = Problem(n, d, V, hidden.dtype is torch.float16, *needs, shard=True)
     schedule, kept = implementation(hidden.device, hidden.dtype).choose(
         problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, compute.limits
     )

@@ -88,9 +88,19 @@ def forward_compaction_bytes(problem: Problem, kept: int) -> int:
     return compaction_bytes(problem, copies=True) if forward_compacts(problem, kept) else 0
 
 
-def backward_compaction_bytes(problem: Problem, kept: int) -> int:
+def backward_compaction_bytes(problem: Problem, kept: int, *, summed: bool = False) -> int:
+    """summed: whether dinput is a sum, which is rounded last."""
+    if not compacts(problem, kept):
+        return 0
     copies = _has_recomputed(problem, kept)
-    return compaction_bytes(problem, copies=copies) if compacts(problem, kept) else 0
+    beside = 2 * problem.n * problem.d if copies and copies_into_dinput(problem, summed=summed) else 0
+    return compaction_bytes(problem, copies=copies) - beside
+
+
+def copies_into_dinput(problem: Problem, *, summed: bool) -> bool:
+    """Whether a backward copies compacted hidden states to where dinput will be, which is written last. A
+    shard's is not: other ranks wait for it."""
+    return problem.need_dinput and summed and not problem.shard
 
 
 def window_bytes(n: int) -> int:
@@ -126,10 +136,12 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 
     splits: of dhidden's k.
     """
     n, d, vocab = problem.n, problem.d, problem.vocab
-    total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8) + backward_compaction_bytes(problem, kept)
     exponentials = 0 if problem.keeps_logits else kept
     several = columns + exponentials < vocab or 0 < exponentials < vocab
-    if problem.need_dinput and (splits > 1 or several):
+    summed = splits > 1 or several
+    total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8)
+    total += backward_compaction_bytes(problem, kept, summed=summed)
+    if problem.need_dinput and summed:
         total += 4 * n * d * splits
     elif problem.need_dinput and compacts(problem, kept):
         # dinput by compacted tokens.

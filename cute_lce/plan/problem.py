@@ -13,7 +13,8 @@ class Problem(NamedTuple):
 
     n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range is too small
     for grad_scale. need_dinput, need_dweight: which gradients are needed. keeps_logits: whether what is kept
-    are logits, of which the backward makes dlogits a stripe at a time.
+    are logits, of which the backward makes dlogits a stripe at a time. shard: whether the classes
+    are a shard's, whose gradient by tokens is summed over the ranks.
     """
 
     n: int
@@ -23,6 +24,7 @@ class Problem(NamedTuple):
     need_dinput: bool = True
     need_dweight: bool = True
     keeps_logits: bool = False
+    shard: bool = False
 
     @property
     def wants_gradient(self) -> bool:

@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_lce.implementation import Request
 from cute_lce.launch import KERNELS
+from cute_lce.launch import backward as launched
 from cute_lce.plan import grad_in_forward as plans
 from cute_lce.plan import memory
+from cute_lce.plan.problem import Limits
 from tests import passes
 from tests.device import forget_plans, two_sweeps
 from tests.emulated.backward import check, device, known, narrow_plans, train
@@ -50,6 +53,24 @@ def _at_any_size(monkeypatch):
     narrow_plans(monkeypatch)
     yield
     forget_plans()
+
+
+@pytest.mark.parametrize("kept", [0, 128, 330])
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize(("need_dinput", "shard"), [(True, False), (False, False), (True, True)])
+def test_copies_are_in_the_workspace_or_where_dinput_will_be(kept, window, need_dinput, shard):
+    """The latter beside a sum of dinput over stripes; either way the workspace is what the plan counts."""
+    case = random_case(N, 72, 330, BF16)
+    request = Request(Limits(window), kept, need_dinput=need_dinput, shard=shard)
+    with device("sm_90a", 4, 0):
+        prepared = launched.backward(passes.operands_of(case), passes.loss_of(case, "mean"), request)
+    assert isinstance(prepared, launched.KernelBackward)
+    assert prepared.compaction is not None
+    summed = need_dinput and not shard and kept < 330 and (kept > 0 or window > 0)
+    assert prepared.copies_into_dinput == summed
+    copies = prepared.compaction.hidden is not None
+    assert copies == (kept < 330 and not summed)
+    assert prepared.workspace.numel() <= prepared.plan.workspace
 
 
 def some_valid(valid: str, dtype: torch.dtype, V: int = 330) -> tuple[Case, Case]:

@@ -126,15 +126,15 @@ def test_no_candidate_is_below_the_bound_that_spares_looking_at_it(gpu: Gpu, win
 
 
 def test_two_sweeps_serve_where_the_sum_of_dinput_leaves_no_room():
-    """At 400 MiB the sum leaves stripes of 512 columns; two sweeps take five GEMMs instead of three."""
-    for mb, sweeps in ((300, 2), (400, 2), (1400, 1)):
+    """At 340 MiB the sum leaves stripes of 1024 columns; two sweeps take five GEMMs instead of three."""
+    for mb, sweeps, most in ((300, 2, 1.75), (340, 2, 1.75), (400, 1, 1.6), (1400, 1, 1.4)):
         limits = Limits(workspace=mb * MIB)
         plan = backward.plan(H100, CROWDED, 0, limits)
         assert (len(plan.chunks) > 0) == (sweeps == 2)
         predicted = schedule.predict(H100, CROWDED, "recompute", limits)
-        assert 4 / 3 < predicted.seconds / predicted.floor < (1.75 if sweeps == 2 else 1.4)
+        assert 4 / 3 < predicted.seconds / predicted.floor < most
     # A window orders a row's additions: stripes it is, as many as it takes.
-    assert not backward.plan(H100, CROWDED, 0, Limits(512, 400 * MIB)).chunks
+    assert not backward.plan(H100, CROWDED, 0, Limits(512, 340 * MIB)).chunks
 
 
 def test_planning_is_cheap():
@@ -211,7 +211,7 @@ def test_it_is_lower_where_the_sum_crowds_and_higher_where_stripes_would_be_tiny
 def test_an_explicit_window_is_exempt():
     problem = Problem(8192, 4096, 131072)
     schedule.choose(H100, problem, "recompute", Limits(64, 200 * MIB))
-    with pytest.raises(ValueError, match="workspace_mb: got 100, want at least 193"):
+    with pytest.raises(ValueError, match=r"workspace_mb: got 100, want at least 129\.694"):
         schedule.choose(H100, problem, "recompute", Limits(64, 100 * MIB))
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Numeric
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Numeric
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
@@ -81,6 +81,19 @@ class Matrices(NamedTuple):
     rows: cute.Tensor
     factor: cute.Tensor
     weight_factor: cute.Tensor
+
+
+class DhiddenParts(NamedTuple):
+    """Where dhidden's GEMM writes, of n tokens of the launch.
+
+    out (n, d): the result. sums (splits, n, d) fp32. from_sums: whether the result is rounded from these in
+    any case. places: the address of the tokens' places in the sums, 0: in order.
+    """
+
+    out: cute.Tensor
+    sums: cute.Tensor
+    from_sums: Boolean
+    places: Int64
 
 
 class Backward:
@@ -199,9 +212,10 @@ class Backward:
         if cutlass.const_expr("bias_gradient" in loss.terms):
             if loss.with_dhidden == 0 or gradients.dhidden != 0:
                 self._dbias(matrices, loss, source, stripe, tokens, stream)
+        parts = dhidden_parts(matrices, gradients, rows, stripe)
         if gradients.dhidden != 0:
             shared = self._shared(loss, tokens, d)
-            self._dhidden(matrices, gradients, rows, stripe, shared, progress[1], tokens, stream)
+            self._dhidden(matrices, parts, stripe, shared, progress[1], tokens, stream)
         if gradients.dweight != 0:
             self.dweight(
                 transposed(matrices.dlogits),
@@ -212,6 +226,9 @@ class Backward:
                 tokens,
                 stream,
             )
+        if gradients.dhidden != 0:
+            # Last: until here rows.hidden may lie where this writes.
+            self._rounded(parts, rows, stripe, tokens, stream)
 
     @cute.jit
     def _dlogits(
@@ -268,37 +285,26 @@ class Backward:
     def _dhidden(
         self,
         matrices: Matrices,
-        gradients: Gradients,
-        rows: Rows,
+        parts: DhiddenParts,
         stripe: Stripe,
         shared: Shared | None,
         progress: cute.Tensor,
         tokens: Compacted,
         stream,
     ):
-        """dhidden's GEMM and, after the last stripe, the sums of its splits and the tokens' places."""
-        (n, d), everything = matrices.hidden.shape, cute.size(tokens.source)
-        dtype = matrices.hidden.element_type
-        splits, from_sums = stripe.dhidden.splits, rows.dhidden == gradients.dhidden
-        out = matrix(dtype, gradients.dhidden + first_given(rows) * d * 2, n, d, d)
-        sums = cute.make_tensor(
-            cute.make_ptr(
-                Float32, chosen(rows.sums, gradients.sums), cute.AddressSpace.gmem, assumed_align=16
-            ),
-            cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1)),
-        )
-        places = cutlass.select_(rows.sums != 0, rows.source, Int64(0))
+        """dhidden's GEMM."""
+        everything = cute.size(tokens.source)
         self.dhidden(
             transposed(matrices.classes),
             matrices.dlogits,
             DhiddenTensors(
-                out=output(out),
-                n=n,
-                sums=sums,
+                out=output(parts.out),
+                n=cute.size(matrices.hidden, mode=[0]),
+                sums=parts.sums,
                 factor=matrices.factor,
-                places=tokens._replace(source=vector(Int32, places, everything)),
+                places=tokens._replace(source=vector(Int32, parts.places, everything)),
                 is_first=stripe.is_first,
-                to_out=Int32(stripe.is_last != 0 and splits == 1 and not from_sums),
+                to_out=Int32(stripe.is_last != 0 and stripe.dhidden.splits == 1 and not parts.from_sums),
                 shared=shared,
             ),
             progress,
@@ -306,7 +312,13 @@ class Backward:
             tokens,
             stream,
         )
-        if stripe.is_last != 0 and (splits > 1 or from_sums):
+
+    @cute.jit
+    def _rounded(self, parts: DhiddenParts, rows: Rows, stripe: Stripe, tokens: Compacted, stream):
+        """After the last stripe, the sums of dhidden's splits and the tokens' places."""
+        out, sums, from_sums = parts.out, parts.sums, parts.from_sums
+        (n, d), everything, dtype = out.shape, cute.size(tokens.source), out.element_type
+        if stripe.is_last != 0 and (stripe.dhidden.splits > 1 or from_sums):
             # Without compaction `out` begins at the launch's first row.
             address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
             self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream)
@@ -342,6 +354,18 @@ class Backward:
             return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor, **more)
         before = None if self.added is None else dweight
         return DweightTensors(out=output(dweight), before=before, factor=factor, **more)
+
+
+def dhidden_parts(matrices: Matrices, gradients: Gradients, rows: Rows, stripe: Stripe) -> DhiddenParts:
+    (n, d), splits = matrices.hidden.shape, stripe.dhidden.splits
+    address = gradients.dhidden + first_given(rows) * d * 2
+    sums = cute.make_ptr(Float32, chosen(rows.sums, gradients.sums), cute.AddressSpace.gmem, assumed_align=16)
+    return DhiddenParts(
+        out=matrix(matrices.hidden.element_type, address, n, d, d),
+        sums=cute.make_tensor(sums, cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1))),
+        from_sums=Boolean(rows.dhidden == gradients.dhidden),
+        places=Int64(cutlass.select_(rows.sums != 0, rows.source, Int64(0))),
+    )
 
 
 def compile_backward(
