@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import math
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -54,9 +55,9 @@ class LogitTerm:
     logit(x, ops) returns z; slope(z, ops) returns dz/dx as a function of z. Both may use +, -, *, / and
     comparisons of their argument, the fields and numbers, and ops.exp, log, log1p, tanh, sqrt, abs, minimum,
     maximum and where(condition, a, b). They read nothing else and have no branches. x and z are tensors of
-    any shape in the accumulation dtype, or a kernel's float32 numbers, whose exp and log have errors of some
-    2^-22 (absolute where a log is near 0). logit must be finite where x is, and monotonic; slope must be
-    finite even where rounding takes z slightly beyond the range of logit.
+    any shape in the accumulation dtype, or a kernel's float32 numbers, whose /, exp and log have errors of
+    some 2^-22 (absolute where a log is near 0). logit must be finite where x is, and monotonic; slope must be
+    finite even where rounding, to a share of 2^-11 of z, takes z beyond the range of logit.
 
     What the functions compute is compiled into the kernels, which are cached by it; fields are arguments of
     the kernels. A process keeps every term that it makes, some hundred bytes each.
@@ -187,13 +188,13 @@ def numbers_of(term: LogitTerm, logit_scale: float, temperature: float) -> dict[
     return dict(zip(NUMBERS, values, strict=False))
 
 
-def of_kernel(loss: Any) -> LogitTerm | None:
-    """The term that a kernel is compiled for, with the numbers of its loss as fields."""
+def of_kernel(loss: Any, number: Callable[[Any], Any]) -> LogitTerm | None:
+    """The term that a kernel is compiled for; its fields are `number` of those of the loss."""
     name = next((each for each in loss.terms if each.startswith(PREFIX)), None)
     if name is None:
         return None
     kind = _kinds[name]
     term = object.__new__(kind)
     for i, field in enumerate(dataclasses.fields(kind)):  # pyright: ignore
-        object.__setattr__(term, field.name, getattr(loss, f"own_{i}"))
+        object.__setattr__(term, field.name, number(getattr(loss, f"own_{i}")))
     return term

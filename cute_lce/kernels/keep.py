@@ -18,7 +18,7 @@ in a tile: Fragment.unit), it is stored relative to K + step j, and j is noted i
 such rows, and those whose sum exceeds the headroom, to one K, and subtracts the onehot. Scaling by a power of
 two is exact except for what becomes subnormal; the target's own entry is rounded once. Where terms give the
 softmax a coefficient of its own, v is times that, and the onehot times its own coefficient over it, which is
-at most 1 / LEAST_SHARE. With a softcap E' is times its slope, at most 1, of which K and the sums know
+at most 1 / LEAST_SHARE. With a softcap or a LogitTerm E' is times its slope, of which K and the sums know
 nothing. In bf16 raised rows are rare; in fp16 they are those whose guess is 2^9.5 times too small, 0.1% of
 the probability for the target.
 
@@ -38,7 +38,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
-from cute_lce.kernels.logits import cap_factor, has_own_logits, logit, numbers
+from cute_lce.kernels.logits import has_own_logits, has_slope, logit, numbers, slope_at
 from cute_lce.kernels.row_stats import fma, to_logits
 from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.maths import LOG2_E
@@ -255,8 +255,8 @@ class Finish:
                 if cutlass.const_expr("proportion" in loss.terms):
                     onehot *= ratio
                 entry = maths.dlogits(entry, onehot)
-                if cutlass.const_expr("softcap" in loss.terms):
-                    entry *= self._slope(loss, token, logit)
+                if cutlass.const_expr(has_slope(loss)):
+                    entry *= slope_at(loss, token)(logit)
                 keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
 
     @cute.jit
@@ -274,10 +274,6 @@ class Finish:
         if onehot != 0:
             ratio = onehot / softmax
         return ratio
-
-    def _slope(self, loss, token: Int32, logit: Float32) -> Float32:
-        """That of the softcap which gave a token's logit; token: its origin."""
-        return maths.slope_of_capped(logit, cap_factor(loss, token), fma)
 
     @cute.jit
     def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:

@@ -19,12 +19,11 @@ from cutlass import Float16, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import TOPK_CLASSES, TOPK_TOKENS, LossArguments, units
-from cute_lce.kernels import row_stats
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.epilogues.ids import integers, starts_of
 from cute_lce.kernels.epilogues.store import Output
 from cute_lce.kernels.fragment import Fragment
-from cute_lce.kernels.logits import cap_factor, gradient, numbers, of_operands
+from cute_lce.kernels.logits import gradient, has_slope, numbers, of_operands, slope_at
 from cute_lce.kernels.rows import Compacted, computed
 
 THREADS = 128
@@ -204,19 +203,17 @@ class DlogitsOfKept:
         row_max = tensors.row_max[row]
         fits = cute.math.absf(row_max) <= Float32(LARGEST)
         factor = Float32(cutlass.select_(fits, tensors.row_sum[row], Float32(float("nan"))))
-        gap = uniform = scale = None
+        gap = uniform = slope_of = None
         if "gap" in loss.terms:
             gap = numbers(loss.gap, n)[token]
         if "uniform" in loss.terms:
             uniform = numbers(loss.uniform, n)[token]
-        if "softcap" in loss.terms:
-            scale = cap_factor(loss, token)
+        if has_slope(loss):
+            slope_of = slope_at(loss, token)
         found = cute.make_rmem_tensor(ELEMENTS, Float32)
         for i in range(ELEMENTS):
             distance = below[i].to(Float32)
-            slope = None
-            if scale is not None:
-                slope = maths.slope_of_capped(highest - distance, scale, row_stats.fma)
+            slope = None if slope_of is None else slope_of(highest - distance)
             one = uniform if weight is None else uniform * weight[i]
             found[i] = gradient((highest - row_max) - distance, factor, gap, one, slope)
         return found

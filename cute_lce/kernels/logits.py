@@ -11,9 +11,8 @@ from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
-from cute_lce.kernels.own import Ops
+from cute_lce.kernels.own import own_of
 from cute_lce.kernels.rows import Compacted
-from cute_lce.logit_term import of_kernel
 
 
 def numbers(address: Int64, count) -> cute.Tensor:
@@ -89,7 +88,7 @@ class TileLogits:
 
     def __init__(self, loss: LossArguments, linear_bias, row_scale):
         self.loss, self.linear_bias, self.row_scale = loss, linear_bias, row_scale
-        self.edge_square, self.own = None, of_kernel(loss)
+        self.edge_square, self.own = None, own_of(loss)
         if "softcap" in loss.terms:
             self.edge_square = cute.make_rmem_tensor(1, Float32)
             self.edge_square[0] = loss.edge_square
@@ -104,8 +103,7 @@ class TileLogits:
         if self.own is not None:
             for c in columns:
                 for r in rows:
-                    x = self.own.logit(frag[r, c] * self.loss.own_scale, Ops)
-                    frag[r, c] = Float32(x) * self.loss.own_inverse
+                    frag[r, c] = self.own.logit(frag[r, c])
         elif self.edge_square is not None:
             _cap(frag, self.loss, self.edge_square, columns)
         else:
@@ -115,11 +113,7 @@ class TileLogits:
 
     def slope(self, z: Float32):
         """The derivative of what gave z, before `scale`; None: 1."""
-        if self.own is not None:
-            return Float32(self.own.slope(z * self.loss.own_temperature, Ops))
-        if self.edge_square is not None:
-            return maths.slope_of_capped(z, self.loss.inverse_square, row_stats.fma)
-        return None
+        return _slope(self.loss, _slope_number(self.loss), z) if has_slope(self.loss) else None
 
     @staticmethod
     def together(count: int) -> list[range]:
@@ -199,39 +193,61 @@ def logit(product: Float32, loss: LossArguments, linear_bias=None, row_scale=Non
     """Of a lane that is alone. linear_bias, row_scale: of the logit; None: there is no such term."""
     if linear_bias is not None:
         product = product + linear_bias
-    if "softcap" in loss.terms:
+    own = own_of(loss)
+    if own is not None:
+        z = own.logit(product)
+    elif "softcap" in loss.terms:
         z = _capped(product, maths.beyond_edge(product, loss.edge_square, row_stats.fma), loss)
     else:
         z = maths.logits(product, loss)
     return z if row_scale is None else z * row_scale
 
 
-def cap_factors(
-    tensors, column: Int32, slab: int, i: int, fragment: Fragment
-) -> Callable[[int], Float32] | None:
-    """maths.slope_of_capped's inverse_square, by the elements of a slab's i-th 32 columns; None where there
-    is no softcap. column: as in tile_logits."""
+Slope = Callable[[Float32], Float32]
+"""dz/dx of a logit z, but for the numbers that x or z are multiplied by."""
+
+
+def has_slope(loss: LossArguments) -> bool:
+    """Whether dz/dx differs from logit to logit."""
+    return "softcap" in loss.terms or own_of(loss) is not None
+
+
+def slopes(tensors, column: Int32, slab: int, i: int, fragment: Fragment) -> Callable[[int], Slope] | None:
+    """By the elements of a slab's i-th 32 columns; None where has_slope is False. column: as tile_logits'."""
     loss = tensors.loss
-    if "softcap" not in loss.terms:
+    if not has_slope(loss):
         return None
     if "row_scale" not in loss.terms:
-        return lambda _: loss.inverse_square
+        return lambda _: functools.partial(_slope, loss, _slope_number(loss))
     scale = _of_token(loss.row_scale, tensors.rows, cute.size(tensors.target), column, slab, i, fragment)
-    return functools.partial(spread, inverse_square(scale * loss.cap))
+    number = _slope_number(loss, scale)
+    return lambda j: functools.partial(_slope, loss, spread(number, j))
 
 
-def cap_factor(loss: LossArguments, token: Int32) -> Float32:
-    """The same of one token, of the operands'."""
-    cap = loss.cap
+def slope_at(loss: LossArguments, token: Int32) -> Slope:
+    """Of one token, of the operands'."""
+    scale = None
     if "row_scale" in loss.terms:
-        cap = numbers(loss.row_scale, token + 1)[token] * cap
-    return inverse_square(cap)
+        scale = numbers(loss.row_scale, token + 1)[token]
+    return functools.partial(_slope, loss, _slope_number(loss, scale))
 
 
-def inverse_square(cap: Float32) -> Float32:
-    """maths.slope_of_capped's. cap: temperatures included."""
-    inverse = Float32(1.0) / cap
+def _slope_number(loss: LossArguments, row_scale=None) -> Float32:
+    """What _slope needs to know besides z: maths.slope_of_capped's inverse_square, or the temperature, of a
+    LogitTerm. row_scale: of a token; None: it is not in z."""
+    if own_of(loss) is not None:
+        return loss.own_temperature if row_scale is None else loss.own_temperature / row_scale
+    if row_scale is None:
+        return loss.inverse_square
+    inverse = Float32(1.0) / (row_scale * loss.cap)
     return inverse * inverse
+
+
+def _slope(loss: LossArguments, number: Float32, z: Float32) -> Float32:
+    own = own_of(loss)
+    if own is not None:
+        return own.slope(z, number)
+    return maths.slope_of_capped(z, number, row_stats.fma)
 
 
 def tile_logits(
@@ -251,4 +267,4 @@ def tile_logits(
 def has_own_logits(loss: LossArguments) -> bool:
     """Whether logits are more than a multiple of the products."""
     others = any(term in loss.terms for term in ("softcap", "linear_bias", "row_scale"))
-    return others or of_kernel(loss) is not None
+    return others or own_of(loss) is not None

@@ -81,13 +81,13 @@ def keeps_logits(operands: StatsOperands, options: StatsOptions) -> bool:
     (kernels/kept_logits.py) is less than that of dlogits."""
     if keeps_exponentials(operands, options) or operands.hidden.dtype is not torch.bfloat16:
         return False
-    own = term_of(options.softcap) is not None
-    return not own and not (options.label_smoothing and options.softcap is not None)
+    return not (options.label_smoothing and options.softcap is not None)
 
 
 def keeps_exponentials(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether exponentials suffice: where the onehot's share is known in the forward."""
-    if term_of(options.softcap) is not None:
+    """Whether exponentials suffice: where the onehot's share is known in the forward. A LogitTerm's slope may
+    be beyond fp16's range."""
+    if term_of(options.softcap) is not None and operands.hidden.dtype is torch.float16:
         return False
     if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
         return False

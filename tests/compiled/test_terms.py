@@ -58,6 +58,7 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
     return keys
 
 
+OWN = kernel_term(LogCap(1.0))
 TERMS = {
     "softcap": (("softcap",), ("softcap", "coefficients")),
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
@@ -78,7 +79,7 @@ TERMS = {
         ("linear_bias", "softcap", "row_scale", "entropy", "topk"),
         ("linear_bias", "softcap", "row_scale", "coefficients", "gap", "topk", "bias_gradient"),
     ),
-    "own": ((kernel_term(LogCap(1.0)), "entropy"), (kernel_term(LogCap(1.0)), "coefficients", "gap")),
+    "own": ((OWN, "entropy"), (OWN, "coefficients", "gap")),
 }
 
 
@@ -88,6 +89,9 @@ KEPT = (
     ("row_scale", "entropy"),
     ("linear_bias", "logit_scale", "total", "proportion"),
     ("softcap",),
+    (OWN,),
+    (OWN, "row_scale"),
+    (OWN, "row_scale", "entropy", "kept_logits"),
     ("row_scale", "logits", "argmax"),
     ("softcap", "row_scale", "entropy"),
     ("linear_bias", "softcap", "proportion"),

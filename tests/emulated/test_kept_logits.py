@@ -19,6 +19,7 @@ from tests.emulated import token_stats
 from tests.emulated.backward import narrow_plans
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import PLAIN, Numbers, given_ids
+from tests.logit_terms import LogCap
 from tests.numerics import assert_close, jumping, random_case
 
 BF16 = torch.bfloat16
@@ -66,6 +67,7 @@ def losses() -> dict[str, Numbers]:
         "entropy alone": Numbers(case, ("entropy",), ("entropy",)),
         "cap": Numbers(case, RL, RL, softcap=5.0, logit_scale=-0.8, temperature=0.7),
         "cap and temperatures": Numbers(case, RL, RL, softcap=5.0, temperature=TEMPERATURES),
+        "own": Numbers(case, RL, RL, softcap=LogCap(2.0).key, logit_scale=0.8, temperature=TEMPERATURES),
         "smoothing and class weights": Numbers(case, of_loss, label_smoothing=0.2, class_weight=weight),
         "bias": Numbers(case, RL, RL, linear_bias=bias, temperature=TEMPERATURES),
         "given ids": Numbers(case, TOP, TOP, topk_ids=given_ids(case, 9), temperature=0.7),
@@ -82,10 +84,13 @@ def losses() -> dict[str, Numbers]:
     }
 
 
+SHORT = ("all at once", 128, "sm_90a"), ("own", 201, "sm_100a")
+
+
 @pytest.mark.parametrize(
     ("which", "kept", "arch"),
     [
-        pytest.param(*each, marks=[] if each == ("all at once", 128, "sm_90a") else [full])
+        pytest.param(*each, marks=[] if each in SHORT else [full])
         for each in itertools.product(losses(), (128, 201), ("sm_90a", "sm_100a"))
     ],
 )
@@ -95,7 +100,7 @@ def test_losses(which, kept, arch):
     token_stats.check(numbers, found)
     for name, changed in (
         ("temperature", 0.72 if isinstance(numbers.temperature, float) else TEMPERATURES * 1.02),
-        ("softcap", 5.2),
+        ("softcap", LogCap(2.2).key if which == "own" else 5.2),
         ("class_weight", torch.linspace(0, 2.5, 201)),
     ):
         if getattr(numbers, name) is not None:

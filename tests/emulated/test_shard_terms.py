@@ -29,6 +29,7 @@ from tests.emulated.backward import narrow_plans
 from tests.emulated.forward import ignoring
 from tests.emulated.ranks import ranks
 from tests.emulated.token_stats import PLAIN, Numbers, repeating
+from tests.logit_terms import LogCap
 from tests.numerics import Case, assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -196,12 +197,14 @@ def test_kept_logits_of_shards(arch, kept, monkeypatch):
 
 @full
 @each_of()
-def test_a_cap_of_shards(arch, dtype):
+@pytest.mark.parametrize("softcap", [5.0, LogCap(2.0).key], ids=["softcap", "own"])
+def test_a_cap_of_shards(arch, dtype, softcap):
     """Kept times its slope; of a target Finish knows it by the logit that another shard may have."""
     case = ignoring(random_case(24, 64, 200, dtype, scale=6.0))
-    numbers = Numbers(case, softcap=5.0, temperature=torch.linspace(0.5, 2, 24))
-    launched = check(numbers, arch, [128, 72], compute=ComputeOptions("keep", 64))
-    assert sum("Finish" in name for name in launched) == 2
+    numbers = Numbers(case, softcap=softcap, temperature=torch.linspace(0.5, 2, 24))
+    keeps = softcap > 0 or dtype is BF16
+    launched = check(numbers, arch, [128, 72], compute=ComputeOptions("keep" if keeps else "auto", 64))
+    assert sum("Finish" in name for name in launched) == 2 * keeps
 
 
 @full

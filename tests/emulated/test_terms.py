@@ -186,6 +186,20 @@ def test_a_term_of_ones_own(arch, dtype, term):
         token_stats.check(replace(numbers, logit_scale=0.82), run)
 
 
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.3, 3, 21)], ids=["one", "each"])
+@pytest.mark.parametrize("term", TERMS_OF_ONES_OWN, ids=lambda term: type(term).__name__)
+@hopper_first
+def test_what_keeps_a_term_of_ones_own(arch, term, temperature):
+    """Exponentials times slopes, which K and sums know nothing of; some rows are raised."""
+    case = jumping(ignoring(random_case(21, 72, 330, BF16, scale=4.0)), {200: 100.0}, slice(5, None, 6))
+    numbers = Numbers(case, softcap=term.key, logit_scale=0.8, temperature=temperature)
+    run = token_stats.run(numbers, arch, kept_columns=256)
+    token_stats.check(numbers, run)
+    assert any("Finish" in name for name in run.emulator.launched)
+    with pytest.raises(AssertionError):
+        token_stats.check(replace(numbers, logit_scale=0.82), run)
+
+
 @each_architecture(("sm_100a", BF16))
 def test_a_term_of_ones_own_beside_others(arch, dtype):
     case, names = ignoring(random_case(45, 72, 201, dtype, scale=4.0)), ("logprob", "entropy", "topk_logprob")

@@ -43,8 +43,8 @@ def asked(monkeypatch):
         yield functions
 
 
-def train(call, **options) -> None:
-    case = random_case(40, 64, 300, BF16)
+def train(call, dtype: torch.dtype = BF16, **options) -> None:
+    case = random_case(40, 64, 300, dtype)
     hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     found = call(hidden, weight, case.target, **options)
     numbers = [found] if isinstance(found, torch.Tensor) else [each for each in found if each is not None]
@@ -130,7 +130,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
 @pytest.mark.parametrize(
     ("call", "options"),
     [
-        (linear_cross_entropy, {"softcap": LogCap(3.0), "schedule": "keep"}),
+        (linear_cross_entropy, {"softcap": LogCap(3.0), "schedule": "keep", "dtype": torch.float16}),
         (linear_cross_entropy, {"z_loss": 1e-4, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 30.0, "schedule": "grad_in_forward"}),
         (linear_cross_entropy, {"softcap": 1e8}),
@@ -138,7 +138,7 @@ def test_numbers_of_the_kernels(asked, options, forward, backward):
         (linear_cross_entropy, {"softcap": 30.0, "logit_scale": 0.0}),
     ],
     ids=[
-        "term of one's own kept",
+        "fp16 term of one's own kept",
         "z_loss at once",
         "softcap at once",
         "high softcap",
@@ -178,6 +178,7 @@ KEPT = [
     (linear_cross_entropy, {"softcap": 30.0}, ("softcap",)),
     (linear_cross_entropy, {"softcap": 30.0, "z_loss": 1e-4}, ("softcap", "proportion")),
     (linear_logprob, {"softcap": 30.0, "temperature": torch.ones(40)}, ("softcap", "row_scale")),
+    (linear_cross_entropy, {"softcap": LogCap(3.0), "z_loss": 1e-4}, (OWN, "proportion")),
     (linear_logprob, {"temperature": torch.ones(40)}, ("row_scale",)),
     (linear_cross_entropy, {"label_smoothing": 0.1}, ("total", "proportion")),
     (linear_logprob, {"outputs": ("logprob", "entropy"), "entropy_grad": False}, ("entropy",)),
@@ -194,6 +195,7 @@ KEPT = [
         "cap",
         "cap z_loss",
         "cap temperatures",
+        "own z_loss",
         "temperatures",
         "smoothing",
         "entropy",

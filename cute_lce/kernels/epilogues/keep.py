@@ -15,7 +15,7 @@ from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_ignored
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
 from cute_lce.kernels.keep import KeepTensors
-from cute_lce.kernels.logits import cap_factors
+from cute_lce.kernels.logits import slopes
 from cute_lce.kernels.row_stats import fma
 
 AT_ONCE = 2
@@ -128,7 +128,7 @@ class KeepEpilogue:
                 gaps=more.gap is not None,
                 above=above,
                 of=of,
-                cap_factor=cap_factors(tensors.forward, column, slab, i, fragment),
+                slopes=slopes(tensors.forward, column, slab, i, fragment),
             )
             terms[i], *others = fold(leaf, add_each)
             if cutlass.const_expr(more.total is not None):

@@ -12,6 +12,7 @@ from cute_lce import maths
 from cute_lce.arguments import NO_CLASS
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.fragment import Fragment, spread
+from cute_lce.kernels.logits import Slope
 from cute_lce.kernels.row_stats import fma
 
 NOTHING = -200.0  # an exponent whose exponential is 0
@@ -85,7 +86,7 @@ def exponentials(
     above: Float32 | None = None,
     squares: bool = False,
     of: TotalOf | None = None,
-    cap_factor: Callable[[int], Float32] | None = None,
+    slopes: Callable[[int], Slope] | None = None,
 ):
     """The sum of 2^x, with x = z log2 e - base, of a thread's elements of a column, element first + j of a
     row; with `gaps` also that of (x - above) 2^x, with `squares` of (SQUARED 2^x)^2, with `of` of x times the
@@ -93,14 +94,14 @@ def exponentials(
 
     base, above: of the column that this lane owns among the 32 with elements first, first + 1, ...;
     above None: 0.
-    in_place: whether the exponentials replace the fragment's elements; with `cap_factor`, of
-    each j, times the slope of the softcap that gave z (maths.slope_of_capped), which is not in the sums.
+    in_place: whether the exponentials replace the fragment's elements; with `slopes`, by j, times what these
+    are for z, which is not in the sums.
     """
     c, several = first + j, 1 + gaps + squares + (of is not None)
     if c >= fragment.count:
         return (Float32(0.0),) * several
     base, above = spread(base, j), None if above is None else spread(above, j)
-    factor = None if cap_factor is None else cap_factor(j)
+    slope = None if slopes is None else slopes(j)
     sums: list[list] = [[] for _ in range(several)]
     for r in range(len(fragment.rows)):
         exponent = maths.kept_exponent(frag[r, c], base, fma)
@@ -120,6 +121,6 @@ def exponentials(
             values.append(value)
         if in_place:
             z, frag[r, c] = frag[r, c], term
-            if factor is not None:
-                frag[r, c] = term * maths.slope_of_capped(z, factor, row_stats.fma)
+            if slope is not None:
+                frag[r, c] = term * slope(z)
     return tuple(row_stats.tree(values, lambda a, b: a + b) for values in sums)
