@@ -71,8 +71,8 @@ def linear_logprob(
     of the differentiable fields may have an upstream gradient; one without costs nothing. torch.func's
     transforms work as in linear_cross_entropy.
 
-    On a GPU with kernels these compute every field, with "recompute" and "keep". With a `LogitTerm`, and in
-    float16 where a field other than logprob has a gradient, they keep nothing: "auto" recomputes, and the
+    On a GPU with kernels these compute every field, with "recompute" and "keep". In float16 they keep nothing
+    with a `LogitTerm`, or where a field other than logprob has a gradient: "auto" recomputes, and the
     streaming path serves "keep".
     """
     if workspace_mb is None:
