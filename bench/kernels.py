@@ -69,7 +69,7 @@ class Calibration:
         tokens, dhidden, dweight = self.found.gemms.configs
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
-            for config in self._some(self.configs.tokens, chosen):
+            for config in self._some(self.configs.forwards(kind == "keep"), chosen):
                 yield kind, config, config == chosen
         if keeps:
             for config in self._some(self.configs.tokens, tokens):

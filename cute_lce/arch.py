@@ -412,8 +412,12 @@ _SM_90A = Architecture(
                 replace(_HOPPER, tile_n=128),
             ),
             dhidden=(_HOPPER_TALL,),
-            # One tile for as many tokens, where two side by side would be of 112.
-            forward=(replace(_HOPPER, tile_n=208, pingpong=False),),
+            # Widths between, whose results could not be stored in boxes of 16 tokens; and one tile for as
+            # many tokens as two of 104.
+            forward=(
+                *_widths(_HOPPER_PAIR, 120, 136, 152, 168),
+                replace(_HOPPER, tile_n=208, pingpong=False),
+            ),
         ),
     ),
 )

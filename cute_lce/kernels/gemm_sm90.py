@@ -243,11 +243,12 @@ def _check(config: KernelConfig) -> None:
     if config.pingpong and config.warpgroups != 2:
         raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
     rows = _rows_at_once(config)
-    # Epilogues take fragments of two or four blocks of 8 rows.
-    if config.tile_m not in (rows, 2 * rows) or config.tile_n % 16 or not 0 < config.tile_n <= 256:
+    # Epilogues take fragments of two or four blocks of 8 rows. CTAs that share B load whole swizzle atoms.
+    step = 8 * config.cluster_m
+    if config.tile_m not in (rows, 2 * rows) or config.tile_n % step or not 0 < config.tile_n <= 256:
         raise ValueError(
             f"config: got a tile of {config.tile_m} x {config.tile_n}, want {rows} or {2 * rows} rows and"
-            " up to 256 columns, a multiple of 16"
+            f" up to 256 columns, a multiple of {step}"
         )
     if config.stages < 2:
         raise ValueError(
@@ -258,9 +259,9 @@ def _check(config: KernelConfig) -> None:
 def _operand(tensor: cute.Tensor, slots: cute.ComposedLayout, tile, multicast: int) -> gemm.Operand:
     """A matrix whose tiles TMA loads, each of `multicast` CTAs a slice."""
     op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-    tma, coords = cpasync.make_tiled_tma_atom(
-        op, tensor, cute.slice_(slots, (None, None, 0)), tile, num_multicast=multicast
-    )
+    # The DSL cannot slice the swizzled layout where a slot is an odd number of KiB.
+    slot = cute.make_composed_layout(slots.inner, 0, cute.slice_(slots.outer, (None, None, 0)))
+    tma, coords = cpasync.make_tiled_tma_atom(op, tensor, slot, tile, num_multicast=multicast)
     return gemm.Operand(tma, coords, slots)
 
 

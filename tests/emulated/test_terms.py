@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from cute_lce.arch import architecture
 from cute_lce.logit_term import kernel_term
+from cute_lce.plan import forward as forward_plans
 from cute_lce.plan import memory
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from tests.device import forget_plans, two_sweeps
@@ -257,6 +259,30 @@ def test_topk_in_slabs(arch, dtype, monkeypatch):
     case = ignoring(random_case(110, 40, 137, dtype, scale=4.0))
     numbers = Numbers(case, ("topk_logprob",), ("topk_logprob",), topk_ids=given_ids(case, 5))
     token_stats.check(numbers, token_stats.run(numbers, arch))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=full) for seed in range(1, 8))])
+def test_numbers_of_tiles_between(monkeypatch, seed):
+    """Of widths that forwards alone have, multiples of 8 tokens: ids' blocks of 16 lie in two tiles."""
+    row = architecture("sm_90a")
+    between = next(config for config in row.forward_configs if config.tile_n % 16)
+    tile = replace(between, tile_n=(24, 40)[seed % 2], stages=3)
+    monkeypatch.setattr(forward_plans, "choose_config", lambda *_: tile)
+    forget_plans()
+    case = ignoring(random_case(90 + seed, 40, 330, BF16, scale=4.0, seed=seed))
+    n = len(case.target)
+    names = ("logprob", "entropy", "topk_logprob")
+    numbers = Numbers(
+        case,
+        (*names, *PLAIN),
+        names,
+        temperature=torch.linspace(0.3, 3, n),
+        softcap=(9.0, LogCap(4.0).key, None)[seed % 3],
+        topk_ids=given_ids(case, 7, seed),
+    )
+    run = token_stats.run(numbers, "sm_90a", seed=seed, window=130 if seed % 4 == 3 else 0)
+    token_stats.check(numbers, run)
+    assert any(isinstance(key, ForwardKey) and key.config == tile for key in run.emulator.keys)
 
 
 @full

@@ -25,23 +25,26 @@ def visit_ids(
 ):
     """The elements of a slab at the ids of its tokens are written to topk_values, or these added to them.
 
-    row: the class of a thread's first row. column: of its element 0 in slab 0. The entries of a slab's
-    tokens, which are whole blocks, at a unit of classes are adjacent: each lane reads one, and those in the
-    warp's rows are visited in turn.
+    row: the class of a thread's first row. column: of its element 0 in slab 0. The entries of the blocks in
+    which a slab's tokens lie, at a unit of classes, are adjacent: each lane reads one, and those in the
+    warp's rows, and among the slab's tokens, are visited in turn.
     """
     loss, lane = tensors.loss, cute.arch.lane_idx()
     first = first_row_of_warp(row)
     # Of the slab's first column, as entries count tokens.
     token = tensors.rows.first + (column - 2 * (lane & 3) + slab * fragment.columns)
     block = cutlass.min(token // TOPK_TOKENS, loss.topk_blocks)
-    end_block = cutlass.min(block + fragment.columns // TOPK_TOKENS, loss.topk_blocks)
+    end = token + fragment.columns
+    if cutlass.const_expr(fragment.columns % TOPK_TOKENS):
+        end += TOPK_TOKENS - 1
+    end_block = cutlass.min(end // TOPK_TOKENS, loss.topk_blocks)
     starts = starts_of(loss)
     end_unit = cutlass.min((first + (fragment.span - 1)) // TOPK_CLASSES + 1, loss.topk_units)
     for unit in cutlass.range(first // TOPK_CLASSES, end_unit, unroll=1):
-        begin, end = starts[unit * loss.topk_blocks + block], starts[unit * loss.topk_blocks + end_block]
+        begin, after = starts[unit * loss.topk_blocks + block], starts[unit * loss.topk_blocks + end_block]
         distance = unit * TOPK_CLASSES - first
-        for at in cutlass.range(begin, end, LANES, unroll=1):
-            _visit_entries(loss, fragment, frag, distance, token, at, end, adds)
+        for at in cutlass.range(begin, after, LANES, unroll=1):
+            _visit_entries(loss, fragment, frag, distance, token, at, after, adds)
 
 
 def starts_of(loss: LossArguments) -> cute.Tensor:
@@ -75,6 +78,8 @@ def _visit_entries(
         row = distance + (entries[own] & (TOPK_CLASSES - 1))
         column = (entries[own] >> (TOPK_CLASSES.bit_length() - 1)) - token
         inside = _is_row(fragment, row)
+        if cutlass.const_expr(fragment.columns % TOPK_TOKENS):
+            inside = inside & (column >= 0) & (column < fragment.columns)
         if cutlass.const_expr(adds):
             value = floats[own]
     left = cute.arch.vote_ballot_sync(inside)

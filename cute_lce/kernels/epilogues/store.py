@@ -240,6 +240,7 @@ def store_columns(
     at = within // BOX_COLUMNS * BOX_BYTES + line * LINE + ((within % BOX_COLUMNS // BLOCK) ^ line) * 16
     for i in cutlass.range_constexpr(owned.start, owned.stop):
         elements = fragment.shared(i)
+        assert len(elements) % 4 == 0, "whole boxes"
         number = slab * fragment.owned + i
         boxes = staging.boxes + number % BOXES * (WARPS * BOX_BYTES)
         # Of an odd number of groups a tile's first takes the boxes of the last of the tile before.
