@@ -32,6 +32,8 @@ _OPERATORS = {"+", "-", "*", "/", "ADD", "SUBTRACT", "MULTIPLY", "TRUE_DIVIDE"}
 """By Python's versions."""
 _FOREIGN = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE", "IMPORT")
 """Instructions that begin so read what is no argument of a function."""
+_OBJECTS = ("IS_OP", "CONTAINS_OP", "BUILD", "STORE_ATTR", "STORE_SUBSCR", "RAISE")
+"""And those that treat a number as an object, or make others."""
 
 _terms: dict[float, LogitTerm] = {}
 _kinds: dict[str, type[LogitTerm]] = {}
@@ -145,6 +147,8 @@ def _checked(kind: type[LogitTerm], which: str, fields: tuple[str, ...]) -> Any:
     for each in dis.get_instructions(function):
         if each.opname.startswith(_FOREIGN):
             raise TypeError(f"{name}: got one that reads {each.argval!r}, want fields and ops")
+        if each.opname.startswith(_OBJECTS):
+            raise TypeError(f"{name}: got one with {each.opname}, want fields and ops")
         if "JUMP" in each.opname or each.opname == "FOR_ITER":
             raise TypeError(f"{name}: got one with a branch, want ops.where")
         if each.opname.startswith(("BINARY_", "INPLACE_")):
@@ -155,7 +159,61 @@ def _checked(kind: type[LogitTerm], which: str, fields: tuple[str, ...]) -> Any:
     others = [each for each in code.co_names if each not in fields and each not in OPS]
     if others:
         raise TypeError(f"{name}: got one that reads {others[0]!r}, want fields and ops")
+    _try(function, name, kind)
     return code.co_code.hex(), code.co_names, code.co_varnames, code.co_consts
+
+
+def _try(function: Callable[..., Any], name: str, kind: type[LogitTerm]) -> None:
+    """Call it with what can do no more than a kernel's numbers."""
+    term = object.__new__(kind)
+    for field in dataclasses.fields(kind):  # pyright: ignore
+        object.__setattr__(term, field.name, _Any())
+    try:
+        found = function(term, _Any(), _AnyOps)
+    except (AttributeError, TypeError) as error:
+        what = str(error).replace("_AnyOps", "ops").replace("_Any", "a number")
+        raise TypeError(
+            f"{name}: got one that fails: {what}; want +, -, *, /, comparisons and ops"
+        ) from error
+    if isinstance(found, bool) or not isinstance(found, _Any | int | float):
+        raise TypeError(f"{name}: got one that returns {type(found).__name__}, want a number")
+
+
+class _Any:
+    """Any number."""
+
+    def _with(self, other: Any) -> _Any:
+        return self if isinstance(other, _Any | int | float) else NotImplemented
+
+    def _alone(self) -> _Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("a number as a condition")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _with
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _with  # pyright: ignore
+    __neg__ = __pos__ = _alone
+    __hash__ = None  # pyright: ignore
+
+
+class _AnyOps:
+    """Of any numbers."""
+
+    @staticmethod
+    def _one(x: Any) -> _Any:
+        return _Any() + x
+
+    @staticmethod
+    def _two(a: Any, b: Any) -> _Any:
+        return _Any() + a + b
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> _Any:
+        return _Any() + condition + a + b
+
+    exp = log = log1p = tanh = sqrt = abs = _one
+    minimum = maximum = _two
 
 
 def as_number(softcap: Any) -> Any:

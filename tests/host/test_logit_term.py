@@ -215,6 +215,15 @@ OUTSIDE = {
     "a branch": (lambda self, x, ops: x if self.cap else 2 * x, "a branch"),
     "a power": (lambda self, x, ops: x**2, r"the operator (\*\*|POWER)"),
     "an element": (lambda self, x, ops: x[0], "the operator|want"),
+    "an operation as a method": (lambda self, x, ops: x.exp(), "'a number' object has no attribute 'exp'"),
+    "a field of ops": (lambda self, x, ops: ops.cap * x, "no attribute 'cap'"),
+    "a negation": (lambda self, x, ops: ops.where(not x, x, 1.0), "a number as a condition"),
+    "an identity": (lambda self, x, ops: ops.where(x is self, x, 1.0), "IS_OP"),
+    "a tuple": (lambda self, x, ops: (x, x), "BUILD_TUPLE"),
+    "nothing": (lambda self, x, ops: None, "returns NoneType"),
+    "a comparison of constants": (lambda self, x, ops: True, "returns bool"),
+    "two arguments of exp": (lambda self, x, ops: ops.exp(x, x), "takes 1 positional argument"),
+    "a sum with ops": (lambda self, x, ops: x + ops, "unsupported operand"),
 }
 
 
