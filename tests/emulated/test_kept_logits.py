@@ -303,8 +303,10 @@ def test_errors_beside_recomputing(arch):
 
 @full
 @both
+@pytest.mark.parametrize("softcap", [4.0, LogCap(2.0).key], ids=["softcap", "own"])
 @pytest.mark.parametrize("seed", range(20))
-def test_any_schedule_of_warps(arch, seed):
+def test_any_schedule_of_warps(arch, seed, softcap):
+    """A LogitTerm in every case, a softcap in some."""
     n, V = 30 + 7 * seed, 190 + 37 * seed
     case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, BF16, scale=6.0, seed=seed))
     numbers = Numbers(
@@ -312,7 +314,7 @@ def test_any_schedule_of_warps(arch, seed):
         (*RL, *PLAIN) if seed % 3 else (*RL, "lse"),
         RL if seed % 3 else (*RL, "lse"),
         temperature=torch.linspace(0.3, 3, n) if seed % 4 == 1 else 0.8,
-        softcap=4.0 if seed % 5 < 2 else None,
+        softcap=softcap if seed % 5 < 2 or softcap < 0 else None,
         linear_bias=torch.linspace(-1, 1, V).to(BF16) if seed % 4 == 2 else None,
     )
     if seed % 3 == 0:
@@ -320,6 +322,5 @@ def test_any_schedule_of_warps(arch, seed):
         ids = given_ids(case, 3 + 3 * seed)
         numbers = replace(numbers, outputs=names, differentiated=names, topk_ids=ids)
     needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
-    kept, window = V if seed % 2 else V // 256 * 128, 128 if seed % 3 == 1 else 0
-    if kept:
-        token_stats.check(numbers, run(numbers, arch, kept, seed=seed, window=window, **needs))
+    kept, window = V if seed % 2 else max(V // 256, 1) * 128, 128 if seed % 3 == 1 else 0
+    token_stats.check(numbers, run(numbers, arch, kept, seed=seed, window=window, **needs))

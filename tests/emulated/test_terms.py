@@ -202,6 +202,33 @@ def test_what_keeps_a_term_of_ones_own(arch, term, temperature):
         token_stats.check(replace(numbers, logit_scale=0.82), run)
 
 
+@full
+@both
+@pytest.mark.parametrize("seed", range(20))
+def test_what_keeps_a_term_of_ones_own_of_any_schedule_of_warps(arch, seed):
+    """Some in stripes, behind which columns are recomputed; rows that are raised have other factors."""
+    n, V = 30 + 7 * seed, 190 + 37 * seed
+    case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, BF16, scale=4.0, seed=seed))
+    if seed % 5 < 2:
+        case = jumping(case, {150: 60.0}, slice(5, None, 6))
+    z_loss = 0.02 if seed % 3 else 0.0
+    numbers = Numbers(
+        case,
+        LOSS if z_loss else ("logprob",),
+        z_loss=z_loss,
+        logit_scale=0.8,
+        softcap=TERMS_OF_ONES_OWN[seed % 4].key,
+        temperature=torch.linspace(0.3, 3, n) if seed % 4 == seed // 5 else 0.7,
+        class_weight=torch.linspace(0, 2, V) if z_loss and seed % 5 == 2 else None,
+        linear_bias=torch.linspace(-1, 1, V).to(BF16) if seed % 3 == 1 else None,
+    )
+    needs = {"need_dinput": seed % 7 != 3, "need_dweight": seed % 7 != 5}
+    kept, window = V if seed % 2 else max(V // 256, 1) * 128, 128 if seed % 3 == 1 else 0
+    run = token_stats.run(numbers, arch, seed=seed, kept_columns=kept, window=window, **needs)
+    assert any("Finish" in name for name in run.emulator.launched)
+    token_stats.check(numbers, run)
+
+
 @each_architecture(("sm_100a", BF16))
 def test_a_term_of_ones_own_beside_others(arch, dtype):
     case, names = ignoring(random_case(45, 72, 201, dtype, scale=4.0)), ("logprob", "entropy", "topk_logprob")
