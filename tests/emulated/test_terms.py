@@ -140,6 +140,19 @@ def test_entropy_of_confident_rows(arch, kept):
     token_stats.check(numbers, token_stats.run(numbers, arch, sms=2, kept_columns=kept))
 
 
+@hopper_first
+def test_entropy_of_raised_rows(arch):
+    """Of some tiles the largest logit lies more than 64 binary orders above the target, of others less: they
+    are kept relative to different powers of two, whose distance is no normal number of float32."""
+    case, target = random_case(21, 72, 1500, BF16), torch.full((21,), 7)
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    hidden[:, 0], weight[:, 0], weight[7] = torch.linspace(0.8, 1.2, 21), 0, 0
+    weight[7, 0] = -44
+    case = replace(case, input=hidden, linear_weight=weight, target=target)
+    numbers = Numbers(case, ("logprob", "entropy"), ("logprob",), entropy_grad=False)
+    token_stats.check(numbers, token_stats.run(numbers, arch, sms=2, kept_columns=1500))
+
+
 NAMES = ("logprob", "lse", "entropy", "total_nll")
 
 

@@ -149,8 +149,9 @@ class KeepEpilogue:
 
     @cute.jit
     def _above(self, sums: Float32, row_max: Float32, base: Float32) -> Float32:
-        """How far the base of a tile's entropy lies above that of what is kept. sums: the base so far."""
-        own = cute.arch.fmax(sums, base)
+        """How far the base of a tile's entropy lies above that of what is kept, or below it: a raised tile's
+        maximum may lie up to HEADROOM below. sums: the base so far."""
+        own = cute.arch.fmax(sums, base - maths.HEADROOM)
         exceeds = maths.kept_exponent(row_max, own, fma) > maths.ENTROPY_HEADROOM
         highest = cute.math.floor(row_max * Float32(maths.LOG2_E))
         return Float32(cutlass.select_(exceeds, highest, own)) - base
