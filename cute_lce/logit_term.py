@@ -54,12 +54,13 @@ class LogitTerm:
             def slope(self, z, ops):
                 return ops.exp(-ops.abs(z) / self.cap)
 
-    logit(x, ops) returns z; slope(z, ops) returns dz/dx as a function of z. Both may use +, -, *, / and
-    comparisons of their argument, the fields and numbers, and ops.exp, log, log1p, tanh, sqrt, abs, minimum,
-    maximum and where(condition, a, b). They read nothing else and have no branches. x and z are tensors of
-    any shape in the accumulation dtype, or a kernel's float32 numbers, whose /, exp and log have errors of
+    logit(x, ops) returns z; slope(z, ops) returns dz/dx as a function of z. Both may use +, -, * and / of
+    their argument, the fields and numbers, and ops.exp, log, log1p, tanh, sqrt, abs, minimum, maximum and
+    where(a < b, c, d), with any comparison. They read nothing else and have no branches. x and z are tensors
+    of any shape in the accumulation dtype, or a kernel's float32 numbers, whose /, exp and log have errors of
     some 2^-22 (absolute where a log is near 0). logit must be finite where x is, and monotonic; slope must be
-    finite even where rounding, to a share of 2^-11 of z, takes z beyond the range of logit.
+    finite even where rounding takes z beyond the range of logit, by up to 2^-11 of how far the row's largest
+    z lies above it.
 
     What the functions compute is compiled into the kernels, which are cached by it; fields are arguments of
     the kernels. A process keeps every term that it makes, some hundred bytes each.
@@ -171,12 +172,19 @@ def _try(function: Callable[..., Any], name: str, kind: type[LogitTerm]) -> None
     try:
         found = function(term, _Any(), _AnyOps)
     except (AttributeError, TypeError) as error:
-        what = str(error).replace("_AnyOps", "ops").replace("_Any", "a number")
+        what = _in_words(str(error))
         raise TypeError(
             f"{name}: got one that fails: {what}; want +, -, *, /, comparisons and ops"
         ) from error
     if isinstance(found, bool) or not isinstance(found, _Any | int | float):
-        raise TypeError(f"{name}: got one that returns {type(found).__name__}, want a number")
+        what = _in_words(type(found).__name__)
+        raise TypeError(f"{name}: got one that returns {what}, want a number")
+
+
+def _in_words(message: str) -> str:
+    for kind, what in ((_AnyOps, "ops"), (_Any, "a number"), (_Comparison, "a comparison")):
+        message = message.replace(kind.__name__, what)
+    return message
 
 
 class _Any:
@@ -185,6 +193,9 @@ class _Any:
     def _with(self, other: Any) -> _Any:
         return self if isinstance(other, _Any | int | float) else NotImplemented
 
+    def _compared(self, other: Any) -> _Comparison:
+        return _Comparison() if isinstance(other, _Any | int | float) else NotImplemented
+
     def _alone(self) -> _Any:
         return self
 
@@ -192,9 +203,16 @@ class _Any:
         raise TypeError("a number as a condition")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _with
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _with  # pyright: ignore
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared  # pyright: ignore
     __neg__ = __pos__ = _alone
     __hash__ = None  # pyright: ignore
+
+
+class _Comparison:
+    """What one of any numbers gives: no number, since tensors would be bool, whose sums are no numbers."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("a number as a condition")
 
 
 class _AnyOps:
@@ -210,7 +228,9 @@ class _AnyOps:
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> _Any:
-        return _Any() + condition + a + b
+        if not isinstance(condition, _Comparison):
+            raise TypeError(f"{type(condition).__name__} as a condition of where")
+        return _Any() + a + b
 
     exp = log = log1p = tanh = sqrt = abs = _one
     minimum = maximum = _two

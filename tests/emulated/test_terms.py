@@ -242,6 +242,16 @@ def test_what_keeps_a_term_of_ones_own_of_any_schedule_of_warps(arch, seed):
     token_stats.check(numbers, run)
 
 
+@hopper_first
+def test_a_term_of_ones_own_of_masked_classes(arch):
+    """Infinitely far below the others, as a bias says."""
+    case, bias = random_case(21, 72, 330, BF16), torch.zeros(330)
+    bias[200:] = -torch.inf
+    case = replace(case, target=case.target % 200)
+    numbers = Numbers(case, linear_bias=bias.to(BF16), softcap=LogCap(3.0).key)
+    token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=256))
+
+
 @each_architecture(("sm_100a", BF16))
 def test_a_term_of_ones_own_beside_others(arch, dtype):
     case, names = ignoring(random_case(45, 72, 201, dtype, scale=4.0)), ("logprob", "entropy", "topk_logprob")

@@ -223,6 +223,10 @@ OUTSIDE = {
     "nothing": (lambda self, x, ops: None, "returns NoneType"),
     "a comparison of constants": (lambda self, x, ops: True, "returns bool"),
     "two arguments of exp": (lambda self, x, ops: ops.exp(x, x), "takes 1 positional argument"),
+    "a number as a condition": (lambda self, x, ops: ops.where(x, x, 1.0), "number as a condition of where"),
+    "a constant condition": (lambda self, x, ops: ops.where(True, x, 1.0), "bool as a condition of where"),
+    "a sum of comparisons": (lambda self, x, ops: (x > 0) + (x > 1), r"for \+: 'a comparison' and"),
+    "a comparison": (lambda self, x, ops: x > 0, "returns a comparison"),
     "a sum with ops": (lambda self, x, ops: x + ops, "unsupported operand"),
 }
 
