@@ -155,14 +155,17 @@ def decide(
     reduction: str,
     destination: Destination | None,
     serving: Statistics | None = None,
+    *,
+    shard: bool = False,
 ) -> tuple[str, StatsHow]:
-    """The schedule, and what the op runs with. serving: what serves the call; None: what is picked for it."""
+    """The schedule, and what the op runs with. serving: what serves the call; None: what is picked for it.
+    shard: whether the classes are a shard's."""
     hidden, weight = operands.hidden, operands.weight
     need_dinput, need_dweight, need_dbias = _needs(operands)
     limits, (V, d) = compute.limits, weight.shape
     # Of a group's tokens hidden may be a slice.
     n = operands.target.shape[0]
-    problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight)
+    problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight, shard=shard)
     serving = serving or statistics(operands, options, compute.schedule)
     schedule, kept_columns = serving.choose(
         problem, operands, options, compute.schedule, reduction, limits, need_dbias=need_dbias

@@ -23,6 +23,7 @@ from cute_lce.parallel.logprob import linear_logprob
 from cute_lce.parallel.numbers import numbers_of
 from cute_lce.parallel.terms import linear_cross_entropy
 from cute_lce.plan import memory, overlap
+from cute_lce.plan.problem import Problem
 from tests.device import forget_plans
 from tests.emulated import token_stats
 from tests.emulated.backward import narrow_plans
@@ -438,8 +439,13 @@ def test_kept_smoothing_and_class_weights(arch, dtype, terms):
 @each_of()
 @pytest.mark.parametrize("terms", [{"z_loss": 0.1}, SMOOTHED, WEIGHED], ids=["plain", "smoothed", "weighed"])
 def test_some_columns_are_kept(arch, dtype, terms, monkeypatch):
-    """A kept stripe, and a recomputed one whose dweight waits."""
-    monkeypatch.setattr(choose, "choose", lambda *_: ("keep", 128))
+    """A kept stripe, and a recomputed one whose dweight waits. A shard's memory is planned as such."""
+
+    def keeps_some(problem: Problem, *_) -> tuple[str, int]:
+        assert problem.shard
+        return "keep", 128
+
+    monkeypatch.setattr(choose, "choose", keeps_some)
     case = ignoring(random_case(24, 64, 330, dtype, scale=4.0))
     given = {**terms, "linear_bias": torch.linspace(-1, 1, 330).to(dtype)}
     launched = check_loss(case, arch, [200, 130], given, ComputeOptions("keep", 64), reduction="none")
