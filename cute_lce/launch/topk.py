@@ -51,14 +51,17 @@ class Topk(NamedTuple):
             return None
         n, device = given.shape[0], given.device
         units, blocks = _units(classes), _blocks(n)
-        known = (given >= 0) & (given < classes) & valid.unsqueeze(1)
-        token = valid.cumsum(0) - 1 if compacted else torch.arange(n, device=device)
-        token = token.unsqueeze(1)
-        key = torch.where(known, given.long() // TOPK_CLASSES * blocks + token // TOPK_TOKENS, units * blocks)
-        key, order = key.int().reshape(-1).sort(stable=True)
+        known = ((given >= 0) & (given < classes)).logical_and_(valid.unsqueeze(1))
+        if compacted:
+            token = valid.cumsum(0, dtype=torch.int32) - 1
+        else:
+            token = torch.arange(n, dtype=torch.int32, device=device)
+        token, given = token.unsqueeze(1), given.int()
+        key = torch.add(token // TOPK_TOKENS, given // TOPK_CLASSES, alpha=blocks)
+        key, order = key.masked_fill_(~known, units * blocks).reshape(-1).sort(stable=True)
         starts = torch.arange(units * blocks + 1, dtype=torch.int32, device=device)
         starts = torch.searchsorted(key, starts, out_int32=True)
-        entries = (token * TOPK_CLASSES + given % TOPK_CLASSES).int().reshape(-1)[order]
+        entries = torch.add(given % TOPK_CLASSES, token, alpha=TOPK_CLASSES).reshape(-1)[order]
         return cls(entries, starts, order, known, units, blocks)
 
     def added_to(self, loss: Any, values: Tensor) -> Any:

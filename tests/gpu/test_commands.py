@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import torch
 
 from cute_lce import cli
 from cute_lce.commands import calls
+from cute_lce.measure.timing import time_interleaved
 from tests.gpu.test_forward import needs_kernels
 
 pytestmark = needs_kernels
@@ -83,3 +85,12 @@ def test_a_report_without_tests(tmp_path, capsys):
     assert [section["well"] for section in found["sections"]] == [True, True, True]
     assert torch.cuda.get_device_name() == found["gpu"]
     capsys.readouterr()
+
+
+def test_each_of_several_timed_calls_follows_the_floor():
+    order: list[int] = []
+    several = [functools.partial(order.append, i) for i in range(4)]
+    time_interleaved(several, torch.device("cuda"), budget_s=0.001, runs=2, max_reps=1)
+    timed = order[len(several) :]
+    assert timed[::2] == [0] * (len(timed) // 2)
+    assert sorted(timed[1::2]) == sorted(list(range(4)) * 3)
