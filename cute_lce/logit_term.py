@@ -13,7 +13,7 @@ import dis
 import functools
 import hashlib
 import inspect
-import math
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -56,11 +56,12 @@ class LogitTerm:
 
     logit(x, ops) returns z; slope(z, ops) returns dz/dx as a function of z. Both may use +, -, * and / of
     their argument, the fields and numbers, and ops.exp, log, log1p, tanh, sqrt, abs, minimum, maximum and
-    where(a < b, c, d), with any comparison. They read nothing else and have no branches. x and z are tensors
-    of any shape in the accumulation dtype, or a kernel's float32 numbers, whose /, exp and log have errors of
-    some 2^-22 (absolute where a log is near 0). logit must be finite where x is, and monotonic; slope must be
-    finite even where rounding takes z beyond the range of logit, by up to 2^-11 of how far the row's largest
-    z lies above it.
+    where(a < b, c, d), with any comparison. They read nothing else, have no branches, and change nothing in
+    place (+=). x and z are tensors of any shape in the accumulation dtype, or a kernel's float32 numbers,
+    whose /, exp and log have errors of some 2^-22 (absolute where a log is near 0; |x| 2^-23 for exp of a
+    large x), and for which a divisor above 2^126 is infinite. logit must be finite where x is, and monotonic;
+    slope must be finite even where rounding takes z beyond the range of logit, by up to 2^-11 of how far the
+    row's largest z lies above it.
 
     What the functions compute is compiled into the kernels, which are cached by it; fields are arguments of
     the kernels. A process keeps every term that it makes, some hundred bytes each.
@@ -116,7 +117,7 @@ def _fields(term: LogitTerm) -> tuple[float, ...]:
         value = values[field.name] = getattr(term, field.name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name}.{field.name}: got {type(value).__name__}, want a number")
-        if not math.isfinite(value) or not field.init:
+        if not abs(value) <= sys.float_info.max or not field.init:
             got = value if field.init else "a field that __init__ does not take"
             raise TypeError(f"{name}.{field.name}: got {got}, want a finite number")
     if len(values) > MOST_FIELDS:
@@ -153,8 +154,8 @@ def _checked(kind: type[LogitTerm], which: str, fields: tuple[str, ...]) -> Any:
         if "JUMP" in each.opname or each.opname == "FOR_ITER":
             raise TypeError(f"{name}: got one with a branch, want ops.where")
         if each.opname.startswith(("BINARY_", "INPLACE_")):
-            is_one = each.opname == "BINARY_OP"
-            operator = each.argrepr.rstrip("=") if is_one else each.opname.partition("_")[2]
+            # In place a tensor would be changed that others read too; += and INPLACE_ADD are not among these.
+            operator = each.argrepr if each.opname == "BINARY_OP" else each.opname.removeprefix("BINARY_")
             if operator not in _OPERATORS:
                 raise TypeError(f"{name}: got one with the operator {operator}, want +, -, * and /")
     others = [each for each in code.co_names if each not in fields and each not in OPS]
@@ -166,9 +167,9 @@ def _checked(kind: type[LogitTerm], which: str, fields: tuple[str, ...]) -> Any:
 
 def _try(function: Callable[..., Any], name: str, kind: type[LogitTerm]) -> None:
     """Call it with what can do no more than a kernel's numbers."""
-    term = object.__new__(kind)
+    term = _AnyFields()
     for field in dataclasses.fields(kind):  # pyright: ignore
-        object.__setattr__(term, field.name, _Any())
+        setattr(term, field.name, _Any())
     try:
         found = function(term, _Any(), _AnyOps)
     except (AttributeError, TypeError) as error:
@@ -182,7 +183,8 @@ def _try(function: Callable[..., Any], name: str, kind: type[LogitTerm]) -> None
 
 
 def _in_words(message: str) -> str:
-    for kind, what in ((_AnyOps, "ops"), (_Any, "a number"), (_Comparison, "a comparison")):
+    words = (_AnyFields, "the fields"), (_AnyOps, "ops"), (_Any, "a number"), (_Comparison, "a comparison")
+    for kind, what in words:
         message = message.replace(kind.__name__, what)
     return message
 
@@ -213,6 +215,10 @@ class _Comparison:
 
     def __bool__(self) -> bool:
         raise TypeError("a number as a condition")
+
+
+class _AnyFields:
+    """Of a term, without its class's attributes: another's may have other values, and the same key."""
 
 
 class _AnyOps:

@@ -56,8 +56,11 @@ class TensorOps:
             return self._tensor(a if condition else b)
         return torch.where(condition, self._tensor(a), self._tensor(b))
 
+    # nan where either argument is. Of equal ones b has the gradient.
     def minimum(self, a: Any, b: Any) -> Tensor:
-        return self.where(a < b, a, b)
+        a, b = self._tensor(a), self._tensor(b)
+        return torch.where((a < b) | a.isnan(), a, b)
 
     def maximum(self, a: Any, b: Any) -> Tensor:
-        return self.where(a > b, a, b)
+        a, b = self._tensor(a), self._tensor(b)
+        return torch.where((a > b) | a.isnan(), a, b)

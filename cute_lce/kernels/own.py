@@ -118,15 +118,13 @@ class Ops:
             condition = condition.value
         return Number(Float32(cutlass.select_(condition, plain(a), plain(b))))
 
-    @classmethod
-    def minimum(cls, a: Any, b: Any) -> Number:
-        a, b = Number(plain(a)), Number(plain(b))
-        return cls.where(a < b, a, b)
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Number:
+        return Number(cute.arch.fmin(plain(a), plain(b), nan=True))
 
-    @classmethod
-    def maximum(cls, a: Any, b: Any) -> Number:
-        a, b = Number(plain(a)), Number(plain(b))
-        return cls.where(a > b, a, b)
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Number:
+        return Number(cute.arch.fmax(plain(a), plain(b), nan=True))
 
 
 class Own:

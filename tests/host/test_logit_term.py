@@ -82,6 +82,16 @@ def test_float32_has_its_own_precision(term):
         assert_close(name, mine.detach(), getattr(wanted, name).detach(), getattr(plain, name).detach())
 
 
+@each_term
+def test_a_class_of_nan_spoils_every_row(term):
+    """Also with a term that takes the lesser or the greater of two."""
+    hidden, weight, target = case()
+    weight = weight.detach().clone()
+    weight[5] = torch.nan
+    for call in (linear_cross_entropy, reference.linear_cross_entropy):
+        assert bool(call(hidden, weight, target, softcap=term, reduction="none").isnan().all())
+
+
 def test_tanh_is_a_softcap():
     hidden, weight, target = case()
     for one, other in zip(
@@ -178,8 +188,9 @@ def test_what_is_no_term():
         LogCap("3")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"^LogCap\.cap: got bool"):
         LogCap(True)
-    with pytest.raises(TypeError, match=r"^LogCap\.cap: got nan, want a finite number"):
-        LogCap(math.nan)
+    for cap in (math.nan, math.inf, -(10**400)):
+        with pytest.raises(TypeError, match=rf"^LogCap\.cap: got {cap}, want a finite number"):
+            LogCap(cap)
     for softcap in (-12.0, -123456789.0):
         message = rf"^softcap: got {softcap}, want a positive, finite number, or a LogitTerm"
         for call in (linear_cross_entropy, reference.linear_cross_entropy):
@@ -194,7 +205,7 @@ def test_what_is_no_term():
 
 def functions_of(logit, slope=lambda self, z, ops: z) -> Any:
     """A term's class with these."""
-    body = {"logit": logit, "slope": slope, "factor": 3.0, "twice": lambda self, x: 2 * x}
+    body = {"logit": logit, "slope": slope, "factor": 3.0, "twice": lambda self, x: 2 * x, "maximum": 5.0}
     return dataclass(frozen=True)(type("Odd", (LogitTerm,), {**body, "__annotations__": {"cap": "float"}}))
 
 
@@ -204,7 +215,17 @@ def imports(self, x, ops):
     return x * math.pi
 
 
+def in_place(self, x, ops):
+    x += 1
+    return x
+
+
 OUTSIDE = {
+    "an operation in place": (in_place, r"the operator (\+=|INPLACE_ADD)"),
+    "an attribute named like an operation": (
+        lambda self, x, ops: ops.minimum(x, self.maximum),
+        "'the fields' object has no attribute 'maximum'",
+    ),
     "an attribute of its class": (lambda self, x, ops: x * self.factor, "reads 'factor'"),
     "a method": (lambda self, x, ops: self.twice(x), "reads 'twice'"),
     "a method of tensors": (lambda self, x, ops: x.sin(), "reads 'sin'"),
