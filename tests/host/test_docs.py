@@ -42,6 +42,16 @@ def test_links_and_named_files_lead_somewhere(document):
         assert (ROOT / file).exists(), f"{file} is named but not there"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_row_has_the_cells_of_its_tables_head(document):
+    """Cells beyond the head's are not shown."""
+    cells = 0
+    for line in document.read_text(encoding="utf-8").splitlines():
+        found = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert found in (0, cells) or not cells, line
+        cells = found
+
+
 def test_the_first_screen_of_the_readme():
     screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:24])
     for wanted in ("make demo", "make test", "cute_lce.linear_cross_entropy(", "It runs on", "#status"):
