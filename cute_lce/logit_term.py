@@ -21,6 +21,7 @@ from typing import Any
 from .arguments import TERMS, Float32
 
 MOST_FIELDS = 8
+FLOAT32_MAX = 2.0**128 - 2.0**104
 NUMBERS = ("own_scale", "own_temperature", "own_inverse", *(f"own_{i}" for i in range(MOST_FIELDS)))
 """What kernels read of a term: what products are multiplied by before it, what its result is divided by, one
 over that, and the term's fields."""
@@ -64,9 +65,11 @@ class LogitTerm:
     row's largest z lies above it.
 
     What the functions compute is compiled into the kernels, which are cached by it; fields are arguments of
-    the kernels. A process keeps every term that it makes, some hundred bytes each.
+    the kernels. Do not assign a class's functions anew once it has made a term: the key and the kernels would
+    stay those of the first ones. A process keeps every term that it makes, some hundred bytes each.
 
-    Raises TypeError for a subclass that is not such a dataclass, or whose functions do anything else.
+    Raises TypeError for a subclass that is not such a dataclass, or whose functions do anything else, and
+    ValueError for a field beyond float32's range.
     """
 
     key: float
@@ -85,12 +88,14 @@ class LogitTerm:
     def slope(self, z: Any, ops: Any) -> Any:
         raise NotImplementedError
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         # A dataclass has its own.
         name = type(self).__name__
         raise TypeError(f"{name}: got no dataclass with an __init__, want @dataclass(frozen=True)")
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *others: Any) -> None:
+        if others:
+            raise TypeError(f"{type(self).__name__}: got an InitVar, want fields")
         fields = _fields(self)
         digest = hashlib.sha256(repr((_name(type(self)), fields)).encode()).digest()
         # Every whole number up to 2^52 is a float.
@@ -120,6 +125,8 @@ def _fields(term: LogitTerm) -> tuple[float, ...]:
         if not abs(value) <= sys.float_info.max or not field.init:
             got = value if field.init else "a field that __init__ does not take"
             raise TypeError(f"{name}.{field.name}: got {got}, want a finite number")
+        if abs(value) > FLOAT32_MAX:
+            raise ValueError(f"{name}.{field.name}: got {value}, want a number in float32's range")
     if len(values) > MOST_FIELDS:
         raise TypeError(f"{name}: got {len(values)} fields, want at most {MOST_FIELDS}")
     return tuple(float(value) for value in values.values())
@@ -138,7 +145,8 @@ def _name(kind: type[LogitTerm]) -> str:
 
 def _checked(kind: type[LogitTerm], which: str, fields: tuple[str, ...]) -> Any:
     """All that a function computes, which is nothing but what LogitTerm's docstring says."""
-    function, name = getattr(kind, which), f"{kind.__name__}.{which}"
+    # Of a static or class method not the function in it, which takes other arguments.
+    function, name = inspect.getattr_static(kind, which), f"{kind.__name__}.{which}"
     if function is getattr(LogitTerm, which):
         raise TypeError(f"{kind.__name__}: got no function {which}, want one")
     code = getattr(function, "__code__", None)
@@ -161,15 +169,15 @@ def _checked(kind: type[LogitTerm], which: str, fields: tuple[str, ...]) -> Any:
     others = [each for each in code.co_names if each not in fields and each not in OPS]
     if others:
         raise TypeError(f"{name}: got one that reads {others[0]!r}, want fields and ops")
-    _try(function, name, kind)
+    _try(function, name, fields)
     return code.co_code.hex(), code.co_names, code.co_varnames, code.co_consts
 
 
-def _try(function: Callable[..., Any], name: str, kind: type[LogitTerm]) -> None:
+def _try(function: Callable[..., Any], name: str, fields: tuple[str, ...]) -> None:
     """Call it with what can do no more than a kernel's numbers."""
     term = _AnyFields()
-    for field in dataclasses.fields(kind):  # pyright: ignore
-        setattr(term, field.name, _Any())
+    for field in fields:
+        setattr(term, field, _Any())
     try:
         found = function(term, _Any(), _AnyOps)
     except (AttributeError, TypeError) as error:

@@ -6,9 +6,10 @@ import copy
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import pytest
@@ -191,6 +192,11 @@ def test_what_is_no_term():
     for cap in (math.nan, math.inf, -(10**400)):
         with pytest.raises(TypeError, match=rf"^LogCap\.cap: got {cap}, want a finite number"):
             LogCap(cap)
+    largest = torch.finfo(torch.float32).max
+    assert bool(linear_cross_entropy(*case(torch.float32), softcap=LogCap(largest)).isfinite())
+    for cap in (1e39, -(2**128)):
+        with pytest.raises(ValueError, match=rf"^LogCap\.cap: got {re.escape(str(cap))}, want a number in"):
+            LogCap(cap)
     for softcap in (-12.0, -123456789.0):
         message = rf"^softcap: got {softcap}, want a positive, finite number, or a LogitTerm"
         for call in (linear_cross_entropy, reference.linear_cross_entropy):
@@ -229,6 +235,8 @@ OUTSIDE = {
     "an attribute of its class": (lambda self, x, ops: x * self.factor, "reads 'factor'"),
     "a method": (lambda self, x, ops: self.twice(x), "reads 'twice'"),
     "a method of tensors": (lambda self, x, ops: x.sin(), "reads 'sin'"),
+    "a static method": (staticmethod(lambda self, x, ops: x), "no function of"),
+    "a class method": (classmethod(lambda self, x, ops: x), "no function of"),
     "a default": (lambda self, x, ops, k=3.0: x * k, "no function of"),
     "a function in it": (lambda self, x, ops: (lambda v: v * 2)(x), "a function in it"),
     "another's variable": (lambda self, x, ops: (lambda v: v * self.cap)(x), "want fields and ops"),
@@ -265,6 +273,13 @@ def test_what_a_class_may_not_have():
         type("Named", (LogitTerm,), {"__annotations__": {"key": "float"}})
     with pytest.raises(TypeError, match=r"^Late: got a __post_init__"):
         type("Late", (LogitTerm,), {"__post_init__": lambda self: None})
+    body = {"logit": lambda self, x, ops: x, "slope": lambda self, z, ops: 1.0}
+    kind = type("Bare", (LogitTerm,), {**body, "__annotations__": {"cap": "float"}})
+    with pytest.raises(TypeError, match=r"^Bare: got no dataclass with an __init__"):
+        dataclass(frozen=True, init=False)(kind)(1.0)
+    kind = type("Early", (LogitTerm,), {**body, "__annotations__": {"cap": InitVar[float]}})
+    with pytest.raises(TypeError, match=r"^Early: got an InitVar, want fields"):
+        dataclass(frozen=True)(kind)(1.0)
 
 
 IN_ANOTHER_PROCESS = """
