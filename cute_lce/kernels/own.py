@@ -92,8 +92,8 @@ class Ops:
         x = Number(plain(x))
         more = x + 1.0
         added = more - 1.0
-        # Where it is 0 or infinite there is no quotient.
-        return cls.where(added + added == added, x, cls.log(more) * (x / added))
+        # Where it is 0 or infinity there is no quotient; of -infinity the logarithm is nan.
+        return cls.where(cls.abs(added + added) == added, x, cls.log(more) * (x / added))
 
     @classmethod
     def tanh(cls, x: Any) -> Number:

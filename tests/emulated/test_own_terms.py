@@ -32,7 +32,7 @@ def functions_of(logit: Callable, slope: Callable) -> LogitTerm:
 # Each with what errors may be of: the result, 1, and the argument's size times the result.
 FUNCTIONS = {
     "log1p and tanh": (
-        functions_of(lambda self, x, ops: ops.log1p(ops.maximum(x, -1.0)), lambda self, z, ops: ops.tanh(z)),
+        functions_of(lambda self, x, ops: ops.log1p(x), lambda self, z, ops: ops.tanh(z)),
         ((2.0**-21, 0.0, 0.0), (2.0**-21, 0.0, 0.0)),
     ),
     "log and exp": (
