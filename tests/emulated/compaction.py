@@ -20,11 +20,11 @@ from cute_lce.arguments import (
     Statistics,
     Upstream,
 )
-from cute_lce.compile.trace import compile_options
 from cute_lce.kernels import rows as kernels
 from cute_lce.kernels.entry.types import example, example_operands, gather_tensors, strided, vector
 from cute_lce.kernels.rows import Copy, Gather
 from tests import emulator
+from tests.emulated.compiling import compile_host
 
 IGNORED = -100
 FEW_BLOCKS = 3
@@ -65,12 +65,12 @@ def program(target_dtype: torch.dtype, arch: str, blocks: int) -> emulator.Emula
     """blocks: the most that gather. No defaults: equal calls give one object, which a survey mutates."""
     hidden, _, target = example_operands("bfloat16", str(target_dtype).removeprefix("torch."))
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(kernels, "BLOCKS", blocks):
-        compiled = cute.compile(
-            Compaction(),
-            *(hidden, target),
-            *(example(group) for group in (LossArguments, Upstream, Statistics, Rows)),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options=f"{compile_options(arch)} --keep-ptx --dump-dir {folder} --ptxas-options '-O0'",
+        groups = (example(group) for group in (LossArguments, Upstream, Statistics, Rows))
+        compiled = compile_host(
+            *(Compaction(), hidden, target, *groups),
+            arch=arch,
+            folder=folder,
+            options="--ptxas-options '-O0'",
         )
         return emulator.build(compiled)
 

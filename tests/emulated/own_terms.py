@@ -6,10 +6,10 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_lce.arguments import with_terms
-from cute_lce.compile.trace import compile_options
 from cute_lce.kernels.entry.types import example
 from cute_lce.kernels.own import own_of
 from cute_lce.logit_term import LogitTerm, kernel_term
+from tests.emulated.compiling import compile_host
 
 
 @cute.kernel
@@ -32,11 +32,5 @@ def compile_term(term: LogitTerm, arch: str, folder: str):
     n = cute.sym_int(divisibility=32)
     x = cute.runtime.make_fake_compact_tensor(Float32, (n,), assumed_align=4)
     out = cute.runtime.make_fake_compact_tensor(Float32, (2, n), stride_order=(1, 0), assumed_align=4)
-    return cute.compile(
-        Both(),
-        example(with_terms((kernel_term(term),))),
-        x,
-        out,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"{compile_options(arch)} --keep-ptx --dump-dir {folder}",
-    )
+    loss = example(with_terms((kernel_term(term),)))
+    return compile_host(Both(), loss, x, out, arch=arch, folder=folder)

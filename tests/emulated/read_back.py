@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 
-from cute_lce.compile.trace import compile_options
 from cute_lce.kernels.entry.types import example, example_operands
+from tests.emulated.compiling import compile_host
 
 
 @cute.kernel
@@ -64,11 +64,6 @@ def compile_firsts(folder: str):
 
 
 def _compile(function, arguments, folder: str):
-    """With its PTX; arguments: those before out, which is int64, of any length."""
-    return cute.compile(
-        function,
-        *arguments,
-        cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int(),)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"{compile_options('sm_90a')} --keep-ptx --dump-dir {folder}",
-    )
+    """arguments: those before out, which is int64, of any length."""
+    out = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int(),))
+    return compile_host(function, *arguments, out, arch="sm_90a", folder=folder)

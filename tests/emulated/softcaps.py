@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_lce.arguments import with_terms
-from cute_lce.compile.trace import compile_options
 from cute_lce.kernels.entry.types import example
 from cute_lce.kernels.logits import TileLogits, logit
+from tests.emulated.compiling import compile_host
 
 ROWS, COLUMNS = 4, 8
 
@@ -57,11 +57,4 @@ def compile_caps(arch: str, folder: str):
         )
         for shape in ((blocks, COLUMNS, ROWS, 32), (2, blocks, COLUMNS, ROWS, 32))
     )
-    return cute.compile(
-        Caps(),
-        example(with_terms(("softcap",))),
-        x,
-        out,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"{compile_options(arch)} --keep-ptx --dump-dir {folder}",
-    )
+    return compile_host(Caps(), example(with_terms(("softcap",))), x, out, arch=arch, folder=folder)
