@@ -70,8 +70,9 @@ def numbers_of(
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
     perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
     serving = statistics(operands, options, compute.schedule)
-    given = operands, options, compute, loss.reduction, destination, serving
-    _, (_, request, destination) = decide(*given, shard=True)
+    _, (_, request, destination) = decide(
+        operands, options, compute, loss.reduction, destination, serving, shard=True
+    )
     if destination is not None or is_plain_eager(*operands[:3]):
         if ranks.are_checked(*operands[:3]):
             _check_ranks(operands, options, request, loss, compute, spread)

@@ -32,7 +32,7 @@ def check(
 ) -> None:
     """Raise ValueError on every rank of the group if two of them differ in what should be equal: input's and
     target's shapes, dtypes and values where each has all tokens, d, options, and which gradients are needed;
-    where shards should be equal, their rows; or if two have the same classes. others: what else should be
+    where shards should be equal, their rows; or if two have a class in common. others: what else should be
     equal, by its name.
 
     It gathers Python objects and reads every number: for debugging.
