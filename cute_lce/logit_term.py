@@ -222,7 +222,8 @@ class _Comparison:
     """What one of any numbers gives: no number, since tensors would be bool, whose sums are no numbers."""
 
     def __bool__(self) -> bool:
-        raise TypeError("a number as a condition")
+        # `and` and `or` are branches.
+        raise TypeError("not of a comparison")
 
 
 class _AnyFields:

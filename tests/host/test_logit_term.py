@@ -247,6 +247,7 @@ OUTSIDE = {
     "an operation as a method": (lambda self, x, ops: x.exp(), "'a number' object has no attribute 'exp'"),
     "a field of ops": (lambda self, x, ops: ops.cap * x, "no attribute 'cap'"),
     "a negation": (lambda self, x, ops: ops.where(not x, x, 1.0), "a number as a condition"),
+    "a negated comparison": (lambda self, x, ops: ops.where(not (x < 0), x, 1.0), "not of a comparison"),
     "an identity": (lambda self, x, ops: ops.where(x is self, x, 1.0), "IS_OP"),
     "a tuple": (lambda self, x, ops: (x, x), "BUILD_TUPLE"),
     "nothing": (lambda self, x, ops: None, "returns NoneType"),
