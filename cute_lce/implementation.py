@@ -22,7 +22,8 @@ a Statistics' instead: numbers of each token, from which ops/ makes the loss, an
 these numbers. `ops.select.statistics` picks it: the kernels' where they serve such a call, else the streaming
 path's.
 
-No method synchronises with a device; on a CPU the targets are checked. No argument but `out` is modified.
+No method synchronises with a device; on a CPU the targets are checked. No argument but `out`, and what a
+request overwrites, is modified.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Request(NamedTuple):
     outside it that is not ignore_index belongs to another part. The two phases of a pass are then apart:
     Forward and Backward say what the first one gives. is_summed: whether a shard's dinput is summed over the
     shards before it is rounded. beside: what runs beside the second phase of a shard's backward. need_dbias:
-    of a Statistics.
+    of a Statistics. overwrites: whether a Statistics' backward frees kept logits, whose place dlogits take.
     """
 
     limits: Limits = NO_LIMITS
@@ -66,6 +67,7 @@ class Request(NamedTuple):
     is_summed: bool = True
     beside: Collective | None = None
     need_dbias: bool = False
+    overwrites: bool = False
 
 
 class Results(NamedTuple):

@@ -102,7 +102,8 @@ class KernelBackward:
         # Without padding the rows of what dweight is added to begin at multiples of 16 bytes.
         self.added, self.directly = request.added, self.features == d
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
-        problem = Problem(n, d, weight.shape[0], dtype is torch.float16, *needs, keeps_logits, request.shard)
+        half, overwrites = dtype is torch.float16, keeps_logits and request.overwrites
+        problem = Problem(n, d, weight.shape[0], half, *needs, keeps_logits, request.shard, overwrites)
         gpu = gpu_of(device).serving(loss.terms)
         chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
@@ -269,24 +270,26 @@ class KernelBackward:
             rows = rows if self.compaction is None else rows._replace(sums=0)
         for stripe, planned in zip(stripes, self.plan.stripes[self.kept > 0 :], strict=True):
             last = self._accumulating(rows, result) if stripe is stripes[-1] else rows
-            own = arguments
+            own, written = arguments, source
             if planned.first < self.kept_logits:
-                own = self._arguments_of_logits(saved, loss, planned.first)
-            yield hidden, weight, target, own, upstream, statistics, gradients, source, last, stripe, counters
+                own = self._loss_of_logits(saved, loss, planned.first)
+                at_kept = source._replace(dlogits=own.kept_logits, pitch=own.kept_pitch)
+                own, written = loss_arguments(own), at_kept if self.problem.overwrites else source
+            groups = hidden, weight, target, own, upstream, statistics, gradients
+            yield *groups, written, last, stripe, counters
             counters = after(counters)
             source, rows = source._replace(scales=0), self._gathered(rows)
 
-    def _arguments_of_logits(self, saved: Saved, loss: Any, first: int) -> Any:
-        """The loss's arguments for a stripe of kept logits that begins at the column `first`."""
+    def _loss_of_logits(self, saved: Saved, loss: Any, first: int) -> Any:
+        """The loss of a stripe of kept logits that begins at the column `first`."""
         kept, notes = saved.kept, saved.kept_scale
         assert kept is not None
         assert notes is not None
-        own = loss._replace(
+        return loss._replace(
             kept_logits=kept.data_ptr() + first * kept.itemsize,
             kept_pitch=kept.stride(0),
             kept_notes=notes.data_ptr() + units(first) * notes.stride(0) * notes.itemsize,
         )
-        return loss_arguments(own)
 
     def _accumulating(self, rows: Rows, result: int) -> Rows:
         """The same, for the last launch that adds to a shard's sums. result: the address of all tokens'."""

@@ -111,8 +111,8 @@ def choose(
     """See implementation.Statistics. "auto" recomputes what the kernels do not keep."""
     if schedule == "auto" and not keeps(operands, options):
         schedule = "recompute"
-    if keeps_logits(operands, options):
-        problem = problem._replace(keeps_logits=True)
+    of_logits = keeps_logits(operands, options)
+    problem = problem._replace(keeps_logits=of_logits, overwrites=of_logits and problem.overwrites)
     given = problem, operands.hidden.dtype, operands.hidden.device, schedule, reduction, limits, need_dbias
     if any(isinstance(each, torch.SymInt) for each in (*problem, *limits)):
         return _choose(*given)
@@ -377,6 +377,8 @@ def backward(
     dinput, dweight = prepared.dweight(gradient.dloss, both, loss, first, out)
     if wait is not None:
         dinput = wait()
+    if of_logits and request.overwrites and saved.kept is not None:
+        saved.kept.untyped_storage().resize_(0)
     if dbias is not None and shared is not None:
         dbias[: request.kept_columns] += shared.tokens.sum()
     return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)

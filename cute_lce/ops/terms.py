@@ -165,7 +165,9 @@ def decide(
     limits, (V, d) = compute.limits, weight.shape
     # Of a group's tokens hidden may be a slice.
     n = operands.target.shape[0]
+    overwrites = is_plain_eager(*operands[:3]) and not shard
     problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight, shard=shard)
+    problem = problem._replace(overwrites=overwrites)
     serving = serving or statistics(operands, options, compute.schedule)
     schedule, kept_columns = serving.choose(
         problem, operands, options, compute.schedule, reduction, limits, need_dbias=need_dbias
@@ -176,6 +178,7 @@ def decide(
             "want reduction 'mean' or 'sum', or another schedule"
         )
     request = Request(limits, kept_columns, need_dinput, need_dweight, need_dbias=need_dbias)
+    request = request._replace(overwrites=overwrites and kept_columns > 0)
     return schedule, StatsHow(options, request, destination if need_dweight else None)
 
 
@@ -190,7 +193,7 @@ def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
     """The numbers that how.options name, the others None; differentiable."""
     options, request = how.options, how.request
     arguments = *listed(options), *request.limits, request.kept_columns
-    if how.destination is None:
+    if how.destination is None and not request.overwrites:
         found = token_stats(*operands, *arguments)
     else:
         found = apply_of(StatsFunction)(functools.partial(_run, token_stats, arguments), how, *operands)

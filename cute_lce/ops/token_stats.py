@@ -43,6 +43,7 @@ from .autograd import (
     no_options,
     register,
 )
+from .plain import is_plain_eager
 from .prepared import CHECK_TARGETS, check_targets
 from .schemas import LIMITS
 from .select import implementation, statistics
@@ -194,7 +195,8 @@ def _run_backward(
     out: Tensor | None = None,
 ) -> AllGradients:
     kept = saved.kept
-    if kept is not None and kept.shape[1] == 0:
+    # What a backward before this one has overwritten is freed: a retained graph's next one recomputes.
+    if kept is not None and (kept.shape[1] == 0 or kept.untyped_storage().nbytes() == 0):
         saved = saved._replace(kept=None)
     # The rows of what is kept are padded to 16 bytes.
     columns = 0 if saved.kept is None else min(saved.kept.shape[1], operands.weight.shape[0])
@@ -273,6 +275,15 @@ class StatsFunction(torch.autograd.Function):
         operands, saved = StatsOperands(*tensors[:_TENSORS]), StatsSaved(*tensors[_TENSORS:])
         needs = ctx.needs_input_grad[2:]
         needed = needs[0], needs[1], needs[3]
+
+        def run(wanted: tuple[bool, bool], out: Tensor | None) -> AllGradients:
+            request = how.request._replace(
+                need_dinput=wanted[0], need_dweight=wanted[1], need_dbias=needed[2]
+            )
+            return _run_backward(upstream, operands, saved, how.options, request, out)
+
+        if how.destination is None and _overwrites(how, given, operands):
+            return _by_operands(*run(needed[:2], None))
         if how.destination is None:
             found = token_stats_backward(
                 *upstream,
@@ -283,14 +294,13 @@ class StatsFunction(torch.autograd.Function):
                 *needed,
             )
             return _by_operands(*(each if need else None for each, need in zip(found, needed, strict=True)))
-
-        def run(wanted: tuple[bool, bool], out: Tensor | None) -> AllGradients:
-            request = how.request._replace(
-                need_dinput=wanted[0], need_dweight=wanted[1], need_dbias=needed[2]
-            )
-            return _run_backward(upstream, operands, saved, how.options, request, out)
-
         return _by_operands(*add_to_destination(ctx, given, (operands.hidden, operands.weight), run))
+
+
+def _overwrites(how: StatsHow, given: Tensor, operands: StatsOperands) -> bool:
+    """Whether a backward may: nothing else will read what was kept."""
+    plain = is_plain_eager(given, operands.hidden, operands.weight)
+    return how.request.overwrites and plain and not torch.is_grad_enabled()
 
 
 def _keep_destination(ctx, destination: Destination, dtype: torch.dtype) -> None:

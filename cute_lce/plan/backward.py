@@ -34,7 +34,7 @@ def build(
     tokens, dhidden, dweight = configs
     n, d, vocab = problem.n, problem.d, problem.vocab
     columns, chunk = chosen.columns, chosen.chunk
-    if kept and problem.keeps_logits:
+    if kept and problem.has_stripes_of_logits:
         ranges = [(first, min(columns, kept - first)) for first in range(0, kept, columns)]
     else:
         ranges = [(0, kept)] if kept else []

@@ -63,7 +63,7 @@ class Candidates:
         found = self._keeping.get(kept)
         if found is None:
             problem = self.problem
-            if kept and problem.keeps_logits:
+            if kept and problem.has_stripes_of_logits:
                 every = self._stripes_of_logits(kept)
             elif kept == problem.vocab:
                 every = self._kept_only()
@@ -87,7 +87,7 @@ class Candidates:
         if not kept:
             return int(total), 0
         widths = [min(self.window or STRIPE_MULTIPLE, left)]
-        if problem.keeps_logits:
+        if problem.has_stripes_of_logits:
             # The widest may be the only stripe, and need no sum of dinput.
             widths = self._widths_of_logits(kept)
         return int(total), min(backward_bytes(problem, each, kept) for each in (widths[0], widths[-1]))

@@ -132,12 +132,14 @@ def keeping_bytes(n: int, kept: int) -> int:
 def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 1) -> int:
     """Bytes that a backward in one sweep allocates beyond its results, and those that were kept for it.
 
-    columns: of a stripe of dlogits; 0 where all exponentials are kept. kept: columns that the forward kept.
+    columns: of a stripe of dlogits; 0 where none is computed. kept: columns that the forward kept.
     splits: of dhidden's k.
     """
     n, d, vocab = problem.n, problem.d, problem.vocab
     exponentials = 0 if problem.keeps_logits else kept
-    several = columns + exponentials < vocab or 0 < exponentials < vocab
+    # What is kept and is a stripe by itself.
+    whole = 0 if problem.has_stripes_of_logits else kept
+    several = columns + whole < vocab or 0 < whole < vocab
     summed = splits > 1 or several
     total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8)
     total += backward_compaction_bytes(problem, kept, summed=summed)

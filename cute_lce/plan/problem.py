@@ -14,7 +14,8 @@ class Problem(NamedTuple):
     n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range is too small
     for grad_scale. need_dinput, need_dweight: which gradients are needed. keeps_logits: whether what is kept
     are logits, of which the backward makes dlogits a stripe at a time. shard: whether the classes
-    are a shard's, whose gradient by tokens is summed over the ranks.
+    are a shard's, whose gradient by tokens is summed over the ranks. overwrites: whether dlogits of kept
+    logits take their place, all at once.
     """
 
     n: int
@@ -25,6 +26,12 @@ class Problem(NamedTuple):
     need_dweight: bool = True
     keeps_logits: bool = False
     shard: bool = False
+    overwrites: bool = False
+
+    @property
+    def has_stripes_of_logits(self) -> bool:
+        """Whether dlogits of what is kept have memory of their own, a stripe at a time."""
+        return self.keeps_logits and not self.overwrites
 
     @property
     def wants_gradient(self) -> bool:

@@ -135,11 +135,13 @@ def run(
     need_dweight: bool = True,
     kept_columns: int = 0,
     stats: Stats | None = None,
+    overwrites: bool = False,
 ) -> Run:
-    """Both passes of launch/, or, given what a forward of these numbers returned, the backward alone."""
+    """Both passes of launch/, or, given what a forward of these numbers returned, the backward alone.
+    overwrites: kept logits."""
     options = numbers.options
     request = Request(Limits(window), kept_columns, need_dinput=need_dinput, need_dweight=need_dweight)
-    request = request._replace(need_dbias=numbers.linear_bias is not None)
+    request = request._replace(need_dbias=numbers.linear_bias is not None, overwrites=overwrites)
     with device(arch, sms, seed) as counts:
         operands = numbers.operands
         if stats is None:
@@ -153,8 +155,11 @@ def run(
         upstream = StatsUpstream(**_upstream(numbers, stats))
         total = None if out is None else out.clone()
         gradients = STATISTICS.backward(upstream, operands, saved, options, request, total)
-    for one, other in zip(before, saved, strict=True):
-        if one is not None and other is not None:
+    for name, one, other in zip(StatsSaved._fields, before, saved, strict=True):
+        if overwrites and name == "kept":
+            assert other is not None
+            assert other.untyped_storage().nbytes() == 0
+        elif one is not None and other is not None:
             same = (one == other) | (one.isnan() & other.isnan())
             assert bool(same.all()), "the backward wrote to what the forward saved"
     return Run(stats, gradients if total is None else (gradients[0], total, gradients[2]), counts)

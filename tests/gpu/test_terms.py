@@ -308,6 +308,59 @@ def test_kept_logits(which, shape, mib):
         assert errors[0] < 0.02
 
 
+@pytest.mark.parametrize("topk", [False, True])
+def test_a_graph_is_retained_although_its_kept_logits_are_overwritten(topk):
+    """The next backward computes them again, for another upstream gradient and other leaves; what was kept is
+    freed by then. A call in which something intercepts the dispatcher overwrites nothing."""
+    n, d, V = 700, 256, 20000
+    case = device_case(n, d, V, BF16)
+    leaves = [case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()]
+    names = ("topk_logprob",) if topk else ("logprob", "entropy")
+    ids = torch.randint(0, V, (n, 8), device="cuda") if topk else None
+    ones = [torch.ones((n, 8) if topk else (n,), device="cuda") for _ in names]
+    factor = torch.linspace(-2, 3, n, device="cuda")
+    scaled = [each * (factor.unsqueeze(1) if topk else factor) for each in ones]
+
+    def errors(found, upstream, number):
+        wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        exact = reference.linear_logprob(*wide, case.target, topk_ids=ids)
+        outputs = [getattr(exact, name) for name in names]
+        exact = torch.autograd.grad(outputs, wide, [each.double() for each in upstream])
+        return [
+            float((mine.double() - wanted).norm() / wanted.norm())
+            for mine, wanted in zip(found, [exact[i] for i in number], strict=True)
+        ]
+
+    def forward():
+        options = {"outputs": names, "topk_ids": ids, "schedule": "keep"}
+        found = linear_logprob(*leaves, case.target, **options)
+        return [getattr(found, name) for name in names]
+
+    numbers = forward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    first = torch.autograd.grad(numbers, leaves, ones, retain_graph=True)
+    torch.cuda.synchronize()
+    kept = 2 * n * V
+    assert before - torch.cuda.memory_allocated() > kept - sum(each.nbytes for each in first)
+    second = torch.autograd.grad(numbers, leaves, scaled, retain_graph=True)
+    (third,) = torch.autograd.grad(numbers, leaves[1], scaled)
+    for found, upstream, number in (
+        (first, ones, (0, 1)),
+        (second, scaled, (0, 1)),
+        ((third,), scaled, (1,)),
+    ):
+        assert max(errors(found, upstream, number)) < 0.01
+    assert min(errors(first, scaled, (0, 1))) > 0.1
+    moved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: moved.append(t) or t.cpu(), lambda t: t.cuda()):
+        numbers = forward()
+    for upstream in (ones, scaled):
+        found = torch.autograd.grad(numbers, leaves, upstream, retain_graph=True)
+        assert max(errors(found, upstream, (0, 1))) < 0.01
+    assert moved
+
+
 @dtypes
 @pytest.mark.parametrize(("height", "softcap"), [(60.0, 30.0), (1e4, 50.0), (400.0, 200.0), (1.0, 1e4)])
 def test_a_kept_softcap_of_any_logits(dtype, height, softcap):

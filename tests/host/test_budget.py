@@ -43,7 +43,7 @@ def problems(count: int, seed: int) -> Iterator[Problem]:
     for i in range(count):
         n, d, V = (int(2 ** draw.uniform(*ends)) for ends in ((0, 16), (0, 10), (5, 18)))
         needs = draw.choice((*NEEDS, (True, True), (False, False)))
-        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, keeps_logits=i % 5 in (1, 2))
+        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, keeps_logits=i % 5 in (1, 2), overwrites=i % 5 == 2)
 
 
 def budgets(draw: random.Random, least: int) -> list[int]:

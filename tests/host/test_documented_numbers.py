@@ -487,7 +487,7 @@ def paper(file: str) -> Rows:
             ours = [r for r in here if r["provider"] == summary.OURS and r["schedule"] == "auto"]
             peers = [r for r in here if r["provider"] != summary.OURS]
             if ours:
-                fastest = min(peers, key=lambda record: record["ms"])
+                fastest = min(peers, key=ratio)
                 row += [f"{ours[0]['ms']:.2f}, {ratio(ours[0]):.3f}"]
                 row += [f"{fastest['provider']} {fastest['ms']:.2f}, {ratio(fastest):.3f}"]
             else:
