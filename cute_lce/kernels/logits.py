@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
-from cute_lce.kernels.fragment import SHARED, Fragment, spread
+from cute_lce.kernels.fragment import SHARED, Fragment, opaque, spread
 from cute_lce.kernels.own import own_of
 from cute_lce.kernels.rows import Compacted
 
@@ -83,11 +83,13 @@ def of_operands(rows: Compacted, at: Int32) -> Int32:
 class TileLogits:
     """The logits of one slab of a tile, of a thread's elements (r, c). Lives while a slab is traced.
 
-    linear_bias: of its rows. row_scale: of the tokens that it owns. None: there is no such term.
+    linear_bias: of its rows. row_scale: of the tokens that it owns. None: there is no such term. before: a
+    number that is known before a LogitTerm's logits are computed.
     """
 
-    def __init__(self, loss: LossArguments, linear_bias, row_scale):
+    def __init__(self, loss: LossArguments, linear_bias, row_scale, before: Float32):
         self.loss, self.linear_bias, self.row_scale = loss, linear_bias, row_scale
+        self.before = [before] * AT_ONCE
         self.edge_square, self.own = None, own_of(loss)
         if "softcap" in loss.terms:
             self.edge_square = cute.make_rmem_tensor(1, Float32)
@@ -102,8 +104,10 @@ class TileLogits:
                     frag[r, c] = frag[r, c] + self.linear_bias[r]
         if self.own is not None:
             for c in columns:
+                scale = self.own.scale_after(self.before[-AT_ONCE])
                 for r in rows:
-                    frag[r, c] = self.own.logit(frag[r, c])
+                    frag[r, c] = self.own.logit(frag[r, c], scale)
+                self.before.append(frag[rows[-1], c])
         elif self.edge_square is not None:
             _cap(frag, self.loss, self.edge_square, columns)
         else:
@@ -143,6 +147,9 @@ def gradient(distance: Float32, factor, gap, uniform, slope):
     return found if slope is None else found * slope
 
 
+AT_ONCE = 2
+"""Columns of a thread's elements whose logits a LogitTerm's function computes at once: of all that are
+independent ptxas would interleave more, and spill."""
 TOGETHER = 4
 """Columns of a thread's elements, with four rows 512 logits of a warp, that are capped by the series alone if
 all are small. Fewer would be so more often, where some logits reach the edge; a vote is 3 instructions."""
@@ -251,17 +258,20 @@ def _slope(loss: LossArguments, number: Float32, z: Float32) -> Float32:
 
 
 def tile_logits(
-    tensors, first: Int32, last: Int32, column: Int32, slab: int, fragment: Fragment
+    tensors, first: Int32, last: Int32, column: Int32, slab: int, fragment: Fragment, before: Float32
 ) -> TileLogits:
     """first: the class of a thread's first row. last: the last class that there is. column: of element 0 in
-    slab 0."""
+    slab 0. before: as TileLogits'."""
     loss, bias, scale = tensors.loss, None, None
+    if own_of(loss) is not None:
+        # Its tokens are found again behind the logits, rather than kept in registers beside them.
+        column = opaque(column)
     if "linear_bias" in loss.terms:
         bias = of_classes(loss.linear_bias, first, last, fragment)
     if "row_scale" in loss.terms:
         n = cute.size(tensors.target)
         scale = of_tokens(loss.row_scale, tensors.rows, n, column, slab, fragment)
-    return TileLogits(loss, bias, scale)
+    return TileLogits(loss, bias, scale, before)
 
 
 def has_own_logits(loss: LossArguments) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
 
 from cute_lce import logit_term, maths
 from cute_lce.arguments import LossArguments
@@ -133,10 +133,16 @@ class Own:
     def __init__(self, term: logit_term.LogitTerm, loss: LossArguments):
         self._term, self._loss = term, loss
 
-    def logit(self, product: Float32) -> Float32:
-        """z, divided by the temperature, of a product."""
-        found = self._term.logit(Number(product * self._loss.own_scale), Ops)
-        return plain(found) * self._loss.own_inverse
+    def scale_after(self, number: Float32) -> Float32:
+        """What products are multiplied by, known only when this number is: the bits that are added are none,
+        since the sign of the temperature is 0, which the compiler cannot know."""
+        none = number.bitcast(Int32) & (self._loss.own_temperature.bitcast(Int32) >> 31)
+        return (self._loss.own_scale.bitcast(Int32) | none).bitcast(Float32)
+
+    def logit(self, product: Float32, scale: Float32 | None = None) -> Float32:
+        """z, divided by the temperature, of a product. scale: of `scale_after`; None: at once."""
+        x = product * (self._loss.own_scale if scale is None else scale)
+        return plain(self._term.logit(Number(x), Ops)) * self._loss.own_inverse
 
     def slope(self, z: Float32, temperature: Float32) -> Float32:
         """Of z as `logit` gives it, with another temperature maybe."""

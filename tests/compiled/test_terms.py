@@ -10,7 +10,7 @@ from cute_lce.arch import Gpu, architecture
 from cute_lce.logit_term import kernel_term
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
-from tests.logit_terms import LogCap
+from tests.logit_terms import LogCap, Tanh
 
 full = pytest.mark.emulator_full
 
@@ -58,7 +58,7 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
     return keys
 
 
-OWN = kernel_term(LogCap(1.0))
+OWN, OWN_TANH = kernel_term(LogCap(1.0)), kernel_term(Tanh(1.0))
 TERMS = {
     "softcap": (("softcap",), ("softcap", "coefficients")),
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
@@ -80,6 +80,7 @@ TERMS = {
         ("linear_bias", "softcap", "row_scale", "coefficients", "gap", "topk", "bias_gradient"),
     ),
     "own": ((OWN, "entropy"), (OWN, "coefficients", "gap")),
+    "own_tanh": ((OWN_TANH, "entropy"), (OWN_TANH, "coefficients", "gap")),
 }
 
 

@@ -71,7 +71,7 @@ class KeepEpilogue:
         slab: cutlass.Constexpr[int],
         split: Int32,
     ):
-        self.forward.mask_and_catch(tensors.forward, frag, row, column, slab)
+        self.forward.mask_and_catch(tensors.forward, state.forward, frag, row, column, slab)
         of = self.forward.total_of(tensors.forward, row)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:

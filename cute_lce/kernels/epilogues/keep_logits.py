@@ -48,7 +48,7 @@ class KeepLogitsEpilogue:
         split: Int32,
     ):
         forward = tensors.forward
-        self.forward.mask_and_catch(forward, frag, row, column, slab)
+        self.forward.mask_and_catch(forward, state, frag, row, column, slab)
         of = self.forward.total_of(forward, row)
         highest = self.forward.accumulate(state, frag, row, forward.vocab, slab, of)
         self.forward.count_seen(state, slab, of)

@@ -142,7 +142,7 @@ class ForwardEpilogue:
         slab: cutlass.Constexpr[int],
         split: Int32,
     ):
-        self.mask_and_catch(tensors, frag, row, column, slab)
+        self.mask_and_catch(tensors, state, frag, row, column, slab)
         of = self.total_of(tensors, row)
         self.accumulate(state, frag, row, tensors.vocab, slab, of)
         self.count_seen(state, slab, of)
@@ -255,15 +255,9 @@ class ForwardEpilogue:
         slab: cutlass.Constexpr[int],
         owned: cutlass.Constexpr[range],
     ):
-        """What terms want of the logits as they are: their sum; and where a tile's maximum exceeds that of
-        all before, as it seldom does, its first row becomes argmax. row_max (owned,): of the tokens `owned`
-        by this lane in a slab."""
-        if cutlass.const_expr(state.logits is not None):
-            for i in cutlass.range_constexpr(owned.start, owned.stop):
-                (total,) = fold(
-                    functools.partial(sum_of, self.fragment, frag, vocab - row, SHARED * i), add_each
-                )
-                state.logits[slab * self.fragment.owned + i] += total
+        """What terms want of the logits as they are: where a tile's maximum exceeds that of all before, as it
+        seldom does, its first row becomes argmax; and their sum, which comes last, where it spills nothing.
+        row_max (owned,): of the tokens `owned` by this lane in a slab."""
         if cutlass.const_expr(state.argmax is not None):
             for i in cutlass.range_constexpr(owned.start, owned.stop):
                 own = slab * self.fragment.owned + i
@@ -273,6 +267,12 @@ class ForwardEpilogue:
                     (first,) = fold(leaf, min_each)
                     if exceeds:
                         state.argmax[own] = first
+        if cutlass.const_expr(state.logits is not None):
+            for i in cutlass.range_constexpr(owned.start, owned.stop):
+                (total,) = fold(
+                    functools.partial(sum_of, self.fragment, frag, vocab - row, SHARED * i), add_each
+                )
+                state.logits[slab * self.fragment.owned + i] += total
 
     def update(
         self,
@@ -305,6 +305,7 @@ class ForwardEpilogue:
     def mask_and_catch(
         self,
         tensors: ForwardTensors,
+        state: ForwardState,
         frag: cute.Tensor,
         row: Int32,
         column: Int32,
@@ -314,7 +315,9 @@ class ForwardEpilogue:
         those of given ids, are stored."""
         fragment = self.fragment
         if cutlass.const_expr(has_own_logits(tensors.loss)):
-            own = tile_logits(tensors, row, tensors.vocab - 1, column, slab, fragment)
+            # Of the slab before, whose exponentials would otherwise be computed beside these logits.
+            before = state.row_sum[(slab * fragment.owned - 1) % cute.size(state.row_sum)]
+            own = tile_logits(tensors, row, tensors.vocab - 1, column, slab, fragment, before)
             for columns in own.together(fragment.count):
                 own.apply(frag, columns)
                 if cutlass.const_expr(own.row_scale is not None):
