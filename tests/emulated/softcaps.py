@@ -22,7 +22,7 @@ def cap_fragments(x: cute.Tensor, out: cute.Tensor, loss):
     for c in cutlass.range_constexpr(COLUMNS):
         for r in cutlass.range_constexpr(ROWS):
             frag[r, c] = x[block, c, r, thread]
-    logits = TileLogits(loss, None, None)
+    logits = TileLogits(loss, None, None, Float32(0.0))
     for columns in logits.together(COLUMNS):
         logits.apply(frag, columns)
     for c in cutlass.range_constexpr(COLUMNS):

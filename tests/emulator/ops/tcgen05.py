@@ -30,7 +30,7 @@ from ..warp import FULL, Blocked
 from . import exit_checks
 from .memory import store_bytes
 from .warpwide import need_whole_warp
-from .wgmma import fragment
+from .wgmma import fragment, multiplied
 
 ALL = slice(0, 4)  # all four quarters of the 128 lanes
 
@@ -264,7 +264,7 @@ def _mma(d):
                     left = to_float32(
                         tmem.read(slice(0, 128), slice(a_column, a_column + 8)).view(np.uint16), shape.a
                     )
-                product = (-left if shape.negate_a else left) @ right.T
+                product = multiplied(-left if shape.negate_a else left, right)
                 if rows == 64:
                     product = np.concatenate([product[:, :width], product[:, width:]])
                 if accumulate:

@@ -240,7 +240,7 @@ def _execute(warp, group: list[Issued]) -> None:
             j += 1
         a = np.concatenate([_operand_a(warp, x) for x in group[i:j]], axis=1)
         b = np.concatenate([_operand_b(warp, x) for x in group[i:j]], axis=1)
-        product = a @ b.T  # (16, n)
+        product = multiplied(a, b)  # (16, n)
         values = fragment(product)
         rows = [warp.program.row_in_file[r] for r in group[i].d]
         registers = warp.files[4].view(np.float32)
@@ -248,6 +248,12 @@ def _execute(warp, group: list[Issued]) -> None:
         for r in group[i].d:
             warp.valid[r] = FULL
         i = j
+
+
+def multiplied(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a b^T of float32 numbers, rounded once: equal rows have equal results, as on a GPU. BLAS adds float32
+    numbers in an order that depends on a row's place."""
+    return (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
 
 
 def fragment(tile: np.ndarray) -> np.ndarray:
