@@ -42,7 +42,7 @@ def test_links_and_named_files_lead_somewhere(document):
         assert (ROOT / file).exists(), f"{file} is named but not there"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_row_has_the_cells_of_its_tables_head(document):
     """Cells beyond the head's are not shown."""
     cells = 0
@@ -50,6 +50,13 @@ def test_a_row_has_the_cells_of_its_tables_head(document):
         found = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
         assert found in (0, cells) or not cells, line
         cells = found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_line_but_a_tables_is_longer_than_150_characters(document):
+    lines = enumerate(document.read_text(encoding="utf-8").splitlines(), 1)
+    long = [number for number, line in lines if len(line) > 150 and not line.startswith("|")]
+    assert not long
 
 
 def test_the_first_screen_of_the_readme():
