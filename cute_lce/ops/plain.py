@@ -13,6 +13,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _is_tracing = torch._C._is_tracing  # pyright: ignore[reportAttributeAccessIssue]
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 # torch.autograd.grad(is_grads_batched=True) uses a vmap that is not one of torch.func's transforms.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -34,6 +35,11 @@ def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
         and not (first.is_meta or second.is_meta or third.is_meta)
         and not (_is_batched(first) or _is_batched(second) or _is_batched(third))
     )
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks pack what autograd saves, as those of activation checkpointing and offloading do."""
+    return bool(_saved_tensors_hooks(False))
 
 
 def is_distributed(*operands: Any) -> bool:

@@ -17,7 +17,7 @@ from ..streaming.rows import is_ignored
 from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
-from .plain import is_distributed, is_plain_eager
+from .plain import has_saved_tensors_hooks, is_distributed, is_plain_eager
 from .select import DTYPES, statistics
 from .token_stats import (
     LossGradientsFunction,
@@ -165,7 +165,8 @@ def decide(
     limits, (V, d) = compute.limits, weight.shape
     # Of a group's tokens hidden may be a slice.
     n = operands.target.shape[0]
-    overwrites = is_plain_eager(*operands[:3]) and not shard
+    # Hooks may give back a part of a larger storage, or another stream's memory: neither is ours to free.
+    overwrites = is_plain_eager(*operands[:3]) and not shard and not has_saved_tensors_hooks()
     problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight, shard=shard)
     problem = problem._replace(overwrites=overwrites)
     serving = serving or statistics(operands, options, compute.schedule)

@@ -311,7 +311,7 @@ def test_kept_logits(which, shape, mib):
 @pytest.mark.parametrize("topk", [False, True])
 def test_a_graph_is_retained_although_its_kept_logits_are_overwritten(topk):
     """The next backward computes them again, for another upstream gradient and other leaves; what was kept is
-    freed by then. A call in which something intercepts the dispatcher overwrites nothing."""
+    freed by then. What hooks packed is not overwritten."""
     n, d, V = 700, 256, 20000
     case = device_case(n, d, V, BF16)
     leaves = [case.input.detach().requires_grad_(), case.linear_weight.detach().requires_grad_()]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from cute_lce import linear_cross_entropy
+from cute_lce import linear_cross_entropy, linear_logprob
 from cute_lce.arch import Gpu
 from cute_lce.arguments import GemmPlan, KeepOutputs, LossArguments, Operands, Stripe
 from cute_lce.compile.frozen import freeze
@@ -206,6 +206,42 @@ def test_saved_operands_may_come_back_with_other_strides(which: int, launches: L
         for found, want in zip(launch, given, strict=False):
             assert found.stride() == want.stride()
             assert torch.equal(found, want)
+
+
+def test_kept_logits_are_overwritten_and_freed(launches: Launches):
+    """A second backward recomputes: its kernels are given no kept logits."""
+    hidden, weight, target = operands()
+    numbers = linear_logprob(hidden, weight, target, outputs=("lse", "entropy"), schedule="keep")
+    outputs = [each for each in numbers if each is not None]
+    for _ in range(2):
+        torch.autograd.grad(outputs, (hidden, weight), [torch.ones(40)] * 2, retain_graph=True)
+    first, second = launches.backward
+    assert first[7].dlogits in thawed(first[3])
+    assert second[7].dlogits not in thawed(second[3])
+    assert len(second[3]) < len(first[3])
+
+
+def test_kept_logits_that_hooks_packed_are_neither_overwritten_nor_freed(launches: Launches):
+    """Hooks may give back a part of a larger storage: here one of two copies."""
+    hidden, weight, target = operands()
+    pairs: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        pairs.append(torch.stack([tensor.detach()] * 2))
+        return pairs[-1]
+
+    with saved_tensors_hooks(pack, lambda pair: pair[1]):
+        numbers = linear_logprob(hidden, weight, target, outputs=("lse", "entropy"), schedule="keep")
+    sizes = [pair.untyped_storage().nbytes() for pair in pairs]
+    (kept,) = [pair[1].data_ptr() for pair in pairs if pair.dtype is torch.float16 and len(pair[1]) == 40]
+    outputs = [each for each in numbers if each is not None]
+    for _ in range(2):
+        torch.autograd.grad(outputs, (hidden, weight), [torch.ones(40)] * 2, retain_graph=True)
+    assert len(launches.backward) == 2
+    for launch in launches.backward:
+        assert kept in thawed(launch[3])
+        assert launch[7].dlogits != kept
+    assert [pair.untyped_storage().nbytes() for pair in pairs] == sizes
 
 
 def addresses(launch: tuple) -> tuple:
