@@ -195,7 +195,7 @@ def _run_backward(
     out: Tensor | None = None,
 ) -> AllGradients:
     kept = saved.kept
-    # What a backward before this one has overwritten is freed: a retained graph's next one recomputes.
+    # A backward has freed what it overwrote: the next one of a retained graph recomputes.
     if kept is not None and (kept.shape[1] == 0 or kept.untyped_storage().nbytes() == 0):
         saved = saved._replace(kept=None)
     # The rows of what is kept are padded to 16 bytes.

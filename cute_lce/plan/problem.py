@@ -13,9 +13,8 @@ class Problem(NamedTuple):
 
     n, d, vocab: tokens, features, classes. half: whether the operands are float16, whose range is too small
     for grad_scale. need_dinput, need_dweight: which gradients are needed. keeps_logits: whether what is kept
-    are logits, of which the backward makes dlogits a stripe at a time. shard: whether the classes
-    are a shard's, whose gradient by tokens is summed over the ranks. overwrites: whether dlogits of kept
-    logits take their place, all at once.
+    are logits, of which the backward makes dlogits, a stripe at a time or, with overwrites, all at once in
+    their place. shard: whether the classes are a shard's, whose gradient by tokens is summed over the ranks.
     """
 
     n: int

@@ -157,7 +157,7 @@ class DlogitsEpilogue:
         """The gradient by products, but for the onehot (arguments.TERMS)."""
         fragment, loss, n = self.fragment, tensors.loss, cute.size(tensors.target)
         first, last = tensors.first + row, tensors.first + tensors.columns - 1
-        # Known throughout the run: the stores of the slab before already separate it from these logits.
+        # Any number will do: the stores of the slab before already keep its logits apart from these.
         before = state.factor[0]
         logits = tile_logits(tensors, first, last, column, slab, fragment, before)
         gaps, uniforms, weight = (None, None, None)
