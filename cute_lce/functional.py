@@ -67,8 +67,7 @@ def linear_cross_entropy(
             with class weights by the sum of these targets' weights, or by denominator; "sum"; or "none",
             which accepts any upstream gradient (expanded, strided).
         ignore_index: rows with this target have loss 0 and no gradient. None means -100, as in torch. A nan
-            or inf in such a row of input does not matter, with one exception: on a GPU without kernels,
-            "grad_in_forward" in 16 bits makes linear_weight's gradient nan, as torch does.
+            or inf in such a row of input does not matter.
         label_smoothing: in [0, 1]: the part of a target's probability that is spread over all classes.
         logit_scale: multiplies the logits.
         softcap: positive: c of c tanh(z / c), which is applied to the scaled logits z. Or a `LogitTerm`, your

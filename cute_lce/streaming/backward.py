@@ -13,7 +13,7 @@ from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, request_of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import grad_scale, is_ignored, of_all_rows, subtract_target, valid_rows
+from .rows import grad_scale, is_ignored, of_all_rows, subtract_target, valid_rows, without_ignored
 
 
 class StreamingBackward:
@@ -72,8 +72,7 @@ def _gradients(
     The factor is applied outside the matrix products (to dinput's rows at the end, and to a copy of the
     hidden rows for dweight), except where 16-bit operands are multiplied: there dlogits are rounded once,
     including the factor in bfloat16, and as softmax - onehot in float16, whose range is too small for
-    upstream / n. For an ignored row dlogits and the row of the scaled copy are set to 0, since 0 times nan is
-    nan.
+    upstream / n. For an ignored row dlogits and the row of the copy are set to 0, since 0 times nan is nan.
     """
     hidden, kept = saved.hidden, saved.kept
     (n, d), V = hidden.shape, saved.weight.shape[0]
@@ -99,7 +98,6 @@ def _gradients(
         dinput = hidden.new_zeros((n, d), dtype=acc)
     if request.need_dweight:
         dweight = saved.weight.new_empty((V, d)) if out is None else out
-        scaled_hidden = products.hidden
         if outer is not None and products.rounded:
             # The largest factor is left out of the rounded copy and applied in float32.
             weight_scale = outer.abs().amax().clamp(min=torch.finfo(acc).tiny) if n else outer.new_ones(())
@@ -107,6 +105,8 @@ def _gradients(
             scaled_hidden = scaled_hidden.masked_fill_(ignored, 0).to(dtype)
         elif outer is not None:
             scaled_hidden = (products.hidden * outer.unsqueeze(1)).masked_fill_(ignored, 0)
+        else:
+            scaled_hidden = without_ignored(products.hidden, ~valid)
 
     for low, high in ranges:
         dlogits = buffer.window(high - low)

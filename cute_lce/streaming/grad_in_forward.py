@@ -13,7 +13,16 @@ from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, chunks
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, is_ignored, of_all_rows, of_rows, reduce, subtract_target, valid_rows
+from .rows import (
+    classify,
+    is_ignored,
+    of_all_rows,
+    of_rows,
+    reduce,
+    subtract_target,
+    valid_rows,
+    without_ignored,
+)
 
 
 @without_autocast
@@ -66,7 +75,10 @@ def _chunks(
         ignored = ~valid[start:stop].unsqueeze(1)
         logits.masked_fill_(ignored, 0)
         if products.rounded:
-            dlogits, scaled_hidden = logits.mul_(factor).to(hidden.dtype), products.hidden
+            dlogits = logits.mul_(factor).to(hidden.dtype)
+            scaled_hidden = (
+                without_ignored(products.hidden, ~valid[start:stop]) if dweight is not None else None
+            )
         else:
             dlogits = logits
             scaled_hidden = (

@@ -68,6 +68,9 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int =
     if problem.need_dweight and not rounded:
         fixed += n * d * acc
         column += d * acc if widened else 0
+    if problem.need_dweight and rounded and not problem.half:
+        # A copy with zeros in ignored rows.
+        fixed += n * d * dtype.itemsize
     if problem.need_dweight and rounded and problem.half:
         fixed += n * d * (acc + dtype.itemsize)
         column += d * acc

@@ -17,15 +17,26 @@ def is_ignored(target: Tensor, ignore_index: int) -> Tensor:
     return target.long() == ignore_index
 
 
-def valid_rows(target: Tensor, ignore_index: int) -> Tensor | None:
-    """On a CPU the rows (valid,) that are not ignored, which are then computed alone; None: all rows are.
+def computes_some_rows(device_type: str) -> bool:
+    """Whether the rows that are not ignored are computed alone: on a CPU. On a GPU a shape would depend on
+    what is there only, and the host would wait for it."""
+    return device_type == "cpu"
 
-    On a GPU a shape would depend on what is there only, and the host would wait for it.
-    """
-    if target.device.type != "cpu":
+
+def valid_rows(target: Tensor, ignore_index: int) -> Tensor | None:
+    """The rows (valid,) that are not ignored, if they are computed alone; None: all rows are computed."""
+    if not computes_some_rows(target.device.type):
         return None
     ignored = is_ignored(target, ignore_index)
     return (~ignored).nonzero().squeeze(1) if ignored.any() else None
+
+
+def without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
+    """hidden, a copy with zeros in the rows of ignored (n,) where these are computed: a nan there would make
+    dweight nan, even if its dlogits are 0."""
+    if computes_some_rows(hidden.device.type):
+        return hidden
+    return hidden.masked_fill(ignored.unsqueeze(1), 0)
 
 
 def of_all_rows(

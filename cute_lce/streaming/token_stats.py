@@ -33,7 +33,7 @@ from ..torch_ops import logit_of, slope_of
 from . import memory
 from .backward import add_product
 from .products import Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, in_window, is_ignored
+from .rows import classify, in_window, is_ignored, without_ignored
 
 
 class _Logits:
@@ -171,7 +171,7 @@ def forward(
         valid, classes, out_of_range = classify(target, options.ignore_index, V)
     else:
         valid, classes, out_of_range = ~is_ignored(target, options.ignore_index), target.long(), None
-    products = Products(_without_ignored(hidden, ~valid), weight)
+    products = Products(without_ignored(hidden, ~valid), weight)
     logits = _Logits(operands, options, ~valid, products.acc)
     kept_columns = request.kept_columns
     if kept is None and kept_columns:
@@ -191,14 +191,6 @@ def forward(
         elsewhere = ~_are_classes(target, V)
         own = merge(own._replace(target_logit=own.target_logit.masked_fill(elsewhere, torch.nan)))
     return _numbers(own, options, valid)._replace(kept=kept)
-
-
-def _without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
-    """Zeros instead of ignored rows, in which a nan would spoil others' gradients. On a CPU
-    `token_rows` has left them out."""
-    if hidden.device.type == "cpu":
-        return hidden
-    return hidden.masked_fill(ignored.unsqueeze(1), 0)
 
 
 def _numbers(sums: RowSums, options: StatsOptions, valid: Tensor) -> Stats:
@@ -320,7 +312,7 @@ def gradients(
     hidden, weight, target = operands[:3]
     (n, d), V, dtype = hidden.shape, weight.shape[0], hidden.dtype
     valid = ~is_ignored(target, options.ignore_index)
-    products = Products(_without_ignored(hidden, ~valid), weight)
+    products = Products(without_ignored(hidden, ~valid), weight)
     acc = products.acc
     logits = _Logits(operands, options, ~valid, acc)
     coefficients, factor, outer = coefficients_of(upstream, operands, saved, valid), logits.factor, None

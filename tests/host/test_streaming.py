@@ -276,6 +276,24 @@ def test_ignored_rows_take_no_part(request, schedule, dtype, narrow):
     )
 
 
+@pytest.mark.parametrize("terms", [{}, {"token_weight": torch.ones(30)}], ids=["plain", "terms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
+def test_bad_ignored_rows_change_nothing_where_all_are_computed(
+    narrow_products, monkeypatch, schedule, dtype, terms
+):
+    """As on a GPU: 0 in dlogits is not enough for dweight, since 0 times nan is nan."""
+    monkeypatch.setattr(row_functions, "computes_some_rows", lambda device_type: False)
+    nans, zeros = numerics.with_bad_ignored_rows(random_case(30, 16, 200, dtype))
+    hidden, weight = (each.detach().requires_grad_() for each in (nans.input, nans.linear_weight))
+    loss = linear_cross_entropy(hidden, weight, nans.target, schedule=schedule, window=64, **terms)
+    found = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+    narrow = dtype is not torch.float32
+    expected, baseline = zeros.expected(), zeros.baseline(rounded_dlogits=narrow)
+    for name, mine, want, base in zip(("loss", "dinput", "dweight"), found, expected, baseline, strict=True):
+        assert_close(name, mine, want, base)
+
+
 @pytest.mark.parametrize("terms", [{}, {"token_weight": torch.ones(6)}], ids=["plain", "terms"])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
