@@ -11,15 +11,19 @@ Of the wheels nvidia-cuda-sanitizer-api, 13.5.25 has all parts of the tool; thos
 launchers. API errors are the DSL's, which asks an older driver for functions of its own CUDA version.
 PYTORCH_NO_CUDA_MEMORY_CACHING gives each tensor an allocation of its own, so that memcheck sees where it
 ends. --baseline runs torch.mm on the same shapes, whose Hopper kernels are CUTLASS's: a finding that it has
-too is the tool's. --only runs a part: forwards, backwards, or numbers of tokens with their gradients.
+too is the tool's. --only runs a part: forwards, backwards, numbers of tokens with their gradients,
+grad_in_forward and gradients added to a buffer, or compacted tokens.
 What is computed is compared with float64: a run that fails has computed something else.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
@@ -27,14 +31,17 @@ from cute_lce import launch
 from cute_lce.arch import Gpu, KernelConfig
 from cute_lce.launch import KERNELS
 from cute_lce.plan import forward as plans
+from cute_lce.plan import memory
 from cute_lce.plan.problem import Limits, round_up
 from tests import passes
-from tests.device import planned_for
+from tests.device import forget_plans, planned_for
+from tests.gpu.test_accumulate import test_dweight_is_added, test_grad_in_forward
 from tests.gpu.test_backward import Kept, Trained, some_ignored
+from tests.gpu.test_rows import SCHEDULES, test_which_are_valid
 from tests.gpu.test_terms import KEPT_LOGITS, test_kept_logits, test_the_kernels_topk
 from tests.numerics import Case, jumping, random_case
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FEW = 4  # SMs that a plan is told of, so that each cluster has several runs
 
 # Ragged in every direction; several windows and runs a cluster; one token and one class; whole tiles.
@@ -132,6 +139,42 @@ def numbers(gpu: Gpu) -> None:
             _done(f"topk_logprob, {few} SMs")
 
 
+def added(gpu: Gpu) -> None:
+    """grad_in_forward in one chunk and in several, and dweight added to a buffer, with ignored rows: d is a
+    multiple of 8, or operands and gradients are padded."""
+    for few in (gpu.sms, FEW):
+        with planned_for(gpu._replace(sms=few)):
+            for shape in ((300, 72, 1003), (300, 77, 1003)):
+                for dtype in (BF16, FP16):
+                    test_grad_in_forward(shape, dtype, "mean")
+                    _done(f"grad_in_forward, {shape}, {dtype}, {few} SMs")
+                    for schedule in ("recompute", "keep", "grad_in_forward"):
+                        for out in (FP32, BF16):
+                            test_dweight_is_added(shape, dtype, out, schedule)
+                        _done(f"grad_weight_out, {schedule}, {shape}, {dtype}, {few} SMs")
+
+
+@contextlib.contextmanager
+def compacting() -> Iterator[None]:
+    """While active, tokens are compacted at any size."""
+    forget_plans()
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget_plans)
+        stack.enter_context(mock.patch.multiple(memory, LEAST_COMPACTED=0, LEAST_VOCAB=0))
+        yield
+
+
+def compacted(gpu: Gpu) -> None:
+    """Some rows ignored, all, and all but one, of nan and inf, with every schedule."""
+    for few in (gpu.sms, FEW):
+        with compacting(), planned_for(gpu._replace(sms=few)):
+            for schedule in SCHEDULES:
+                for which in ("random", "none", "one"):
+                    for dtype in (BF16, FP16):
+                        test_which_are_valid(which, "mean", schedule, dtype)
+                _done(f"compacted tokens, {schedule}, {few} SMs")
+
+
 def baseline() -> None:
     for n, d, V, _ in SHAPES:
         for dtype in (BF16, FP16):
@@ -153,6 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--baseline", action="store_true", help="torch.mm instead of the kernels")
     parts = {"forward": forwards, "backward": backwards, "numbers": numbers}
+    parts |= {"added": added, "compacted": compacted}
     parser.add_argument("--only", choices=parts, help="one part")
     args = parser.parse_args()
     gpu = launch.device.gpu_of(torch.device("cuda", 0))
