@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from .arguments import Operands
@@ -10,6 +12,9 @@ from .ops import checks, sampled, terms
 from .options import MOST_WINDOW, LossOptions
 from .streaming.rows import is_ignored
 from .streaming.sampled import SampledOperands, SampledOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def sampled_linear_cross_entropy(
@@ -28,6 +33,7 @@ def sampled_linear_cross_entropy(
     token_weight: Tensor | None = None,
     denominator: Tensor | float | None = None,
     window: int | None = None,
+    tp_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Sampled softmax: cross entropy of each token's target against m sampled classes, instead of all V.
 
@@ -51,6 +57,7 @@ def sampled_linear_cross_entropy(
             be drawn uniformly.
         remove_accidental_hits: whether a sampled id that is a token's target is left out of its sum.
         window: how many sampled ids are processed at once; None: chosen. It changes results by rounding only.
+        tp_group: None; a group is refused, since linear_weight has all classes.
 
     Returns:
         The loss in nats: of target's shape for "none", else a scalar; float32 (float64 for float64).
@@ -61,9 +68,11 @@ def sampled_linear_cross_entropy(
     copies of input and of the sampled rows, and in the backward their gradients in float32. linear_weight's
     gradient is dense. Each class's gradient is summed in float32, in the order of sampled_ids, then of
     tokens, and rounded once: the same bits each time. Errors are as in linear_cross_entropy; sampled_ids out
-    of range are an error on a CPU, and make every loss nan on a GPU. There are no other terms, no schedules
-    and no tp_group. Differentiating a gradient again raises RuntimeError.
+    of range are an error on a CPU, and make every loss nan on a GPU. There are no other terms and no
+    schedules. Differentiating a gradient again raises RuntimeError.
     """
+    if tp_group is not None:
+        raise ValueError("tp_group: got a group in a sampled loss, want None: linear_weight has all classes")
     check_types(input, linear_weight, target)
     for name, operand in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         # Whose class this does not import.

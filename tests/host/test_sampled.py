@@ -290,7 +290,7 @@ IDS = torch.zeros(M, dtype=torch.int64)
         ({"linear_weight": torch.zeros(2, V, D)}, ValueError, r"linear_weight: got shape \(2, 90, 24\)"),
         ({"label_smoothing": 0.1}, TypeError, "label_smoothing"),
         ({"weight": torch.ones(V)}, TypeError, "weight"),
-        ({"tp_group": None}, TypeError, "tp_group"),
+        ({"tp_group": "a"}, ValueError, "tp_group: got a group in a sampled loss, want None"),
     ],
 )
 def test_refused(changes, error, message):
