@@ -60,6 +60,8 @@ wheel: $(STAMP)  ## build a wheel that carries the compiled kernels, into dist; 
 figures: $(STAMP)  ## draw docs/figures from the kept results
 	$(BIN)/python -m bench.plot
 	$(BIN)/python -m bench.grid
+	$(BIN)/python -m bench.speed_up_figure
+	$(BIN)/python -m bench.error_figure
 	$(BIN)/python -m bench.scaling
 	$(BIN)/python -m bench.step_figure
 

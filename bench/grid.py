@@ -1,10 +1,12 @@
 """Plot the paper's grid: time and memory by the size of the vocabulary, a column for each number of tokens.
 
     python3 -m bench.run --shapes paper --pass fwd fwd_bwd --providers all --out h200_paper.json
-    python3 -m bench.grid                                # each bench/results/*_paper.json
+    python3 -m bench.grid                                # each bench/results/*_paper.json, *_paper_none.json
 
-Drawn are the fastest of our measured budgets and each peer's fastest pipeline. PUBLISHED has the paper's own
-measurements of its forward on a GB200 (its table 2); they are not drawn, since they are of another GPU.
+Drawn are the largest of our measured budgets and each peer's fastest pipeline. Times are multiples of the
+floor, whose milliseconds stand at the foot of the panels: in milliseconds the curves would coincide.
+PUBLISHED has the paper's own measurements of its forward on a GB200 (its table 2); they are not drawn, since
+they are of another GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from bench.plot import SERIES, add_legend, dates_of, save_figures
 from bench.summary import Result
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -54,52 +57,38 @@ PUBLISHED = {
     (32768, 262144): Published(96.52, 53.61, 72464, 2342),
 }
 """(tokens, V) -> what the paper reports of a GB200."""
+TIMES = "times"
 ROWS = (
-    ("fwd", "ms", "forward, ms"),
-    ("fwd_bwd", "ms", "forward + backward, ms"),
+    ("fwd", TIMES, "forward, time / GEMMs' time"),
+    ("fwd_bwd", TIMES, "both, time / GEMMs' time"),
     ("fwd", "extra_mib", "forward, extra MiB"),
     ("fwd_bwd", "extra_mib", "both, extra MiB"),
 )
-LEAST_MIB = 1.0
-"""What is less is drawn as so much."""
+"""(pass, what is drawn, label)"""
+LEAST_MIB, MOST_TIMES = 1.0, 1.6
+"""What is less, or more, is drawn as so much."""
+LEAST_TIMES, FOOT = 0.8, 0.825
+"""The lower end of the axis, and where the floor's milliseconds stand."""
 
 
 def draw(results: Iterable[Result]) -> Figure:
-    """The figure of bench.run's results of one GPU and d, reduction "mean". Raises ValueError for others."""
+    """The figure of bench.run's results of one GPU, d and reduction. Raises ValueError for others."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    found = [r for r in summary.comparable(results) if r["reduction"] == "mean"]
-    kinds = sorted({f"{r['gpu']}, d {r['d']}" for r in found})
-    if len(kinds) != 1:
-        raise ValueError(f"results: got those of {', '.join(kinds) or 'no GPU'}, want bench.run's of one")
+    found = summary.comparable(results)
+    kind = kind_of(found)
     tokens = sorted({r["n"] for r in found})
     rows = [row for row in ROWS if any(r["pass"] == row[0] for r in found)]
     vocabularies = sorted({r["vocab"] for r in found})
-    figure = Figure(figsize=(2.6 * len(tokens) + 1, 2.4 * len(rows) + 0.8), layout="constrained")
+    figure = Figure(figsize=(2.6 * len(tokens) + 1, 2.6 * len(rows) + 0.8), layout="constrained")
     panels = figure.subplots(len(rows), len(tokens), sharex=True, sharey="row", squeeze=False)
     for line, (step, key, title) in zip(panels, rows, strict=True):
         for axes, n in zip(line, tokens, strict=True):
-            for provider, name, marker, colour, style in SERIES:
-                points = sorted(
-                    (r["vocab"], max(r[key], LEAST_MIB) if key == "extra_mib" else r[key])
-                    for r in summary.measured(found, provider).values()
-                    if (r["pass"], r["n"]) == (step, n) and r[key] is not None
-                )
-                if points:
-                    face = "none" if marker in "s^DvP" else colour
-                    axes.plot(
-                        *zip(*points, strict=True),
-                        color=colour,
-                        marker=marker,
-                        markerfacecolor=face,
-                        linestyle=style,
-                        linewidth=1.6 if provider == summary.OURS else 1.0,
-                        markersize=4,
-                        label=name,
-                    )
+            of_panel = [r for r in found if (r["pass"], r["n"]) == (step, n)]
+            draw_panel(axes, of_panel, key)
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            axes.margins(x=0.1)
             axes.grid(color="#d8d8d8", linewidth=0.6)
             axes.set_axisbelow(True)
             axes.xaxis.set_major_locator(FixedLocator(vocabularies))
@@ -113,15 +102,60 @@ def draw(results: Iterable[Result]) -> Figure:
     labelled: dict[str, Any] = {}
     for axes in figure.axes:
         labelled |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    add_legend(figure, labelled, f"{kinds[0]}, bf16, mean, {dates_of(found)}")
+    edges = f"{MOST_TIMES} and {LEAST_MIB:g} MiB: that or beyond; small numbers: the GEMMs' ms"
+    add_legend(figure, labelled, f"{kind}, {dates_of(found)}; {edges}")
     return figure
+
+
+def kind_of(found: Sequence[Result]) -> str:
+    """What comparable results have in common, for a title. Raises ValueError for several GPUs, d or
+    reductions."""
+    kinds = sorted({f"{r['gpu']}, d {r['d']}, bf16, {r['reduction']}" for r in found})
+    if len(kinds) != 1:
+        raise ValueError(f"results: got those of {', '.join(kinds) or 'no GPU'}, want bench.run's of one")
+    return kinds[0]
+
+
+def draw_panel(axes: Axes, results: Sequence[Result], key: str) -> None:
+    """A line for each provider: results of one pass and number of tokens."""
+
+    def value(result: Result) -> float:
+        if key == TIMES:
+            return min(summary.times(result), MOST_TIMES)
+        return max(result[key], LEAST_MIB)
+
+    for provider, name, marker, colour, style in SERIES:
+        of_provider = summary.measured(results, provider).values()
+        points = sorted((r["vocab"], value(r)) for r in of_provider if r.get(key, 0) is not None)
+        if not points:
+            continue
+        ours = provider == summary.OURS
+        axes.plot(
+            *zip(*points, strict=True),
+            color=colour,
+            marker=marker,
+            markerfacecolor="none" if marker in "s^DvPh" else colour,
+            linestyle=style,
+            linewidth=1.6 if ours else 1.0,
+            markersize=4,
+            label=name,
+            zorder=3 if ours else 2,
+        )
+    if key == TIMES:
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylim(LEAST_TIMES, MOST_TIMES * 1.03)
+        for result in summary.measured(results, summary.OURS).values():
+            text = f"{result['floor_ms']:.3g}"
+            axes.text(result["vocab"], FOOT, text, ha="center", fontsize=7, color="#505050")
+    else:
+        axes.set_yscale("log")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return save_figures(parser, argv, "_paper.json", draw)
+    return save_figures(parser, argv, ["_paper.json", "_paper_none.json"], draw)
 
 
 if __name__ == "__main__":

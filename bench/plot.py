@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import summary
 from bench.summary import Result
@@ -37,6 +37,7 @@ SERIES = (
     ("quack", "quack, fastest chunk", "^", "#5b9bd5", "-."),
     ("liger_cute_flce", "Liger, CuTe FLCE", "D", "#7f9f3f", ":"),
     ("liger_triton", "Liger, Triton", "v", "#b0a030", ":"),
+    ("liger_cute_scaled_ce", "Liger, CuTe scaled CE", "h", "#c07030", (0, (1, 1))),
     ("cce", "CCE", "P", "#9f7fbf", (0, (5, 1, 1, 1, 1, 1))),
     ("torch_eager", "torch eager", "x", "#a0a0a0", (0, (1, 3))),
     ("torch_f_lce", "F.linear_cross_entropy", "*", "#60a0a0", (0, (3, 5))),
@@ -169,6 +170,55 @@ def draw(results: Sequence[Result]) -> Figure:
     return figure
 
 
+class Point(NamedTuple):
+    tokens: int
+    value: float
+
+
+MARKERS = {
+    1024: ("o", "#000000"),
+    4096: ("s", "#303030"),
+    8192: ("^", "#585858"),
+    16384: ("D", "#808080"),
+    32768: ("x", "#000000"),
+}
+"""Of the numbers of tokens in the paper's grid."""
+
+
+def draw_strips(
+    axes: Axes, names: Sequence[str], points: Mapping[str, Sequence[Point]], numbers: Mapping[str, str]
+) -> dict[str, Any]:
+    """A row for each name, the first on top: its points, and beside the panel its number. Returns the legend:
+    label -> what it belongs to. Raises ValueError for other numbers of tokens than the paper's."""
+    for tokens in {point.tokens for each in points.values() for point in each} - set(MARKERS):
+        raise ValueError(f"results: got {tokens} tokens, want {', '.join(map(str, MARKERS))}")
+    labelled: dict[str, Any] = {}
+    for place, (tokens, (marker, colour)) in enumerate(MARKERS.items()):
+        # The fewer tokens, the higher in its row.
+        shift = 0.12 * (place - (len(MARKERS) - 1) / 2)
+        found = [
+            (point.value, row + shift)
+            for row, name in enumerate(names)
+            for point in points.get(name, ())
+            if point.tokens == tokens
+        ]
+        if found:
+            label = f"{tokens} tokens"
+            colours = {"color": colour} if marker == "x" else {"facecolors": "none", "edgecolors": colour}
+            labelled[label] = axes.scatter(
+                *zip(*found, strict=True), s=18, marker=marker, linewidths=0.8, label=label, **colours
+            )
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    right = axes.get_yaxis_transform()
+    for row, name in enumerate(names):
+        axes.text(1.01, row, numbers.get(name, "-"), transform=right, va="center", fontsize=8)
+        axes.axhspan(row - 0.5, row + 0.5, color="#f0f0f0" if row % 2 else "#ffffff", zorder=0)
+    axes.grid(axis="x", color="#d0d0d0", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return labelled
+
+
 def dates_of(results: Iterable[Result]) -> str:
     """The day, or the first and the last, on which they were measured."""
     dates = sorted(result["date"][:10] for result in results)
@@ -177,7 +227,7 @@ def dates_of(results: Iterable[Result]) -> str:
 
 def add_legend(figure: Figure, labelled: dict[str, Any], title: str) -> None:
     """One legend below all panels, of label -> what it belongs to, and a title above them."""
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle(title, fontsize=10)
 
 
@@ -194,19 +244,22 @@ def save(figure: Figure, path: Path) -> None:
 def save_figures(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
-    kept: str,
+    kept: Sequence[str],
     draw: Callable[[Sequence[Result]], Figure],
+    ending: str = "",
 ) -> int:
-    """A figure of each file, or of all in --out. kept: the end of the names of those that are taken where
-    none is given."""
+    """A figure of each file, or of all in --out. kept: the ends of the names of those that are taken where
+    none is given. ending: of the figure's name, after the file's."""
     parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="kept results of bench.run")
     parser.add_argument("--out", type=Path, help="PNG or SVG of all files (a PNG of each in docs/figures)")
     args = parser.parse_args(argv)
-    files = args.files or sorted((ROOT / "bench" / "results").glob(f"*{kept}"))
+    folder = ROOT / "bench" / "results"
+    files = args.files or sorted(file for end in kept for file in folder.glob(f"*{end}"))
     if not files:
-        print(f"no bench/results/*{kept} is kept")
+        print(f"no bench/results/*{' or *'.join(kept)} is kept")
         return 0
-    groups = {args.out: files} if args.out else {FIGURES / f"{file.stem}.png": [file] for file in files}
+    names = {FIGURES / f"{file.stem}{ending}.png": [file] for file in files}
+    groups = {args.out: files} if args.out else names
     for out, group in groups.items():
         try:
             save(draw(records.read(group)), out)
@@ -220,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return save_figures(parser, argv, "_random.json", draw)
+    return save_figures(parser, argv, ["_random.json"], draw)
 
 
 if __name__ == "__main__":

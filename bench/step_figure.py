@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.step_figure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return save_figures(parser, argv, "_step.json", draw)
+    return save_figures(parser, argv, ["_step.json"], draw)
 
 
 if __name__ == "__main__":
