@@ -48,6 +48,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "bench/results/README.md": "results.md",
+    "examples/README.md": "examples.md",
     "tests/emulator/README.md": "emulator.md",
 }
 """Documents outside docs -> the pages that include them."""

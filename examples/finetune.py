@@ -8,7 +8,8 @@ chats; the output layer runs under autocast to bfloat16 on a GPU, in float32 on 
     torch     F.cross_entropy(F.linear(hidden, weight), target)
 
 The program prints both curves' ends and the medians of their steps' times, and ends with status 1 when the
-losses differ by more than --tolerance. --vocab-size may exceed the text's vocabulary, as models' do.
+losses differ by more than --tolerance. --out keeps both runs in a JSON file. --vocab-size may exceed the
+text's vocabulary, as models' do.
 
     python3 -m examples.finetune
     python3 -m examples.finetune --d 2048 --layers 6 --heads 16 --length 2048 --batch 8 --vocab-size 131072
@@ -17,10 +18,13 @@ losses differ by more than --tolerance. --vocab-size may exceed the text's vocab
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 
 from cute_lce import linear_cross_entropy
 from cute_lce.commands.terminal import positive
+from cute_lce.measure import records
 from cute_lce.measure.timing import synchronize
 from cute_lce.options import IGNORE_INDEX
 from examples.corpus import Corpus, batches
@@ -116,6 +121,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="largest relative difference of the losses (%(default)s)",
     )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    add("--out", type=Path, help="JSON file for both runs' losses and times")
     args = parser.parse_args(argv)
     # This is also true for nan.
     if not 0 <= args.prompt < 1:
@@ -131,11 +137,31 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def kept(
+    name: str, losses: Sequence[float], milliseconds: float, args: argparse.Namespace, command: str
+) -> dict[str, Any]:
+    """What --out keeps of a run."""
+    sizes = ("steps", "batch", "length", "prompt", "d", "layers", "heads")
+    return {
+        "provider": name,
+        **{size: getattr(args, size) for size in sizes},
+        "vocab": args.vocab_size,
+        "ms": milliseconds,
+        "losses": [records.finite_or_text(loss) for loss in losses],
+        **records.provenance(torch.device(args.device), command),
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    command = f"python3 -m examples.finetune {shlex.join(words)}"
     corpus = Corpus.of_standard_library(args.text_vocab_size)
     fused, fused_ms = train("fused", linear_cross_entropy, corpus, args)
     other, other_ms = train("torch", torch_loss, corpus, args)
+    if args.out is not None:
+        runs = ("fused", fused, fused_ms), ("torch", other, other_ms)
+        records.write(args.out, [kept(*run, args, command) for run in runs])
     apart = max(abs(a - b) / abs(b) for a, b in zip(fused, other, strict=True))
     print(f"losses at most {apart:.1e} apart; torch takes {other_ms / fused_ms:.2f} times as long a step")
     return int(not apart <= args.tolerance)

@@ -942,10 +942,20 @@ def test_host_times_bars():
         assert sum(each or 0 for each in both) == 400
 
 
-def test_fine_tuning_on_masked_prompts_agrees_with_torch(tiny_library, capsys):
+def test_fine_tuning_on_masked_prompts_agrees_with_torch(tiny_library, capsys, tmp_path):
     sizes = "--steps 4 --batch 2 --length 32 --d 32 --heads 2 --vocab-size 700 --text-vocab-size 400"
-    assert finetune.main([*sizes.split(), "--device", "cpu"]) == 0
-    assert "torch takes" in capsys.readouterr().out
+    out = tmp_path / "finetune.json"
+    assert finetune.main([*sizes.split(), "--device", "cpu", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "torch takes" in printed
+    results = json.loads(out.read_text())
+    assert [result["provider"] for result in results] == ["fused", "torch"]
+    for result in results:
+        first, *_, last = result["losses"]
+        said = f"{result['provider']:6} loss {first:.4f} -> {last:.4f}, {result['ms']:.2f} ms a step"
+        assert said in printed
+        assert (result["steps"], len(result["losses"]), result["vocab"]) == (4, 4, 700)
+        assert "--out" in result["command"]
     assert finetune.main([*sizes.split(), "--device", "cpu", "--tolerance", "-1"]) == 1
 
 

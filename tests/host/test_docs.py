@@ -15,7 +15,9 @@ from tests import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
-    path for pattern in ("*.md", "docs/*.md", "bench/**/*.md", "tests/**/*.md") for path in ROOT.glob(pattern)
+    path
+    for pattern in ("*.md", "docs/*.md", "bench/**/*.md", "examples/*.md", "tests/**/*.md")
+    for path in ROOT.glob(pattern)
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:cute_lce|bench|examples|tests|docs)/[\w./-]+\.(?:py|md|json|toml))`")
