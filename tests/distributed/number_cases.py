@@ -15,6 +15,7 @@ import cute_lce.reference
 from cute_lce.parallel import ranks as checks
 from tests.distributed.calls import shard_sizes, slice_of
 from tests.distributed.ranks import Rank
+from tests.distributed.tensor_cases import check_replays
 from tests.logit_terms import LogCap
 from tests.numerics import assert_close, random_case
 
@@ -255,6 +256,29 @@ def numbers_that_differ(here: Rank) -> None:
             )
 
 
+def captured_numbers(here: Rank) -> None:
+    """What is a call of the loss, and every number; on GPUs alone."""
+    ids = torch.arange(64 * here.ranks, device=here.device)[:, None] * torch.tensor(
+        [7, 3], device=here.device
+    )
+    every: dict[str, Any] = {"outputs": NUMBERS, "topk_ids": ids % (128 * here.ranks)}
+    cases: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.7},
+        {"outputs": ("logprob", "entropy")},
+        {"outputs": ("logprob", "entropy"), "schedule": "keep", "workspace_mb": 64},
+        every,
+        {**every, "sequence_dim": 0},
+    )
+    for options in cases:
+
+        def call(*operands: Tensor, options: dict = options) -> list[Tensor]:
+            found = linear_logprob(*operands, tp_group=here.group, **options)
+            return [getattr(found, name) for name in options.get("outputs", ("logprob",))]
+
+        check_replays(here, call, sliced="sequence_dim" in options)
+
+
+GPU_CASES = (captured_numbers,)
 CASES = (
     every_number,
     numbers_of_slices,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -338,45 +339,58 @@ def autocast(here: Rank) -> None:
     assert_close("loss", loss.detach(), narrow.expected()[0], narrow.baseline()[0])
 
 
-def captured_graphs(here: Rank) -> None:
-    """Replayed with other values, collectives included; on GPUs alone."""
+def check_replays(here: Rank, call: Callable[..., Sequence[Tensor]], *, sliced: bool = False) -> None:
+    """call (hidden, weight, target) -> numbers, of which the floating ones are differentiated. A graph of it
+    and of its gradients, captured once and replayed with other values, has an eager call's bits. sliced:
+    whether hidden is a slice of the tokens."""
     first, second = (
         ignoring(random_case(64 * here.ranks, 64, 128 * here.ranks, torch.bfloat16, seed=seed))
         for seed in (0, 1)
     )
+    hidden = (slice_of(first.input, here, 0) if sliced else first.input).to(here.device, copy=True)
+    weight = slice_of(first.linear_weight, here, 0).to(here.device, copy=True)
+    target = first.target.to(here.device, copy=True)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        numbers = call(hidden, weight, target)
+        used = [each for each in numbers if each.requires_grad]
+        upstream = [torch.ones_like(each) for each in used]
+        return *numbers, *torch.autograd.grad(used, (hidden, weight), upstream)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # What looks for dead ranks, in a thread of its own, asks for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = step()
+    # The second first: results of the capture itself would pass for the first's.
+    for case in (second, first):
+        with torch.no_grad():
+            hidden.copy_(slice_of(case.input, here, 0) if sliced else case.input)
+            weight.copy_(slice_of(case.linear_weight, here, 0))
+            target.copy_(case.target)
+        graph.replay()
+        torch.cuda.synchronize()
+        for replayed, eager in zip(results, step(), strict=True):
+            assert torch.equal(replayed.detach(), eager.detach())
+
+
+def captured_graphs(here: Rank) -> None:
+    """Replayed with other values, collectives included; on GPUs alone."""
     smoothed = {"label_smoothing": 0.1, "z_loss": 0.1}
     for options in (*SCHEDULES, {"sequence_dim": 0}, {**smoothed, "sequence_dim": 0}, smoothed):
-        sliced = "sequence_dim" in options
-        hidden = (slice_of(first.input, here, 0) if sliced else first.input).to(here.device, copy=True)
-        weight = slice_of(first.linear_weight, here, 0).to(here.device, copy=True)
-        target = first.target.to(here.device, copy=True)
-        hidden.requires_grad_()
-        weight.requires_grad_()
 
-        def step(hidden=hidden, weight=weight, target=target, options: dict = options) -> tuple[Tensor, ...]:
-            loss = linear_cross_entropy(hidden, weight, target, tp_group=here.group, **options)
-            return loss, *torch.autograd.grad(loss, (hidden, weight))
+        def call(*operands: Tensor, options: dict = options) -> list[Tensor]:
+            return [linear_cross_entropy(*operands, tp_group=here.group, **options)]
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # What looks for dead ranks, in a thread of its own, asks for events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = step()
-        for case in (second, first):
-            with torch.no_grad():
-                hidden.copy_(slice_of(case.input, here, 0) if sliced else case.input)
-                weight.copy_(slice_of(case.linear_weight, here, 0))
-                target.copy_(case.target)
-            graph.replay()
-            torch.cuda.synchronize()
-            for replayed, eager in zip(results, step(), strict=True):
-                assert torch.equal(replayed.detach(), eager.detach())
+        check_replays(here, call, sliced="sequence_dim" in options)
 
 
 def refusals(here: Rank) -> None:

@@ -13,6 +13,7 @@ from cute_lce import linear_cross_entropy, reference
 from cute_lce.parallel import ranks as checks
 from tests.distributed.calls import slice_of
 from tests.distributed.ranks import Rank
+from tests.logit_terms import Knee, LogCap
 from tests.numerics import assert_close, random_case
 
 SHAPE, D = (4, 24), 32
@@ -134,6 +135,16 @@ def terms_of_numbers(here: Rank) -> None:
     compare(here, torch.bfloat16, "mean", kept, schedule="keep", workspace_mb=64)
 
 
+def terms_of_a_users_own(here: Rank) -> None:
+    for dtype in here.dtypes:
+        for reduction in REDUCTIONS:
+            compare(here, dtype, reduction, {"softcap": LogCap(3.0)}, window=16)
+    every = {"softcap": Knee(1.0), "linear_bias": True, "z_loss": 0.1, "token_weight": True, "weight": True}
+    for dtype in here.dtypes:
+        compare(here, dtype, "mean", every, sequence_dim=1, sliced_target=True)
+    compare(here, torch.bfloat16, "none", {"softcap": LogCap(3.0)}, schedule="keep", workspace_mb=64)
+
+
 def terms_of_classes(here: Rank) -> None:
     """Class weights and smoothing: what each rank has of the targets' weights, and of all classes."""
     for reduction in REDUCTIONS:
@@ -184,6 +195,7 @@ def terms_in_one_graph(here: Rank) -> None:
         (2, weights),
         (3, {**weights, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 9.0, "denominator": 7.0}),
         (3, {"label_smoothing": 0.1, "reduction": "none", "schedule": "keep", "workspace_mb": 64}),
+        (2, {"softcap": LogCap(3.0)}),
     )
     for count, terms in cases:
         found = []
@@ -255,6 +267,7 @@ CASES = (
     terms_that_differ,
     factors_of_rows,
     terms_of_numbers,
+    terms_of_a_users_own,
     terms_of_classes,
     terms_of_slices,
     terms_added_to_a_buffer,

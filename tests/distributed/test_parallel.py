@@ -17,6 +17,7 @@ from tests.distributed import (
     logprob_cases,
     number_cases,
     ranks,
+    replica_cases,
     tensor_cases,
     term_cases,
 )
@@ -28,6 +29,7 @@ CASES = (
     *logprob_cases.CASES,
     *number_cases.CASES,
     *term_cases.CASES,
+    *replica_cases.CASES,
     *dtensor_cases.LAST_CASES,
 )
 GLOO = {
@@ -37,6 +39,8 @@ GLOO = {
         number_cases.every_number,
         number_cases.numbers_of_slices,
         term_cases.terms_of_classes,
+        term_cases.terms_of_a_users_own,
+        replica_cases.replicas,
         tensor_cases.uneven_shards,
         tensor_cases.compacted_tokens,
         tensor_cases.targets_in_no_shard,
@@ -71,7 +75,7 @@ def test_gloo(count: int):
 
 @pytest.mark.gpu_multi
 def test_nccl():
-    check(torch.cuda.device_count(), "nccl", (*CASES, *tensor_cases.GPU_CASES))
+    check(torch.cuda.device_count(), "nccl", (*CASES, *tensor_cases.GPU_CASES, *number_cases.GPU_CASES))
 
 
 def _call_with_one_rank_gone(rank: int, port: int, queue) -> None:
