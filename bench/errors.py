@@ -303,7 +303,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["none"],
         metavar="TERMS",
-        help="none, or what bench.run's option means, of outputs, temperature, softcap and logit_scale",
+        help="none, or what bench.run's option means, but for weight, denominator and log_cap",
     )
     add("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cute_lce
-from bench import token_stats
+from bench import loss_peers, token_stats
 from bench.providers import LossFn, Request
 from bench.token_stats import NAMES, READ, TOPK, Asked, Stats
 
@@ -67,8 +67,10 @@ def loss(provider: str, text: str, request: Request, hidden: Tensor, weight: Ten
     terms = parse(text)
     outputs = _outputs(terms)
     given = arguments(terms, hidden, weight)
+    others = frozenset(terms) - frozenset(outputs)
     if provider != "cute_lce":
-        others = frozenset(terms) - frozenset(outputs)
+        if not outputs and (provider in loss_peers.PEERS or provider not in token_stats.PEERS):
+            return loss_peers.make(provider, given, others, request)
         stats = token_stats.make(provider, _asked(outputs, given), others, len(hidden) * len(weight))
     elif outputs or "temperature" in given:
         stats = _of_ours(outputs, given, request)
@@ -84,9 +86,11 @@ def loss(provider: str, text: str, request: Request, hidden: Tensor, weight: Ten
 
 
 def check_logits(text: str) -> None:
-    """Raises ValueError for terms that token_stats.of_logits has not."""
+    """Raises ValueError for terms that by_logits has not, or whose mean is not that of the rows."""
     terms = parse(text)
-    missing = set(terms) - set(_outputs(terms)) - token_stats.PEERS["torch_eager_fp32ce"].terms
+    outputs = _outputs(terms)
+    peers: Mapping[str, Any] = token_stats.PEERS if outputs else loss_peers.PEERS
+    missing = set(terms) - set(outputs) - (peers["torch_eager_fp32ce"].terms - {"denominator", "weight"})
     if missing:
         raise ValueError(
             f"--terms: got {text!r}, of which errors are not compared: {', '.join(sorted(missing))}"
@@ -96,8 +100,10 @@ def check_logits(text: str) -> None:
 def by_logits(text: str, hidden: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """(hidden weight^T (n, V), target) -> the losses (n,), in the logits' dtype. text: of check_logits."""
     terms = parse(text)
-    outputs = _outputs(terms)
-    asked = _asked(outputs, arguments(terms, hidden, weight))
+    outputs, given = _outputs(terms), arguments(terms, hidden, weight)
+    if not outputs:
+        return functools.partial(loss_peers.of_logits, given)
+    asked = _asked(outputs, given)
     return lambda logits, target: _summed(token_stats.of_logits(asked, logits, target), outputs)
 
 
@@ -106,7 +112,7 @@ def _outputs(terms: Mapping[str, float | None]) -> tuple[str, ...]:
 
 
 def _asked(outputs: tuple[str, ...], given: Mapping[str, Any]) -> Asked:
-    fields = ("temperature", "softcap", "logit_scale", "topk_ids")
+    fields = ("temperature", "softcap", "logit_scale", "topk_ids", "linear_bias")
     return Asked(outputs or ("logprob",), **{name: given[name] for name in fields if name in given})
 
 

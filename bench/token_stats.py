@@ -32,26 +32,33 @@ CHUNK = 32768
 
 @dataclass(frozen=True)
 class Asked:
-    """Outputs by the bench's names, and what the logits are: softcap(hidden weight^T * logit_scale) /
-    temperature. topk_ids (n, K): of topk."""
+    """Outputs by the bench's names, and what the logits are: softcap((hidden weight^T + linear_bias) *
+    logit_scale) / temperature. topk_ids (n, K): of topk."""
 
     outputs: tuple[str, ...]
     temperature: float | Tensor = 1.0  # a tensor: (n,)
     softcap: float | None = None
     logit_scale: float = 1.0
     topk_ids: Tensor | None = None
+    linear_bias: Tensor | None = None  # (V,)
 
 
 Stats = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
 
 
-def of_logits(asked: Asked, x: Tensor, target: Tensor) -> list[Tensor]:
-    """By torch's operators, in x's dtype. x (n, V): hidden weight^T."""
-    z = x * asked.logit_scale
+def scaled(asked: Asked, x: Tensor) -> Tensor:
+    """The logits by torch's operators, in x's dtype. x (n, V): hidden weight^T."""
+    z = x if asked.linear_bias is None else x + asked.linear_bias.to(x.dtype)
+    z = z * asked.logit_scale
     if asked.softcap is not None:
         z = asked.softcap * torch.tanh(z / asked.softcap)
     temperature = asked.temperature
-    z = z / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
+    return z / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
+
+
+def of_logits(asked: Asked, x: Tensor, target: Tensor) -> list[Tensor]:
+    """The outputs likewise."""
+    z = scaled(asked, x)
     lse = z.logsumexp(1)
     logprobs = z - lse.unsqueeze(1)
 
@@ -159,12 +166,13 @@ class Peer:
 
 
 _LOGITS = frozenset({"temperature", "softcap", "logit_scale"})
+_TORCH = _LOGITS | {"linear_bias", "temperatures"}
 _ALL = frozenset(
     {"logprob", "lse", "entropy", READ, TOPK, "log_sum_sq_probs", "mean_logit", "argmax", "is_top1"}
 )
 PEERS = {
-    "torch_eager_fp32ce": Peer(_torch_eager, _ALL, _LOGITS | {"temperatures"}, whole=True),
-    "torch_compile": Peer(_torch_compile, _ALL, _LOGITS | {"temperatures"}, whole=True),
+    "torch_eager_fp32ce": Peer(_torch_eager, _ALL, _TORCH, whole=True),
+    "torch_compile": Peer(_torch_compile, _ALL, _TORCH, whole=True),
     "liger_cute_scaled_ce": Peer(
         _liger, frozenset({"logprob", "entropy", READ, TOPK}), frozenset({"temperature"})
     ),

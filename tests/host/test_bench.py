@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -981,6 +982,71 @@ def test_terms_are_measured_beside_the_call_without(tmp_path):
 TERMS = "logprob,entropy,temperature=0.7"
 
 
+LOSS_TERMS = "z_loss=0.1,label_smoothing=0.2,softcap=3,linear_bias,token_weight,weight"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("text", [LOSS_TERMS, "token_weight,denominator=7", "label_smoothing=0.1"])
+def test_torchs_loss_with_terms_is_the_references(text, reduction):
+    inputs = make_inputs(shapes.Shape(23, 8, 101), torch.float32, "mixed", CPU)
+    operands = inputs.hidden, inputs.weight, inputs.target
+    request = providers.Request(reduction)
+    found = terms.loss("torch_eager_fp32ce", text, request, *operands[:2])(*operands)
+    given = terms.arguments(terms.parse(text), *operands[:2])
+    want = reference.linear_cross_entropy(*operands, reduction=reduction, **given)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_peers_get_the_terms_by_their_own_names(monkeypatch, reduction):
+    """What stands for each package computes the reference from what it is given."""
+
+    def theirs(x, w, y, bias, weight, lse_square_scale, label_smoothing, reduction, softcap):
+        return reference.linear_cross_entropy(
+            *(x, w, y),
+            linear_bias=bias,
+            weight=weight,
+            z_loss=lse_square_scale,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            reduction=reduction,
+        )
+
+    class Liger:
+        @staticmethod
+        def apply(x, w, y, bias, weight, ignored, z_loss, smoothing, reduction, softcap):
+            assert ignored == -100
+            return theirs(x, w, y, bias, weight, z_loss, smoothing, reduction, softcap), None
+
+    def cce(x, w, y, *, bias, softcap, reduction, filter_eps="auto"):
+        return theirs(x, w, y, bias, None, 0.0, 0.0, reduction, softcap)
+
+    modules = {
+        "liger_kernel.ops.fused_linear_cross_entropy": {"LigerFusedLinearCrossEntropyFunction": Liger},
+        "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90": {
+            "LigerFusedLinearCrossEntropySM90Function": Liger
+        },
+        "cut_cross_entropy": {"linear_cross_entropy": cce},
+    }
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    inputs = make_inputs(shapes.Shape(23, 8, 101), torch.float32, "mixed", CPU)
+    operands, request = (inputs.hidden, inputs.weight, inputs.target), providers.Request(reduction)
+    texts = dict.fromkeys(("cce", "cce_exact"), "softcap=2,linear_bias")
+    every = "softcap=2,linear_bias,weight,z_loss=0.1,label_smoothing=0.2"
+    for provider, text in (texts | dict.fromkeys(("liger_triton", "liger_cute_flce"), every)).items():
+        if reduction == "none" and "liger" in provider:
+            with pytest.raises(providers.Unavailable, match="has no reduction 'none'"):
+                terms.loss(provider, text, request, *operands[:2])
+            continue
+        found = terms.loss(provider, text, request, *operands[:2])(*operands)
+        given = terms.arguments(terms.parse(text), *operands[:2])
+        want = reference.linear_cross_entropy(*operands, reduction=reduction, **given)
+        torch.testing.assert_close(found, want)
+
+
 @pytest.mark.parametrize("provider", ["cute_lce", "torch_eager_fp32ce", "trl"])
 @pytest.mark.parametrize(
     "text",
@@ -1027,7 +1093,11 @@ def test_the_bench_of_terms_computes_what_the_reference_does():
         ("cce", TERMS, "has no entropy, logprob, temperature"),
         ("trl", "topk=4", "has no topk"),
         ("verl", "logprob,softcap=3", "has no softcap"),
-        ("torch_compile", "logprob,linear_bias", "has no linear_bias"),
+        ("trl", "logprob,linear_bias", "has no linear_bias"),
+        ("cce", "softcap=3,z_loss=1", "has no z_loss"),
+        ("cce", "softcap=3", "not installed"),
+        ("liger_triton", "softcap=3,token_weight", "has no token_weight"),
+        ("quack_base", "softcap=3", "has no softcap"),
         ("liger_cute_scaled_ce", TERMS, "not installed"),
     ],
 )
@@ -1065,16 +1135,19 @@ def test_verls_kernel_is_imported_without_its_package(tmp_path, monkeypatch):
 def test_errors_of_terms_are_within_the_same_bars(tmp_path, capsys):
     out = tmp_path / "errors.json"
     options = [*ERRORS, "--reduction", "none", "--providers", "cute_lce", "torch_eager_fp32ce", "cce"]
-    assert errors.main([*options, "--terms", "none", TERMS, "topk=3,lse", "--out", str(out)]) == 0
+    given = [TERMS, "topk=3,lse", "softcap=3,z_loss=0.01,linear_bias,token_weight", "label_smoothing=0.1"]
+    assert errors.main([*options, "--terms", "none", *given, "--out", str(out)]) == 0
     results = json.loads(out.read_text())
-    assert list(dict.fromkeys(result["terms"] for result in results)) == [None, TERMS, "topk=3,lse"]
+    assert list(dict.fromkeys(result["terms"] for result in results)) == [None, *given]
     ours = [result for result in results if result["provider"] == "cute_lce" and result["terms"]]
-    assert len(ours) == 2 * 2 * (2 + 3)
+    assert len(ours) == len(given) * 2 * (2 + 3)
+    theirs = [result for result in results if result["provider"] == "cce" and result["terms"]]
+    assert all(result["failed"].startswith("Unavailable: ") for result in theirs)
     assert all(0 < result["err_dw"] < 5e-3 for result in ours)
     assert TERMS in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        errors.main(["--terms", "z_loss=1"])
-    assert "of which errors are not compared: z_loss" in capsys.readouterr().err
+        errors.main(["--terms", "z_loss=1,weight"])
+    assert "of which errors are not compared: weight" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["softcap", "entropy=1", "logits", ""])

@@ -1,4 +1,5 @@
-"""The measured numbers in README.md and docs (measurements, tuning, arguments) are those of bench/results.
+"""The measured numbers in README.md and docs (measurements, tuning, arguments, algorithm, parallel) are those
+of bench/results.
 
 A comment before each table names the file that it is made from and the function below that makes its rows:
 
@@ -22,12 +23,14 @@ import pytest
 from bench import grid, shapes, summary
 from bench.accumulation import WAYS
 from bench.kept_logits import WAYS as SIMULATED
+from bench.kept_reference import REFERENCES
+from bench.partial import WAYS as ADDED
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 README, MEASUREMENTS, TUNING = "README.md", "docs/measurements.md", "docs/tuning.md"
 ARGUMENTS = "docs/arguments.md"
-ALGORITHM = "docs/algorithm.md"
+ALGORITHM, PARALLEL = "docs/algorithm.md", "docs/parallel.md"
 SOURCE = re.compile(r"<!-- bench/results/([\w/]+\.json): (\w+) -->")
 UNKEPT = "<!-- printed, not kept -->"
 
@@ -271,6 +274,10 @@ TERM_NAMES = {
     "torch_eager_fp32ce": "torch, 16-bit logits",
     "torch_compile": "torch.compile, 16-bit logits",
     "liger_cute_scaled_ce": "Liger's scaled loss",
+    "liger_cute_flce": "Liger's CuTe loss",
+    "liger_triton": "Liger's Triton loss",
+    "cce": "CCE, with its filter",
+    "cce_exact": "CCE, exact",
     "trl": "TRL",
     "verl": "verl",
 }
@@ -365,6 +372,26 @@ def kept_logits(file: str) -> Rows:
             errors = [record["err_dh"], record["err_dw"]] if record else []
             cells.append(", ".join(f"{each:.1e}".replace("e-0", "e-") for each in errors) or "-")
         found.append([dtype, f"{deviation:g}", *cells])
+    return found
+
+
+def partial(file: str) -> Rows:
+    """Errors of the gradient by input, by rows, ranks and way."""
+    found: Rows = []
+    for rows, ranks in dict.fromkeys((each["rows"], each["ranks"]) for each in records(file)):
+        errors = [get(file, rows=rows, ranks=ranks, way=way)["err_dh"] for way in ADDED]
+        found.append([rows, str(ranks), *(f"{each:.2e}".replace("e-0", "e-") for each in errors)])
+    return found
+
+
+def kept_reference(file: str) -> Rows:
+    """Rows that are raised, and rescaled, by type, rows, the logits' deviation and whose logit K is of."""
+    found: Rows = []
+    names = "dtype", "rows", "deviation"
+    for key in dict.fromkeys(tuple(each[name] for name in names) for each in records(file)):
+        of = [get(file, reference=which, **dict(zip(names, key, strict=True))) for which in REFERENCES]
+        cells = [f"{each['raised']}, {each['rescaled']}" for each in of]
+        found.append([*key[:2], f"{key[2]:g}", *cells])
     return found
 
 
@@ -562,6 +589,8 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         ranges,
         accumulation,
         kept_logits,
+        partial,
+        kept_reference,
         by_three_gemms,
         budgets,
         over_gpus,
@@ -605,6 +634,45 @@ def sentences() -> list[tuple[str, str]]:
         ),
         (MEASUREMENTS, f"and {min(jumping):.0f} to {max(jumping):.0f} times in the entries of dW"),
     ]
+
+
+def over_ranks() -> list[tuple[str, str]]:
+    """Sentences of docs/parallel.md: (document, what it says)."""
+    gains, hidden = {}, {}
+    for ranks in (2, 4):
+        file = f"h200x{ranks}_parallel.json"
+        found = [get(file, case=case, n=n) for n in (8192, 2048) for case in ("tp", "tp_partial")]
+        gains[ranks] = [f"{1 - less['ms'] / tp['ms']:.1%}" for tp, less in (found[:2], found[2:])]
+        hidden[ranks] = [f"{each['hidden_share']:.0%}" for each in found[::2]]
+    assert hidden[2] == ["99%", "99%"]
+    gathers = [
+        us / get("h200x2_parallel.json", case="tp_sequence", n=n)["ms"] / 10
+        for us, n in ((157, 8192), (54, 2048))
+    ]
+    error = {
+        (way, ranks): [
+            r["err_dh"] for r in records("cpu_partial.json") if (r["way"], r["ranks"]) == (way, ranks)
+        ]
+        for way in ADDED
+        for ranks in (2, 4)
+    }
+    wide, narrow = (
+        sorted(
+            part / whole
+            for ranks in counts
+            for whole, part in zip(error["reduced", ranks], error[way, ranks], strict=True)
+        )
+        for way, counts in (("partial, summed in fp32", (2, 4)), ("partial, summed in bf16", (4,)))
+    )
+    texts = [
+        f"on two H200s {gains[2][0]} with 8192 tokens and {gains[2][1]} with 2048",
+        f"On four it is {gains[4][0]} and {gains[4][1]}. There other kernels ran in {hidden[4][0]} and "
+        f"{hidden[4][1]} of the sum's time",
+        f"printed, not kept), {gathers[0]:.1f} and {gathers[1]:.1f}% of a call",
+        f"have {wide[0]:.2f} to {wide[-1]:.2f} times the error",
+        f"{narrow[0]:.1f} to {narrow[-1]:.1f} times over four ranks",
+    ]
+    return [(PARALLEL, text) for text in texts]
 
 
 def by_use() -> list[tuple[str, str]]:
@@ -692,7 +760,7 @@ def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
 
 MADE = [
     (document, match[1], match[2], rows)
-    for document in (README, MEASUREMENTS, TUNING, ARGUMENTS, ALGORITHM)
+    for document in (README, MEASUREMENTS, TUNING, ARGUMENTS, ALGORITHM, PARALLEL)
     for above, rows in tables_of(document)
     if (match := SOURCE.fullmatch(above))
 ]
@@ -717,7 +785,7 @@ def test_every_table_of_measurements_says_where_it_is_from():
         assert SOURCE.fullmatch(above) or above == UNKEPT, f"{above!r} before the table of {rows[0]}"
 
 
-@pytest.mark.parametrize(("document", "sentence"), [*sentences(), *by_use()])
+@pytest.mark.parametrize(("document", "sentence"), [*sentences(), *by_use(), *over_ranks()])
 def test_a_sentence_has_the_numbers_of_its_file(document, sentence):
     assert sentence in " ".join(text_of(document).split())
 
@@ -745,4 +813,7 @@ if __name__ == "__main__":
         print(f"\n{file}: {name}")
         for row in TABLES[name](file):
             print(f"| {' | '.join('...' if cell is None else cell for cell in row)} |")
-    print(*(f"{document}: {sentence}" for document, sentence in [*sentences(), *by_use()]), sep="\n")
+    print(
+        *(f"{document}: {sentence}" for document, sentence in [*sentences(), *by_use(), *over_ranks()]),
+        sep="\n",
+    )
