@@ -1,10 +1,10 @@
-"""bench.parallel, over two processes of a CPU."""
+"""bench.parallel and bench.partial, over two processes of a CPU."""
 
 from __future__ import annotations
 
 import json
 
-from bench import parallel
+from bench import parallel, partial
 
 
 def test_every_case_is_measured_and_right(tmp_path, capfd):
@@ -23,3 +23,18 @@ def test_every_case_is_measured_and_right(tmp_path, capfd):
     assert capfd.readouterr().out.rstrip().endswith(parallel.table(results))
     assert parallel.main(["--show", str(out)]) == 0
     assert parallel.main(["--ranks", "99"]) == 1
+
+
+def test_a_part_that_is_rounded_has_an_error_of_its_own(tmp_path, capfd):
+    out = tmp_path / "results.json"
+    assert partial.main(["--ranks", "2", "--shape", "64,32,256", "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert [(r["rows"], r["way"]) for r in results] == [(r, w) for r in partial.ROWS for w in partial.WAYS]
+    errors = {(r["rows"], r["way"]): r["err_dh"] for r in results}
+    for rows in partial.ROWS:
+        reduced, *parts = (errors[rows, way] for way in partial.WAYS)
+        assert 2.0**-10 < reduced < 2.0**-8
+        assert all(1.2 * reduced < part < 3 * reduced for part in parts)
+    printed = capfd.readouterr().out
+    assert partial.main(["--show", str(out)]) == 0
+    assert capfd.readouterr().out in printed
