@@ -1,6 +1,7 @@
 """The efficiency of calls over the GPUs of a host: a model, and a figure of it beside what was measured.
 
     python3 -m bench.scaling        # docs/figures/h200_parallel.png of bench/results/h200x*_parallel.json
+    python3 -m bench.scaling --overlap      # docs/parallel.md's table of what that GEMM can hide
 
 Over R ranks a call takes a part of the time on one, what every rank repeats, and what its collectives add:
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from bench.plot import FIGURES, ROOT, save
 from cute_lce.measure import records
 from cute_lce.parallel.collectives import DEFAULT_CTAS
-from cute_lce.plan.overlap import WIRE, sum_seconds
+from cute_lce.plan.overlap import WIRE, sum_bytes, sum_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +34,11 @@ BESIDE = 24 / 3.5e12
 copies of the valid tokens and of the scaled rows, and fp32 sums, take 10; the others are fitted."""
 START = 30e-6
 """Seconds of the gather of statistics, their merge, and kernels that begin."""
+GEMM_RATE = 2 * 8192 * 4096 * 65536 / 5.89e-3
+"""FLOPs a second of the GEMM of the weight's gradient, cuBLAS on an H200."""
 CASES = {"tp": ("vocabulary in shards", "o", "-"), "tp_sequence": ("tokens in slices too", "s", "--")}
 MOST_RANKS = 8
+OVERLAP_RANKS = (2, 4, 8, 72)
 
 
 def seconds(alone: float, n: int, d: int, ranks: int, *, sliced: bool) -> float:
@@ -51,6 +55,33 @@ def seconds(alone: float, n: int, d: int, ranks: int, *, sliced: bool) -> float:
 
 def efficiency(alone: float, n: int, d: int, ranks: int, *, sliced: bool) -> float:
     return alone / ranks / seconds(alone, n, d, ranks, sliced=sliced)
+
+
+def token_bytes(d: int, ranks: int) -> int:
+    """What a rank sends for each token of the group, forward and backward, with 16-bit hidden states; with
+    sequence_dim the gather of hidden states takes the place of that of the gradient by input."""
+    return 12 * (ranks - 1) + sum_bytes(1, d, 2, ranks, scatters=False)
+
+
+def overlap(n: int, d: int, vocab: int, ranks: int, *, is_local: bool) -> tuple[float, float]:
+    """(G, C): seconds of the GEMM of the weight's gradient on the SMs that the sum leaves, of a shard that is
+    kept whole, and of that sum."""
+    gemm = 2 * n * d * vocab / ranks / GEMM_RATE / (1 - DEFAULT_CTAS / SMS)
+    return gemm, sum_seconds(n, d, 2, ranks, DEFAULT_CTAS, scatters=False, is_local=is_local)
+
+
+def overlap_rows(n: int, d: int, vocab: int) -> list[list[str]]:
+    """For each number of ranks: bytes a token, G, and over NVLink, then between hosts, C and the part of it
+    that G can hide."""
+    rows = []
+    for ranks in OVERLAP_RANKS:
+        row = [str(ranks), str(token_bytes(d, ranks))]
+        for is_local in (True, False):
+            gemm, collective = overlap(n, d, vocab, ranks, is_local=is_local)
+            row += [f"{gemm * 1e3:.2f}"] * is_local
+            row += [f"{collective * 1e3:.2f}", f"{min(gemm / collective, 1):.0%}"]
+        rows.append(row)
+    return rows
 
 
 def measured(results: Sequence[dict[str, Any]], case: str) -> list[tuple[float, dict[str, Any]]]:
@@ -117,7 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="kept results of bench.parallel")
     parser.add_argument("--out", type=Path, default=FIGURES / "h200_parallel.png", help="PNG or SVG")
+    parser.add_argument("--overlap", metavar="n,d,V", nargs="?", const="8192,4096,131072", help="the table")
     args = parser.parse_args(argv)
+    if args.overlap:
+        print(
+            *(f"| {' | '.join(row)} |" for row in overlap_rows(*map(int, args.overlap.split(",")))), sep="\n"
+        )
+        return 0
     files = args.files or sorted((ROOT / "bench" / "results").glob("h200x*_parallel.json"))
     try:
         save(draw(records.read(files)), args.out)

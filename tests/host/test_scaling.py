@@ -7,6 +7,7 @@ import pytest
 from bench import scaling
 from bench.plot import ROOT
 from cute_lce.measure import records
+from tests.host.test_documented_numbers import PARALLEL, tables_of
 
 FILES = sorted((ROOT / "bench" / "results").glob("h200x*_parallel.json"))
 
@@ -28,6 +29,31 @@ def test_efficiency_falls_with_the_number_of_gpus():
         assert found[0] == 1
     # A sum that is longer than the GEMM beside it counts.
     assert scaling.seconds(1e-3, 8192, 4096, 8, sliced=False) > 1e-3
+
+
+def test_the_documents_table_of_overlap_is_the_formulas(capsys):
+    marker = "<!-- bench.scaling: overlap_rows(8192, 4096, 131072) -->"
+    (rows,) = (rows for above, rows in tables_of(PARALLEL) if above == marker)
+    assert rows == scaling.overlap_rows(8192, 4096, 131072)
+    assert scaling.main(["--overlap"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"| {' | '.join(row)} |" for row in rows]
+
+
+def test_the_overlap_falls_with_the_number_of_gpus():
+    for is_local in (True, False):
+        ratios = []
+        for ranks in scaling.OVERLAP_RANKS:
+            gemm, collective = scaling.overlap(8192, 4096, 131072, ranks, is_local=is_local)
+            ratios.append(gemm / collective)
+        assert ratios == sorted(ratios, reverse=True)
+    # docs/parallel.md's quotient, without starts, roundings and the SMs that NCCL takes.
+    gemm, collective = scaling.overlap(10**6, 10**5, 131072, 8, is_local=False)
+    assert collective / gemm == pytest.approx(
+        3 * 7 * scaling.GEMM_RATE / (131072 * 40e9) * 108 / 132, rel=0.1
+    )
+    # A profile on four H200s: 490 us for the sum, 34 for the rounding, 251 for the gather.
+    assert scaling.overlap(8192, 4096, 131072, 4, is_local=True)[1] == pytest.approx(775e-6, rel=0.1)
+    assert scaling.token_bytes(4096, 2) == 12 + 3 * 4096
 
 
 def test_the_figure(tmp_path, capsys):
