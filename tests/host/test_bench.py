@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from bench import (
     errors,
+    heads,
     host_time,
     kernels,
     plot,
@@ -977,6 +978,33 @@ def test_terms_are_measured_beside_the_call_without(tmp_path):
     assert [result["terms"] for result in results] == [None, *given[1:]] * 2
     assert all(result["ms"] > 0 and result["failed"] is None for result in results)
     assert all((result["err_loss"] is None) == (result["terms"] is not None) for result in results)
+
+
+def test_heads_are_timed_beside_their_gemms_and_those_of_one_pass(tmp_path, capsys):
+    out = tmp_path / "heads.json"
+    given = ["--shapes", "24,8,70", "--heads", "1", "3", "--seconds", "0.01", "--device", "cpu"]
+    assert heads.main([*given, "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert [(r["heads"], r["pass"], r["way"]) for r in results] == list(
+        itertools.product((1, 3), heads.PASSES, heads.WAYS)
+    )
+    assert all(0 < r["ms_min"] <= r["ms"] <= r["ms_max"] for r in results)
+    assert all((r["extra_mib"] is None) == (r["way"] not in heads.OURS) for r in results)
+    capsys.readouterr()
+    assert heads.main(["--show", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 4
+    with pytest.raises(SystemExit):
+        heads.main(["--heads", "0"])
+    assert "--heads: got 0, want at least 1" in capsys.readouterr().err
+
+
+def test_both_ways_of_heads_are_the_sum_of_their_losses():
+    hidden, weights = torch.randn(24, 8), [torch.randn(V, 8) for V in (70, 90)]
+    target = torch.stack([torch.randint(70, (24,)), torch.randint(90, (24,))], 1)
+    want = sum(F.cross_entropy(hidden @ w.T, y) for w, y in zip(weights, target.unbind(1), strict=True))
+    for way in heads.OURS:
+        found = heads.losses_of(way, {"schedule": "recompute"})(hidden, weights, target)
+        torch.testing.assert_close(found, want)
 
 
 TERMS = "logprob,entropy,temperature=0.7"
