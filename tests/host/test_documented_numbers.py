@@ -1,7 +1,8 @@
-"""The measured numbers in README.md and docs (measurements, tuning, arguments, algorithm, parallel) are those
-of bench/results.
+"""The measured numbers in README.md and docs (measurements, tuning, arguments, algorithm, parallel, losses)
+are those of bench/results.
 
-A comment before each table names the file that it is made from and the function below that makes its rows:
+A comment before each table names the file, or all files, that it is made from, and the function below that
+makes its rows:
 
     <!-- bench/results/h100_forward.json: forward -->
 
@@ -10,6 +11,7 @@ A comment before each table names the file that it is made from and the function
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -31,7 +33,8 @@ RESULTS = ROOT / "bench" / "results"
 README, MEASUREMENTS, TUNING = "README.md", "docs/measurements.md", "docs/tuning.md"
 ARGUMENTS = "docs/arguments.md"
 ALGORITHM, PARALLEL = "docs/algorithm.md", "docs/parallel.md"
-SOURCE = re.compile(r"<!-- bench/results/([\w/]+\.json): (\w+) -->")
+LOSSES = "docs/losses.md"
+SOURCE = re.compile(r"<!-- bench/results/([\w/*]+\.json): (\w+) -->")
 UNKEPT = "<!-- printed, not kept -->"
 
 Record = dict[str, Any]
@@ -489,6 +492,72 @@ def term_peers(file: str) -> Rows:
     return rows
 
 
+COSTS = {
+    "`logit_scale`": "logit_scale=0.5",
+    "`softcap`": "softcap=30",
+    "`softcap`, a `LogitTerm`": "log_cap=30",
+    "`linear_bias`": "linear_bias",
+    "`weight`": "weight",
+    "`label_smoothing`": "label_smoothing=0.1",
+    "`z_loss`": "z_loss=1e-4",
+    "`token_weight`": "token_weight",
+    "`denominator`": "denominator=8000",
+    "`logprob`": "logprob",
+    "`logprob`, a tensor of temperatures": "logprob,temperatures",
+    "`logprob`, `lse`": "logprob,lse",
+    "`logprob`, `entropy`": "logprob,entropy",
+    "the same at temperature 0.7": "logprob,entropy,temperature=0.7",
+    "the same with `entropy_grad=False`": "logprob,entropy_read,temperature=0.7",
+    "`topk_logprob` of 64 ids": "topk=64",
+    "`topk_logprob` of 8 ids": "topk=8",
+    "`logprob`, `argmax`, `is_top1`, `mean_logit`": "logprob,argmax,is_top1,mean_logit",
+}
+"""A row's name -> its --terms."""
+COST_FILES = ("terms", "kept_logits", "topk")
+"""What the names of files with such rows begin with, behind the GPU's."""
+IN_LOG_CAP = ("log_cap=30", "logprob,argmax,is_top1,mean_logit")
+"""Rows that are looked up in h200_log_cap*.json too: in one of these the call without terms was slow."""
+
+
+def term_costs(pattern: str) -> Rows:
+    """The time of a call with a term as a multiple of the call's without, forward and both passes: with all
+    columns kept ("auto" in the largest workspace of a file), and recomputed; d = 4096 and 2048. Of several
+    files the newest."""
+    found: dict[tuple, tuple[str, float]] = {}
+    for path in RESULTS.glob(pattern):
+        name = path.name.partition("_")[2]
+        terms = [*COSTS.values()] if name.startswith(COST_FILES) else []
+        terms = [*IN_LOG_CAP] if name.startswith("log_cap") else terms
+        for key, (date, multiple) in _multiples(path.name, terms).items():
+            found[key] = max(found.get(key, ("", 0.0)), (date, multiple))
+    rows: Rows = []
+    for name, terms in COSTS.items():
+        row: list[Cell] = [name]
+        for d, schedule in itertools.product((4096, 2048), ("auto", "recompute")):
+            measured = [found.get((terms, schedule, d, step)) for step in ("fwd", "fwd_bwd")]
+            row.append(", ".join(f"{each[1]:.3f}" for each in measured if each) or "not measured")
+        rows.append(row)
+    return rows
+
+
+def _multiples(file: str, asked: list[str]) -> dict[tuple, tuple[str, float]]:
+    """(terms, schedule, d, pass) -> (date, time as a multiple of that without terms)."""
+    calls: dict[tuple, Record] = {}
+    for record in records(file) if asked else ():
+        if (record["n"], record["vocab"]) == (8192, 131072) and not record["failed"]:
+            terms = frozenset((record["terms"] or "none").split(","))
+            key = record["schedule"], record["d"], record["pass"]
+            calls[(terms, *key, record["workspace_mb"])] = record
+    found: dict[tuple, tuple[str, float]] = {}
+    # Later ones, of more memory, remain.
+    for (terms, *key, workspace), record in sorted(calls.items(), key=lambda each: each[0][-1] or 0):
+        for text in asked:
+            if terms == frozenset(text.split(",")):
+                plain = calls[(frozenset(["none"]), *key, workspace)]
+                found[(text, *key)] = record["date"], record["ms"] / plain["ms"]
+    return found
+
+
 def by_floor(file: str) -> Rows:
     """Ours and the others, each pass of each shape."""
     return [
@@ -597,6 +666,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         by_terms,
         by_budget,
         term_peers,
+        term_costs,
         by_floor,
         paper,
         paper_errors,
@@ -760,7 +830,7 @@ def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
 
 MADE = [
     (document, match[1], match[2], rows)
-    for document in (README, MEASUREMENTS, TUNING, ARGUMENTS, ALGORITHM, PARALLEL)
+    for document in (README, MEASUREMENTS, TUNING, ARGUMENTS, ALGORITHM, PARALLEL, LOSSES)
     for above, rows in tables_of(document)
     if (match := SOURCE.fullmatch(above))
 ]
@@ -793,7 +863,8 @@ def test_a_sentence_has_the_numbers_of_its_file(document, sentence):
 def test_the_machine_and_its_software_are_those_of_the_files():
     text = " ".join(text_of(MEASUREMENTS).split())
     for _, file, name, _ in MADE:
-        for record in records(file):
+        # Each file that a pattern matches has a table of its own.
+        for record in records(file) if "*" not in file else ():
             versions = record["versions"]
             if "driver" not in versions:
                 assert record["gpu"].startswith("cpu")
