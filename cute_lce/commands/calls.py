@@ -1,4 +1,4 @@
-"""Tiny calls of each schedule on each device, beside float64: what `cute-lce doctor` runs."""
+"""Tiny calls of each kind on each device, beside float64: what `cute-lce doctor` runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, distributed
 
 from .. import reference
 from ..functional import linear_cross_entropy
+from ..logit_term import LogitTerm
 from ..logprob import linear_logprob
 from ..measure.timing import relative_rms, synchronize
 from ..ops.select import implementation
@@ -23,19 +25,68 @@ from ..streaming import STREAMING
 
 # No multiples of a tile, and rows that TMA reads in place.
 N, D, VOCAB = 300, 264, 1999
-TEMPERATURE, SOFTCAP, Z_LOSS = 0.7, 2.0, 0.01
-SCHEDULES = ("recompute", "keep", "grad_in_forward")
-KINDS = ("forward", *SCHEDULES, "softcap", "logprob", "entropy", "tp_group")
-OUTPUTS = {"logprob": ("logprob",), "entropy": ("logprob", "entropy")}
-"""Of linear_logprob, in the calls that are its."""
-FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-20}
-"""Of a result's bound, beside twice torch's error: one rounding of 16-bit results, sums in float32."""
+TOPK = 3
+FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+SUM_FLOOR = 2.0**-20
+"""Of a result's bound, beside twice torch's error: one rounding of 16-bit results; sums in float32."""
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "topk_logprob")
+"""Of linear_logprob's outputs."""
+
+
+@dataclass(frozen=True)
+class Squashed(LogitTerm):
+    """x / (1 + |x| / cap)."""
+
+    cap: float
+
+    def logit(self, x, ops):
+        return x / (1 + ops.abs(x) / self.cap)
+
+    def slope(self, z, ops):
+        return (1 - ops.abs(z) / self.cap) * (1 - ops.abs(z) / self.cap)
+
+
+class Kind(NamedTuple):
+    """A call. terms: arguments that the definition has too; tensors: names of further ones, which are in
+    Given.more. how: arguments of ours alone. outputs: of linear_logprob, whose call it then is. added: the
+    dtype of a grad_weight_out. gradients: whether there is a backward. heads: whether the vocabulary is
+    divided into two heads. over_group: whether it is a call over a group of one rank, which makes collectives
+    and merges shards as more do."""
+
+    terms: Mapping[str, Any] = {}
+    tensors: tuple[str, ...] = ()
+    how: Mapping[str, Any] = {}
+    outputs: tuple[str, ...] = ()
+    added: torch.dtype | None = None
+    gradients: bool = True
+    heads: bool = False
+    over_group: bool = False
+
+
+WARM = {"temperature": 0.7}
+KINDS = {
+    "forward": Kind(gradients=False),
+    "recompute": Kind(how={"schedule": "recompute"}),
+    "keep": Kind(how={"schedule": "keep"}),
+    "grad_in_forward": Kind({"reduction": "mean"}, how={"schedule": "grad_in_forward"}),
+    "grad_weight_out, float32": Kind(added=torch.float32),
+    "grad_weight_out, bfloat16": Kind(added=torch.bfloat16),
+    "softcap": Kind({"softcap": 2.0, "z_loss": 0.01}, how={"schedule": "recompute"}),
+    "LogitTerm": Kind({"softcap": Squashed(2.0)}),
+    "linear_bias": Kind(tensors=("linear_bias",)),
+    "class weights": Kind(tensors=("weight",)),
+    "label_smoothing": Kind({"label_smoothing": 0.2}),
+    "several heads": Kind(heads=True),
+    "logprob": Kind(WARM, outputs=("logprob",)),
+    "entropy": Kind(WARM, outputs=("logprob", "entropy")),
+    "topk_ids": Kind(WARM, ("topk_ids",), outputs=("logprob", "topk_logprob")),
+    "statistics": Kind(outputs=("lse", "argmax", "is_top1", "log_sum_sq_probs", "mean_logit")),
+    "tp_group": Kind(over_group=True),
+}
 
 
 class Call(NamedTuple):
-    """kind: of KINDS; all but "forward" with a backward, and a third of the targets ignored. "softcap" has a
-    z_loss too; "entropy" is of linear_logprob for logprob and entropy. "tp_group" is a call over a group of
-    one rank, which makes collectives and merges shards as more do."""
+    """kind: of KINDS."""
 
     device: str
     dtype: str
@@ -67,76 +118,150 @@ def calls() -> Iterator[Call]:
                 yield Call(device, dtype, kind)
 
 
+class Given(NamedTuple):
+    """hidden (N, D), weight (VOCAB, D), target (N,), upstream (N (1 + TOPK),); exact (N, VOCAB): the
+    log-probabilities in float64. more: further tensors, by the names of their arguments. A third of the
+    targets is ignored, another is the class with the largest logit."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    upstream: Tensor
+    exact: Tensor
+    more: dict[str, Tensor]
+
+    @classmethod
+    def random(cls, dtype: torch.dtype) -> Given:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(N, D, generator=generator).to(dtype)
+        weight = (torch.randn(VOCAB, D, generator=generator) / D**0.5).to(dtype)
+        exact = F.linear(hidden.double(), weight.double()).log_softmax(-1)
+        target = torch.randint(VOCAB, (N,), generator=generator)
+        target[::3] = -100
+        target[1::3] = exact[1::3].argmax(-1)
+        more = {
+            "linear_bias": torch.randn(VOCAB, generator=generator).to(dtype),
+            "weight": torch.rand(VOCAB, generator=generator) + 0.5,
+            "topk_ids": torch.randint(VOCAB, (N, TOPK), generator=generator),
+        }
+        return cls(hidden, weight, target, torch.randn(N * (1 + TOPK), generator=generator), exact, more)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Given:
+        hidden, weight, target, upstream, exact = map(change, self[:5])
+        more = {name: change(each) for name, each in self.more.items()}
+        return Given(hidden, weight, target, upstream, exact, more)
+
+
 def answer(call: Call) -> Answer:
     """Make a call, and compare it."""
-    device, dtype = torch.device(call.device), getattr(torch, call.dtype)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, D, generator=generator).to(dtype)
-    weight = (torch.randn(VOCAB, D, generator=generator) / D**0.5).to(dtype)
-    target = torch.randint(VOCAB, (N,), generator=generator)
-    target[::3] = -100
-    upstream = torch.randn(2, N, generator=generator)
-    operands = [each.to(device) for each in (hidden, weight, target, upstream)]
-
+    device, dtype, kind = torch.device(call.device), getattr(torch, call.dtype), KINDS[call.kind]
+    given = Given.random(dtype)
+    there = given.changed(lambda each: each.to(device))
     started = time.perf_counter()
-    with _nan_memory(), _group_of_one(device) if call.kind == "tp_group" else contextlib.nullcontext():
-        found = _results(call.kind, _ours, *operands)
+    with _nan_memory(), _group_of_one(device) if kind.over_group else contextlib.nullcontext():
+        found = _results(kind, _ours, there)
         synchronize(device)
     seconds = time.perf_counter() - started
-    wanted = _results(call.kind, _definition, hidden.double(), weight.double(), target, upstream)
-    plain = _results(call.kind, _torch, *operands)
+    doubled = given.changed(lambda each: each.double() if each.is_floating_point() else each)
+    wanted = _results(kind, _definition, doubled)
+    plain = _results(kind, _torch, there)
     worst = (-1.0, 0.0, 0.0)
     for got, torchs, want in zip(found, plain, wanted, strict=True):
-        bound = 2 * relative_rms(torchs.cpu(), want) + FLOORS[got.dtype]
+        bound = 2 * relative_rms(torchs.cpu(), want) + FLOORS.get(got.dtype, SUM_FLOOR)
         error = relative_rms(got.cpu(), want)
         worst = max(worst, (math.inf if math.isnan(error) else error / bound, error, bound))
     by = "streaming path" if implementation(device, dtype) is STREAMING else "kernels"
     return Answer(by, worst[1], worst[2], seconds)
 
 
-Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+Numbers = Callable[[Kind, Given, dict[str, Any]], list[Tensor]]
+"""What a kind of call returns, the losses or linear_logprob's outputs; the last argument is of ours alone."""
 
 
-def _results(
-    kind: str, numbers: Loss, hidden: Tensor, weight: Tensor, target: Tensor, upstream: Tensor
-) -> list[Tensor]:
-    """The call's results: each token's numbers or their mean, and both gradients unless it is "forward"."""
-    if kind == "forward":
+def _results(kind: Kind, numbers: Numbers, given: Given) -> list[Tensor]:
+    """What the call returns, and its gradients."""
+    own = dict(kind.how)
+    if kind.over_group:
+        own["tp_group"] = distributed.group.WORLD
+    if not kind.gradients:
         with torch.no_grad():
-            return [numbers(hidden, weight, target, kind)]
-    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    found = numbers(*leaves, target, kind)
-    given = upstream.to(found).flatten()[: found.numel()].view_as(found)
-    return [found.detach(), *torch.autograd.grad(found, leaves, given)]
+            return numbers(kind, given, own)
+    buffer = None
+    if kind.added is not None:
+        buffer = own["grad_weight_out"] = given.weight.to(kind.added, copy=True)
+    hidden, weight = (each.detach().requires_grad_() for each in given[:2])
+    bias = [given.more[name].detach().requires_grad_() for name in kind.tensors if name == "linear_bias"]
+    more = given.more | dict(zip(("linear_bias",), bias, strict=False))
+    given = given._replace(hidden=hidden, weight=weight, more=more)
+    found = numbers(kind, given, own)
+    slopes = [each for each in found if each.requires_grad]
+    sizes = [each.numel() for each in slopes]
+    upstream = [
+        part.to(each).view_as(each)
+        for part, each in zip(given.upstream[: sum(sizes)].split(sizes), slopes, strict=True)
+    ]
+    # With a grad_weight_out autograd has none by the weight.
+    dhidden, dweight, *dbias = torch.autograd.grad(
+        slopes, [hidden, weight, *bias], upstream, allow_unused=True, materialize_grads=True
+    )
+    if buffer is not None and numbers is _ours:
+        dweight = buffer
+    elif buffer is not None:
+        dweight = dweight.double() + buffer.double()
+        dweight = dweight if numbers is _definition else dweight.to(buffer.dtype)
+    return [*(each.detach() for each in found), dhidden, dweight, *dbias]
 
 
-def _numbers(found: TokenStats, outputs: Sequence[str]) -> Tensor:
-    """(N,), or a row of each where there are several."""
-    numbers = torch.stack([getattr(found, name) for name in outputs])
-    return numbers if len(outputs) > 1 else numbers[0]
+def _ours(kind: Kind, given: Given, own: dict[str, Any]) -> list[Tensor]:
+    weight, target = _heads(kind, given)
+    terms = {**_terms(kind, given), **own}
+    if kind.outputs:
+        found = linear_logprob(given.hidden, given.weight, target, outputs=kind.outputs, **terms)
+        return _outputs(kind, given, found)
+    return [linear_cross_entropy(given.hidden, weight, target, **terms)]
 
 
-def _terms(kind: str) -> dict[str, Any]:
-    return {"softcap": SOFTCAP, "z_loss": Z_LOSS} if kind == "softcap" else {}
+def _definition(kind: Kind, given: Given, _: dict[str, Any]) -> list[Tensor]:
+    weight, target = _heads(kind, given)
+    terms = _terms(kind, given)
+    if kind.outputs:
+        return _outputs(kind, given, reference.linear_logprob(given.hidden, given.weight, target, **terms))
+    if isinstance(weight, Tensor):
+        return [reference.linear_cross_entropy(given.hidden, weight, target, **terms)]
+    pairs = zip(weight, target.unbind(-1), strict=True)
+    return [torch.stack([reference.linear_cross_entropy(given.hidden, *pair, **terms) for pair in pairs], -1)]
 
 
-def _reduction(kind: str) -> str:
-    return "mean" if kind == "grad_in_forward" else "none"
+def _torch(kind: Kind, given: Given, own: dict[str, Any]) -> list[Tensor]:
+    """The definition, of logits in the operands' dtype, which are its hidden states."""
+    logits = F.linear(given.hidden, given.weight).float()
+    return _definition(kind, given._replace(hidden=logits, weight=torch.eye(VOCAB).to(logits)), own)
 
 
-def _ours(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:
-    if kind in OUTPUTS:
-        outputs = OUTPUTS[kind]
-        found = linear_logprob(hidden, weight, target, temperature=TEMPERATURE, outputs=outputs)
-        return _numbers(found, outputs)
-    options: dict[str, Any] = {"reduction": _reduction(kind), **_terms(kind)}
-    if kind in SCHEDULES:
-        options["schedule"] = kind
-    if kind == "softcap":
-        options["schedule"] = "recompute"
-    if kind == "tp_group":
-        options["tp_group"] = distributed.group.WORLD
-    return linear_cross_entropy(hidden, weight, target, **options)
+def _terms(kind: Kind, given: Given) -> dict[str, Any]:
+    reduction = {} if kind.outputs else {"reduction": "none"}
+    return {**reduction, **kind.terms, **{name: given.more[name] for name in kind.tensors}}
+
+
+def _heads(kind: Kind, given: Given) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    """The weight and the target, or those of two heads: a tuple and (N, 2)."""
+    weight, target = given.weight, given.target
+    if not kind.heads:
+        return weight, target
+    first = VOCAB // 2
+    targets = torch.stack((target, target.roll(1)), -1)
+    return weight.split((first, VOCAB - first)), targets.where(targets < 0, targets % first)
+
+
+def _outputs(kind: Kind, given: Given, found: TokenStats) -> list[Tensor]:
+    """What is compared: of an argmax the log-probability, since two classes may be as likely."""
+    numbers = []
+    for name in kind.outputs:
+        number = getattr(found, name)
+        if name == "argmax":
+            number = given.exact.gather(-1, number.unsqueeze(-1)).squeeze(-1)
+        numbers.append(number if name in DIFFERENTIABLE else number.detach().double())
+    return numbers
 
 
 @contextlib.contextmanager
@@ -154,27 +279,6 @@ def _group_of_one(device: torch.device) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
-
-
-def _definition(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:
-    if kind in OUTPUTS:
-        found = reference.linear_logprob(hidden, weight, target, temperature=TEMPERATURE)
-        return _numbers(found, OUTPUTS[kind])
-    return reference.linear_cross_entropy(hidden, weight, target, reduction=_reduction(kind), **_terms(kind))
-
-
-def _torch(hidden: Tensor, weight: Tensor, target: Tensor, kind: str) -> Tensor:
-    logits = F.linear(hidden, weight).float()
-    if kind == "softcap":
-        logits = SOFTCAP * (logits / SOFTCAP).tanh()
-        squares = Z_LOSS * logits.logsumexp(-1).square()
-        return F.cross_entropy(logits, target, reduction="none") + squares.masked_fill(target < 0, 0)
-    if kind in OUTPUTS:
-        each = (logits / TEMPERATURE).log_softmax(-1)
-        entropy = -(each.exp() * each).sum(-1).masked_fill(target < 0, 0)
-        own = -F.nll_loss(each, target, reduction="none")
-        return _numbers(TokenStats(own, entropy), OUTPUTS[kind])
-    return F.cross_entropy(logits, target, reduction=_reduction(kind))
 
 
 @contextlib.contextmanager

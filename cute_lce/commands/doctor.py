@@ -16,10 +16,12 @@ from typing import NamedTuple
 from ..compile import cache, driver
 from ..measure import isolated
 from ..plan.kernels import carried
+from .compile import cores
 from .info import describe_cache, describe_carried, devices
 from .terminal import positive
 
 PASS, FAIL, NOTE = "PASS", "FAIL", "note"
+MOST_JOBS = 8
 
 
 class Line(NamedTuple):
@@ -30,13 +32,13 @@ class Line(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.state}  {self.subject:32}  {self.text}"
+        return f"{self.state}  {self.subject:41}  {self.text}"
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "doctor",
-        help="check versions, driver and cache, and compare a tiny call of each schedule with float64",
+        help="check versions, driver and cache, and compare tiny calls of each kind with float64",
     )
     command.add_argument(
         "--seconds",
@@ -44,28 +46,39 @@ def add(commands: argparse._SubParsersAction) -> None:
         default=300,
         help="how long a call, including its compile, may take before it counts as hanging (%(default)s)",
     )
+    command.add_argument(
+        "--jobs",
+        type=positive,
+        default=default_jobs(),
+        help=f"number of processes that call and compile (one for each core, at most {MOST_JOBS})",
+    )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each subject; 1 if one of them failed."""
     failed = 0
-    for line in examine(args.seconds):
+    for line in examine(args.seconds, args.jobs):
         print(line, flush=True)
         failed += line.state == FAIL
     print(f"{failed} FAILED" if failed else "all is well")
     return 1 if failed else 0
 
 
-def examine(seconds: float) -> Iterator[Line]:
-    """Everything that the doctor looks at; seconds: what one call may take."""
+def default_jobs() -> int:
+    return min(cores(), MOST_JOBS)
+
+
+def examine(seconds: float, jobs: int) -> Iterator[Line]:
+    """Everything that the doctor looks at; seconds: what one call may take, of which `jobs` processes make
+    some each."""
     yield _python()
     yield from packages()
     yield from _cuda()
     yield _compiler()
     yield _cache()
     yield _carried()
-    yield from _answers(seconds)
+    yield from _answers(seconds, jobs)
 
 
 def _python() -> Line:
@@ -176,14 +189,14 @@ def _carried() -> Line:
 # Calls
 
 
-def _answers(seconds: float) -> Iterator[Line]:
-    """A line for each tiny call, made in another process: one that hangs fails, and the next one runs."""
+def _answers(seconds: float, jobs: int) -> Iterator[Line]:
+    """A line for each tiny call, made in other processes: one that hangs fails, and the next one runs."""
     from .calls import answer, calls
 
     asked = list(calls())
     if asked[0].device == "cpu":
         yield Line(NOTE, "no GPU", "calls take the streaming path, in plain torch; it is checked")
-    for call, found in zip(asked, isolated.each(answer, asked, seconds), strict=True):
+    for call, found in zip(asked, isolated.each(answer, asked, seconds, jobs), strict=True):
         subject = f"{call.device} {call.dtype} {call.kind}"
         if isinstance(found, isolated.Failure):
             yield Line(FAIL, subject, found.why)

@@ -147,7 +147,7 @@ def _sections(
 
 
 def _doctor() -> Made:
-    lines = list(doctor.examine(seconds=300))
+    lines = list(doctor.examine(seconds=300, jobs=doctor.default_jobs()))
     well = all(line.state != doctor.FAIL for line in lines)
     return well, [*map(str, lines)], [line._asdict() for line in lines]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -23,14 +23,30 @@ class Failure:
 
 
 def each(
-    function: Callable[[Item], Result], items: Sequence[Item], seconds: float
+    function: Callable[[Item], Result], items: Sequence[Item], seconds: float, jobs: int = 1
 ) -> Iterator[Result | Failure]:
-    """function(item) of each item in turn; they share a process for as long as all is well.
+    """function(item) of each item, in order; a process serves every jobs-th item for as long as all is well.
 
     function is importable, items and results can be pickled. What the function raises becomes a Failure, and
     so do the end of the process and `seconds` without an answer. After a Failure, which may leave a device
-    unusable, the next item begins in a new process.
+    unusable, that process's next item begins in a new one.
     """
+    jobs = min(jobs, len(items))
+    lanes = [_lane(function, items[first::jobs], seconds) for first in range(jobs)]
+    try:
+        for lane in lanes:
+            next(lane)
+        for index in range(len(items)):
+            yield cast("Result | Failure", next(lanes[index % jobs]))
+    finally:
+        for lane in lanes:
+            lane.close()
+
+
+def _lane(
+    function: Callable[[Item], Result], items: Sequence[Item], seconds: float
+) -> Generator[Result | Failure | None, None, None]:
+    """None once the process has been started, then its results: it does not wait to be asked for them."""
     context = multiprocessing.get_context("spawn")
     begun = 0
     while begun < len(items):
@@ -39,6 +55,8 @@ def each(
         process.start()
         sender.close()
         try:
+            if not begun:
+                yield None
             failed = _receive(receiver, process, START_SECONDS)
             well = failed is None
             if not well:

@@ -42,12 +42,15 @@ def test_wrong_results_are_seen(kind: str, how: str, monkeypatch):
 
         def wrong(*arguments, **options):
             found = right(*arguments, **options)
-            loss = found if torch.is_tensor(found) else found.logprob
+            if torch.is_tensor(found):
+                name, loss = "", found
+            else:
+                name, loss = next((name, each) for name, each in found._asdict().items() if each is not None)
             factor = {"two per cent": 1.02, "zeros": 0.0, "nan": float("nan")}.get(how, 1.0)
             loss = loss * factor
             if how == "one row":
                 loss = loss + (torch.arange(loss.numel()) == loss.numel() - 1).view(loss.shape) * 0.5 * loss
-            return loss if torch.is_tensor(found) else found._replace(logprob=loss)
+            return loss if torch.is_tensor(found) else found._replace(**{name: loss})
 
         monkeypatch.setattr(calls, name, wrong)
 
@@ -63,14 +66,36 @@ def test_wrong_results_are_seen(kind: str, how: str, monkeypatch):
     [
         ("softcap", "linear_cross_entropy", {"softcap": None}),
         ("softcap", "linear_cross_entropy", {"z_loss": 0.0}),
+        ("LogitTerm", "linear_cross_entropy", {"softcap": calls.Squashed(2.2)}),
+        ("linear_bias", "linear_cross_entropy", {"linear_bias": None}),
+        ("class weights", "linear_cross_entropy", {"weight": None}),
+        ("label_smoothing", "linear_cross_entropy", {"label_smoothing": 0.19}),
+        ("grad_weight_out, float32", "linear_cross_entropy", {"grad_weight_out": None}),
+        ("grad_weight_out, bfloat16", "linear_cross_entropy", {"grad_weight_out": None}),
         ("entropy", "linear_logprob", {"entropy_grad": False}),
         ("entropy", "linear_logprob", {"temperature": 0.72}),
+        ("topk_ids", "linear_logprob", {"topk_ids": torch.zeros(calls.N, calls.TOPK, dtype=torch.int64)}),
     ],
 )
 def test_a_term_that_is_left_out_is_seen(kind, name, changed, monkeypatch):
     right = getattr(calls, name)
     monkeypatch.setattr(calls, name, lambda *operands, **options: right(*operands, **{**options, **changed}))
     assert not calls.answer(calls.Call("cpu", "bfloat16", kind)).right
+
+
+@pytest.mark.parametrize("name", calls.KINDS["statistics"].outputs)
+def test_a_number_that_is_wrong_is_seen(name, monkeypatch):
+    """In every row: an argmax is the next class."""
+    right = calls.linear_logprob
+
+    def wrong(*operands, **options):
+        found = right(*operands, **options)
+        value = getattr(found, name)
+        spoilt = {"argmax": lambda: (value + 1) % calls.VOCAB, "is_top1": lambda: ~value}
+        return found._replace(**{name: spoilt.get(name, lambda: value * 1.02)()})
+
+    monkeypatch.setattr(calls, "linear_logprob", wrong)
+    assert not calls.answer(calls.Call("cpu", "bfloat16", "statistics")).right
 
 
 def test_what_is_not_written_is_nan():
@@ -138,7 +163,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_a_failure_ends_the_command_with_1(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda seconds: iter([doctor.Line("FAIL", "a", "b")]))
+    monkeypatch.setattr(doctor, "examine", lambda seconds, jobs: iter([doctor.Line("FAIL", "a", "b")]))
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "1 FAILED"
 
@@ -155,3 +180,20 @@ def test_processes_that_fail_are_results_among_others():
     assert found[4] == isolated.Failure("the process ended with status 3")
     assert found[5] == isolated.Failure("no answer within 2 s")
     assert found[6] == 4
+
+
+def test_several_processes_work_at_once_and_results_are_in_order(tmp_path):
+    """The first waits for the second, and the third for the fourth; the fifth fails."""
+
+    def file(i: int) -> str:
+        return f"__import__('pathlib').Path({str(tmp_path / str(i))!r})"
+
+    def wait(i: int) -> str:
+        return f"next(i for i in __import__('itertools').count() if {file(i)}.exists() or {pause})"
+
+    pause = "__import__('time').sleep(0.01)"
+    items = [wait(0), f"{file(0)}.touch()", wait(1), f"{file(1)}.touch()", "1/0", "2 + 2"]
+    found = list(isolated.each(eval, items, seconds=60, jobs=2))
+    assert [type(each) for each in found] == [int, type(None), int, type(None), isolated.Failure, int]
+    assert list(isolated.each(eval, [], seconds=1, jobs=2)) == []
+    assert list(isolated.each(eval, ["1"], seconds=60, jobs=9)) == [1]
