@@ -6,7 +6,7 @@ the hidden states, shows what head and loss take. Each repetition runs every pro
 order. `peak_mib` is a step's peak memory beyond weights, their gradients and the optimizer's state.
 
     python3 -m bench.step --out bench/results/h200_step.json
-    python3 -m bench.step --vocab 262144 --largest            # also the largest batch, by the slope of memory
+    python3 -m bench.step --vocab 262144 --largest            # also the largest batch
     python3 -m bench.step --show bench/results/h200_step.json
 """
 
@@ -194,38 +194,65 @@ def measure(sizes: Sizes, ways: Sequence[Way], reps: int, device: torch.device) 
                 "peak_mib": peaks.get(way),
                 "loss": first.get(way),
                 "largest_batch": None,
+                "largest_error": None,
                 "error": errors.get(way),
             }
         )
     return results
 
 
-def largest(sizes: Sizes, ways: Sequence[Way], device: torch.device) -> dict[Way, int | None]:
-    """Way -> the most sequences that a step of it fits: from the peaks of two sizes, and then tried; None:
-    the number did not fit, or needs more than its workspace_mb."""
+class Largest(NamedTuple):
+    """The most sequences that a step fits, and why it fits no more; error None: the extrapolation says so."""
+
+    sequences: int | None
+    error: str | None = None
+
+
+def largest(sizes: Sizes, ways: Sequence[Way], device: torch.device) -> dict[Way, Largest]:
+    """Of each way: from the peaks of two sizes, and then tried; None: it does not fit sizes.batch."""
     trainer, found = Trainer(sizes, device), {}
     capacity = torch.cuda.get_device_properties(device).total_memory - trainer.held
     for way, loss in losses_of(ways, sizes).items():
         if isinstance(loss, str) or way.provider == WITHOUT_HEAD:
             continue
+
+        def run(sequences: int, loss: providers.LossFn | None = loss) -> None:
+            torch.cuda.empty_cache()
+            trainer.step(loss, sequences)
+            synchronize(device)
+
         peaks = []
         with out_of_memory() as failed:
             for sequences in (sizes.batch // 2, sizes.batch):
-                trainer.step(loss, sequences)
-                peak = peak_mib(trainer, lambda loss=loss, count=sequences: trainer.step(loss, count))
+                run(sequences)
+                peak = peak_mib(trainer, lambda run=run, count=sequences: run(count))
                 assert peak is not None
                 peaks.append(peak * MIB)
-            slope = (peaks[1] - peaks[0]) / (sizes.batch - sizes.batch // 2)
-            # The allocator's fragments, the context and the libraries take some.
-            most = int((0.94 * capacity - peaks[0]) / slope) + sizes.batch // 2
-            torch.cuda.empty_cache()
-            trainer.step(loss, most)
-            synchronize(device)
-            found[way] = most
         if failed:
-            found[way] = None
+            found[way] = Largest(None, failed[0])
+            continue
+        slope = (peaks[1] - peaks[0]) / (sizes.batch - sizes.batch // 2)
+        # The allocator's fragments, the context and the libraries take some.
+        most = int((0.94 * capacity - peaks[0]) / slope) + sizes.batch // 2
+        found[way] = most_that_fits(run, sizes.batch, most)
         torch.cuda.empty_cache()
     return found
+
+
+def most_that_fits(run: Callable[[int], object], least: int, most: int) -> Largest:
+    """The largest number up to `most` that run accepts, if it accepts fewer wherever it accepts more; it
+    accepts `least`."""
+    most = max(least, most)
+    refused, tried, error = most + 1, most, None
+    while least < tried < refused:
+        with out_of_memory() as failed:
+            run(tried)
+        if failed:
+            refused, error = tried, failed[0]
+        else:
+            least = tried
+        tried = (least + refused) // 2
+    return Largest(least, error)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -309,8 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.largest:
                 fits = largest(sizes, ways, device)
                 for result in found:
-                    way = Way(result["provider"], result["workspace_mb"])
-                    result["largest_batch"] = fits.get(way)
+                    most = fits.get(Way(result["provider"], result["workspace_mb"]), Largest(None))
+                    result |= {"largest_batch": most.sequences, "largest_error": most.error}
                 gc.collect()
                 torch.cuda.empty_cache()
         results += [{**origin, **result} for result in found]

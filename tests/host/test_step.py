@@ -50,6 +50,28 @@ def test_a_small_model(tmp_path, capsys):
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.parametrize(("room", "most"), [(31, 31), (40, 31), (17, 31), (4, 31), (30, 31), (4, 3)])
+def test_the_largest_batch_is_found_where_memory_is_no_line(room, most):
+    """It was extrapolated to `most`, and `room` fit; 4 are known to."""
+    tried = []
+
+    def run(sequences: int) -> None:
+        tried.append(sequences)
+        if sequences > room:
+            raise ValueError(f"workspace_mb: got 300, want at least {sequences}")
+
+    found = step.most_that_fits(run, 4, most)
+    assert found.sequences == max(4, min(room, most))
+    assert found.error == (f"workspace_mb: got 300, want at least {room + 1}" if room < most else None)
+    assert len(tried) == len(set(tried)) <= 6
+
+    def fault(sequences: int) -> None:
+        raise ValueError("another one")
+
+    with pytest.raises(ValueError, match="another one"):
+        step.most_that_fits(fault, 4, 31)
+
+
 def result_of(provider: str, vocab: int, tokens_per_s: float, peak_mib: float, **others) -> dict:
     sizes = {"layers": 2, "d": 64, "batch": 2, "length": 32, "vocab": vocab}
     speed = {"tokens_per_s": tokens_per_s, "peak_mib": peak_mib, "date": "2026-11-22T00:00:00+00:00"}
