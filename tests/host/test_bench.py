@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import (
+    confident,
     errors,
     heads,
     host_time,
@@ -1005,6 +1006,37 @@ def test_both_ways_of_heads_are_the_sum_of_their_losses():
     for way in heads.OURS:
         found = heads.losses_of(way, {"schedule": "recompute"})(hidden, weights, target)
         torch.testing.assert_close(found, want)
+
+
+def test_the_sum_of_others_gives_a_tokens_numbers():
+    """Where nothing cancels: float64's autograd; where the target leads and where another class does."""
+    inputs = make_inputs(shapes.Shape(40, 16, 300), torch.float64, "untrained", CPU)
+    operands = 3 * inputs.hidden, inputs.weight, inputs.target
+    logits = operands[0] @ operands[1].T
+    operands[2][:10] = logits[:10].argmax(1)
+    (numbers, gradients), (wanted, by_autograd) = (
+        way(*operands, 0.8) for way in (confident.by_others, confident.by_torch)
+    )
+    for got, want in (
+        *zip(numbers, wanted, strict=True),
+        *zip(*map(dict.values, (gradients, by_autograd)), strict=True),
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_confident_rows_are_as_precise_by_the_sum_of_others(tmp_path, capsys):
+    out = tmp_path / "confident.json"
+    assert confident.main(["--shape", "24,128,2000", "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert len(results) == len(confident.TEMPERATURES) * len(confident.WAYS)
+    found = {(result["temperature"], result["way"]): result for result in results}
+    for name in ("err_logprob", "err_entropy", "err_dh_both"):
+        assert 0 < found[0.7, "others alone"][name] < 1e-5
+        assert found[0.7, "cute_lce"][name] > 100 * found[0.7, "others alone"][name]
+    assert all(0 < result["err_dh_both_all"] < 1e-5 for result in results)
+    capsys.readouterr()
+    assert confident.main(["--show", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(results)
 
 
 TERMS = "logprob,entropy,temperature=0.7"

@@ -398,6 +398,19 @@ def kept_reference(file: str) -> Rows:
     return found
 
 
+def confident(file: str) -> Rows:
+    """Errors in confident rows, by temperature and way: of the numbers, and of dH for each and for both."""
+    rows: Rows = []
+    for record in records(file):
+        if record["temperature"] not in (1.0, 0.7, 0.5):
+            continue
+        groups = ("err_logprob", "err_entropy"), [f"err_dh_{name}" for name in ("logprob", "entropy", "both")]
+        cells = [", ".join(f"{record[key]:.1e}".replace("e-0", "e-") for key in keys) for keys in groups]
+        last = (f"{record[key]:.1e}".replace("e-0", "e-") for key in ("largest", "err_dh_both_all"))
+        rows.append([f"{record['temperature']:g}", record["way"], *cells, *last])
+    return rows
+
+
 def by_three_gemms(file: str) -> Rows:
     """Every record: what it is of, and its time as a multiple of three GEMMs of all tokens; a floor that
     lacks a frozen operand's is taken to be two of the three."""
@@ -660,6 +673,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         kept_logits,
         partial,
         kept_reference,
+        confident,
         by_three_gemms,
         budgets,
         over_gpus,
