@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -22,10 +23,13 @@ PACKAGES = (
 )
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 @functools.cache
-def versions() -> dict[str, str]:
-    """What was measured: packages, driver, and a digest of our sources."""
-    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+def versions() -> dict[str, str | None]:
+    """What was measured: packages, driver, a digest of our sources, and their commit."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -45,7 +49,23 @@ def versions() -> dict[str, str]:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     found["cute_lce"] = f"sources {digest.hexdigest()[:12]}"
+    found["commit"] = commit(ROOT)
     return found
+
+
+def commit(root: Path) -> str | None:
+    """The short hash of the checkout `root`, ending in -dirty if files that git tracks differ from it; None
+    if root is none. A copy without git's folder has it from CUTE_LCE_COMMIT in the environment."""
+    if given := os.environ.get("CUTE_LCE_COMMIT"):
+        return given
+    # Not that of a repository around it, where the package is installed.
+    if not (root / ".git").exists():
+        return None
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def describe_device(device: torch.device) -> str:

@@ -1,0 +1,47 @@
+"""What a measurement says of its origin."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import torch
+
+from cute_lce.measure import records
+
+
+def git(folder: Path, *arguments: str) -> str:
+    name = "-c", "user.name=a", "-c", "user.email=a@b.c"
+    command = ["git", "-C", str(folder), *name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUTE_LCE_COMMIT", raising=False)
+    assert records.commit(tmp_path) is None
+    git(tmp_path, "init")
+    assert records.commit(tmp_path) is None  # It has none yet.
+    file = tmp_path / "file"
+    file.write_text("a")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "a")
+    git(tmp_path, "tag", "-m", "a", "v1")
+    found = git(tmp_path, "rev-parse", "--short", "HEAD")
+    (tmp_path / "untracked").write_text("a")
+    assert records.commit(tmp_path) == found
+    file.write_text("b")
+    assert records.commit(tmp_path) == f"{found}-dirty"
+    # A package that is installed inside another's checkout.
+    (tmp_path / "site-packages").mkdir()
+    assert records.commit(tmp_path / "site-packages") is None
+    monkeypatch.setenv("CUTE_LCE_COMMIT", "abc-dirty")
+    assert records.commit(tmp_path / "site-packages") == "abc-dirty"
+
+
+def test_every_measurement_has_it(monkeypatch):
+    monkeypatch.setenv("CUTE_LCE_COMMIT", "abc")
+    records.versions.cache_clear()
+    try:
+        assert records.provenance(torch.device("cpu"), "a command")["versions"]["commit"] == "abc"
+    finally:
+        records.versions.cache_clear()
