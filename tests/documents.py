@@ -77,9 +77,9 @@ def names(device: str, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def run(block: Block, device: str, dtype: torch.dtype) -> None:
-    """Run a block with `names`; its numbers must be finite, and a backward must leave a gradient."""
-    scope = names(device, dtype)
+def run(block: Block, device: str, dtype: torch.dtype, **more: Any) -> None:
+    """Run a block with `names` and more; its numbers must be finite, a backward must leave a gradient."""
+    scope = names(device, dtype) | more
     leaves = [scope["hidden"], scope["weight"], scope["embedding"].weight]
     text = block.text
     for size, small in SMALL.items():

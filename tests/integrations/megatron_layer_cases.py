@@ -35,6 +35,50 @@ class ColumnParallelLinear(nn.Module):
         return input_ @ (self.weight if weight is None else weight).T, None
 
 
+class Model(nn.Module):
+    """Takes what GPTModel's forward takes, and calls its output_processor as that does."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.output_layer = ColumnParallelLinear(torch.randn(V, H) / H**0.5, None, False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        output_processor: Any,
+    ) -> Tensor:
+        return output_processor(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            hidden_states=self.embedding(input_ids).transpose(0, 1),
+            output_layer=self.output_layer,
+            output_weight=None,
+            labels=labels,
+            loss_mask=loss_mask,
+            config=SimpleNamespace(defer_embedding_wgrad_compute=False),
+        )
+
+
+def batch_of_model() -> dict[str, Any]:
+    """A model and a batch, by the names of docs/integrations.md."""
+    torch.manual_seed(0)
+    tokens = torch.randint(V, (B, S))
+    return {
+        "model": Model(),
+        "tokens": tokens,
+        "position_ids": torch.arange(S).expand(B, S),
+        "labels": tokens.roll(-1, 1),
+        "loss_mask": (torch.arange(S) < S - 1).expand(B, S).float(),
+    }
+
+
 def expected(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, dtype: torch.dtype):
     """(losses [b, s], dhidden, dweight) of the sum over the mask, by torch."""
     leaves = [each.to(dtype, copy=True).requires_grad_() for each in (hidden, weight)]
