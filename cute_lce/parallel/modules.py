@@ -54,12 +54,17 @@ class VocabParallelLoss(ParallelStyle):
         distribute_module(module, device_mesh, self._partition)
 
         def place(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            input, for_logits = args[0] if args else kwargs.get("input"), _target(args, kwargs) is None
             # An ordinary tensor beside a sharded weight is replicated, but torch's linear refuses it.
-            plain = self.input_layouts.is_replicate() and _target(args, kwargs) is not None
-            input = args[0] if args else kwargs.get("input")
-            if plain or not isinstance(input, Tensor) or isinstance(input, DTensor):
+            plain = self.input_layouts.is_replicate() and not for_logits
+            if not isinstance(input, Tensor) or (not for_logits and (plain or isinstance(input, DTensor))):
                 return args, kwargs
-            input = DTensor.from_local(input, device_mesh, [self.input_layouts], run_check=False)
+            if not isinstance(input, DTensor):
+                input = DTensor.from_local(input, device_mesh, [self.input_layouts], run_check=False)
+            if for_logits:
+                # Every rank computes all tokens' logits of its classes; torch's linear gathers the tokens
+                # itself, but before torch 2.13 it refuses slices of a second dimension.
+                input = input.redistribute(device_mesh, [Replicate()])
             return ((input, *args[1:]), kwargs) if args else (args, {**kwargs, "input": input})
 
         def give(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
