@@ -10,6 +10,9 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from . import data_sheets
+from .data_sheets import DataSheet
+
 KIB, WARPGROUP = 1024, 128
 WARPS = 4
 """Warps of a warpgroup that runs a tile's epilogue."""
@@ -159,16 +162,6 @@ class KernelConfig(Tiling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSheet:
-    """A GPU by its data sheet: dense bf16 FLOP/s, bytes/s of memory, and the SMs that go with them."""
-
-    gpu: str
-    flops: float
-    memory: float
-    sms: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Tilings:
     """The tilings of calls with few tokens, or with many.
 
@@ -194,12 +187,8 @@ class Architecture:
         version whose drivers are the first that load its code (docs/kernels.md).
     mainloop: the module of cute_lce.kernels with its GEMM class.
     sms: of a whole GPU. shared_memory: bytes that a CTA may have. tmem_columns: of tensor memory, 0: none.
-    l2: bytes. panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's
-        L2 serves each half of its SMs, and the windows in flight want the rest of it; Blackwell's is the same
-        share of its L2.
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
-    l2_bytes_per_clock: that an SM loads from L2 while all do.
-    data_sheet: peaks for `cute-lce plan`.
+    data_sheets: of its GPUs. Plans are made for the first where none is named.
     term_columns: (tile_n of the widest tiles of tokens whose epilogues have registers for these terms, the
         terms, or `+` between those that want them together).
     kept_columns: the same of a forward that keeps.
@@ -213,11 +202,8 @@ class Architecture:
     sms: int
     shared_memory: int
     tmem_columns: int
-    l2: int
-    panel: int
     dense_flops_per_clock: int
-    l2_bytes_per_clock: int
-    data_sheet: DataSheet
+    data_sheets: tuple[DataSheet, ...]
     term_columns: tuple[tuple[int, str], ...]
     kept_columns: tuple[tuple[int, str], ...] = ()
     tilings: tuple[Tilings, ...]
@@ -300,15 +286,21 @@ class Configs(NamedTuple):
 
 class Gpu(NamedTuple):
     """What a plan is made for: the name of an architecture, and how many SMs there are. columns: tile_n of
-    the widest tiles of tokens that the plan may have; 0: any."""
+    the widest tiles of tokens that the plan may have; 0: any. model: which of the architecture's data sheets
+    is its own."""
 
     arch: str
     sms: int
     columns: int = 0
+    model: int = 0
 
     @property
     def row(self) -> Architecture:
         return architecture(self.arch)
+
+    @property
+    def sheet(self) -> DataSheet:
+        return self.row.data_sheets[self.model]
 
     def serving(self, terms: tuple[str, ...], keeps: bool = False) -> Gpu:
         """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
@@ -358,8 +350,10 @@ _HOPPER_PAIR = replace(_HOPPER, cluster_m=1, cluster_n=2)
 _HOPPER_WIDE = replace(_HOPPER, tile_n=256, pingpong=False, cluster_m=1)
 """Asks the least of shared memory, where a tile's k is short and its time that of its store, which clusters
 would only hold up; its epilogue does not hide."""
+_HOPPER_SHARED = replace(_HOPPER_WIDE, cluster_m=2)
 _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
-"""Asks less of L2 than any: 32 bytes a clock; its epilogue does not hide either."""
+"""These two ask the least of L2, 32 bytes a clock and, in wider tiles of tokens, 28; their epilogues do not
+hide either."""
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,
@@ -380,11 +374,8 @@ _SM_90A = Architecture(
     sms=132,
     shared_memory=227 * KIB,
     tmem_columns=0,
-    l2=50 << 20,
-    panel=22 << 20,
     dense_flops_per_clock=4096,
-    l2_bytes_per_clock=42,
-    data_sheet=DataSheet(gpu="H200 SXM", flops=989.4e12, memory=4.8e12, sms=132),
+    data_sheets=(data_sheets.H200, data_sheets.H100),
     term_columns=(
         (128, "own_term"),
         (144, "squares row_scale"),
@@ -410,12 +401,14 @@ _SM_90A = Architecture(
                 replace(_HOPPER_PAIR, tile_n=128),
                 replace(_HOPPER_PAIR, tile_n=192),
                 replace(_HOPPER, tile_n=128),
+                _HOPPER_SHARED,
             ),
-            dhidden=(_HOPPER_TALL,),
-            # Widths between, whose results could not be stored in boxes of 16 tokens; and one tile for as
-            # many tokens as two of 104.
+            dhidden=_widths(_HOPPER_TALL, 128, 160, 176),
+            # Widths between, whose results could not be stored in boxes of 16 tokens; one that asks little of
+            # L2; and one tile for as many tokens as two of 104.
             forward=(
                 *_widths(_HOPPER_PAIR, 120, 136, 152, 168),
+                _HOPPER,
                 replace(_HOPPER, tile_n=208, pingpong=False),
             ),
         ),
@@ -429,11 +422,8 @@ _SM_100A = Architecture(
     sms=148,
     shared_memory=227 * KIB,
     tmem_columns=512,
-    l2=126 << 20,
-    panel=55 << 20,
     dense_flops_per_clock=8192,
-    l2_bytes_per_clock=72,
-    data_sheet=DataSheet(gpu="B200", flops=2.25e15, memory=8.0e12, sms=148),
+    data_sheets=(data_sheets.B200,),
     term_columns=((192, "own_term row_scale+entropy+squares"), (224, "softcap squares linear_bias+entropy")),
     kept_columns=((224, "class_weight"),),
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
@@ -443,7 +433,7 @@ _SM_103A = replace(
     name="sm_103a",
     capability=(10, 3),
     least_driver=(12, 9),
-    data_sheet=DataSheet(gpu="B300", flops=2.25e15, memory=8.0e12, sms=148),
+    data_sheets=(replace(data_sheets.B200, gpu="B300"),),
 )
 
 ARCHITECTURES = {row.name: row for row in (_SM_90A, _SM_100A, _SM_103A)}

@@ -23,8 +23,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--arch",
         choices=tuple(ARCHITECTURES),
         required=True,
-        help="sm_90a: H100, H200; sm_100a: B200; sm_103a: B300",
+        help="; ".join(f"{name}: {', '.join(_gpus(name))}" for name in ARCHITECTURES),
     )
+    command.add_argument("--gpu", help="one of the architecture's GPUs (its first)")
     command.add_argument(
         "--window", type=positive, help="columns of a window or stripe (default: chosen from the sizes)"
     )
@@ -45,7 +46,12 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans of one forward and of one forward and backward, and the least work of each."""
-    gpu = Gpu(args.arch, args.sms or architecture(args.arch).sms)
+    gpus = _gpus(args.arch)
+    if args.gpu is not None and args.gpu not in gpus:
+        print(f"cute-lce plan: --gpu: got {args.gpu!r}, want one of {', '.join(gpus)}", file=sys.stderr)
+        return 1
+    model = gpus.index(args.gpu or gpus[0])
+    gpu = Gpu(args.arch, args.sms or architecture(args.arch).sms, model=model)
     needed = args.frozen != "hidden", args.frozen != "weight"
     problem = Problem(args.n, args.d, args.vocab, args.dtype == "float16", *needed)
     try:
@@ -67,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
     _show_backward(args, gpu, problem, found, training)
     _show_prediction(args, gpu, problem, training, limits)
     return 0
+
+
+def _gpus(arch: str) -> list[str]:
+    """The GPUs of an architecture by name."""
+    return [sheet.gpu for sheet in architecture(arch).data_sheets]
 
 
 def _show_forward(args: argparse.Namespace, gpu: Gpu, chosen: forward.ForwardPlan) -> None:
@@ -223,7 +234,7 @@ def _show_floor(
     what: str, args: argparse.Namespace, gpu: Gpu, formula: str, columns: int, least_bytes: int, of: str
 ) -> None:
     """Print the least work of a pass: GEMMs over `columns` columns of the vocabulary, and bytes."""
-    sheet = gpu.row.data_sheet
+    sheet = gpu.sheet
     flops = 2 * args.n * args.d * columns
     peak = sheet.flops * min(1.0, gpu.sms / sheet.sms)
     compute_ms, memory_ms = flops / peak * 1e3, least_bytes / sheet.memory * 1e3

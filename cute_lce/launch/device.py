@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arch
+from .. import arch, data_sheets
 from ..arch import Gpu
 from ..arguments import LossArguments, Operands
 from ..compile import driver
@@ -38,7 +38,8 @@ def gpu_of(device: torch.device) -> Gpu:
     if row is None:
         raise RuntimeError(f"{name}: there are no kernels for it")
     driver.check_driver(row, name)
-    return Gpu(row.name, properties.multi_processor_count)
+    model = data_sheets.nearest(row.data_sheets, properties.L2_cache_size)
+    return Gpu(row.name, properties.multi_processor_count, model=model)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ those of what it loads from L2 and stores; its epilogue hides behind the next ti
 longer, tile and epilogue alternate between two warpgroups.
 
 The constants were fitted to bench/results/tuning/h200_kernels.json (tests/host/test_cost.py) and are used for
-every architecture, relative to its data sheet.
+every architecture, relative to its data sheet, where what differs from GPU to GPU is (data_sheets.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from .problem import Problem, ceil_div
 
 CLOCK_SHARE = 0.81
 """Of the data sheet's clock: SMs in short GEMMs."""
-SUSTAINED_SHARE = 0.847
-"""Of that clock: SMs in long calls, which draw the power limit. L2 and DRAM keep theirs."""
 SHORT, LONG = 2.0e10, 2.4e13
 """n d V up to which calls are short, and from which they are long; between them the clock falls with its
 logarithm."""
@@ -59,8 +57,11 @@ class Epilogue(NamedTuple):
     exposed: float = 3.2
 
 
+RESUMED_CLOCKS = 2500
+"""The most that MMAs lose behind an epilogue that does not hide: those whose operands the ring did not hold
+when they began."""
 SCARCE_REGISTERS = 160
-STATISTICS = Epilogue(65.0, 65.0, 0, exposed=17.6)
+STATISTICS = Epilogue(65.0, 65.0, 0, exposed=5.6)
 EXPONENTIALS = Epilogue(90.0, 126.0, 2)
 """Of a forward that keeps, and of dlogits."""
 DINPUT, SUMS = Epilogue(60.0, 60.0, 2), Epilogue(120.0, 120.0, 4)
@@ -74,19 +75,19 @@ def dinput_epilogue(splits: int) -> Epilogue:
 
 class Rates:
     """What a GPU keeps up in calls of one size. clock: of SMs, in Hz. read, write: bytes of DRAM a clock; l2:
-    bytes that an SM loads from L2 and stores in a clock.
+    bytes that an SM loads from L2 and stores in a clock; l2_beside: in clusters with tiles side by side.
 
     macs: n d V of the call, whose GEMMs follow one another.
     """
 
     def __init__(self, gpu: Gpu, macs: int):
-        row, sheet = gpu.row, gpu.row.data_sheet
+        row, sheet = gpu.row, gpu.sheet
         heat = (math.log(max(macs, 1)) - math.log(SHORT)) / (math.log(LONG) - math.log(SHORT))
-        slower = 1 - (1 - SUSTAINED_SHARE) * min(max(heat, 0.0), 1.0)
+        slower = 1 - (1 - sheet.sustained) * min(max(heat, 0.0), 1.0)
         self.clock = slower * CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
         self.read = READ_SHARE * sheet.memory / self.clock
         self.write = WRITE_SHARE * sheet.memory / self.clock
-        self.l2 = row.l2_bytes_per_clock / slower
+        self.l2, self.l2_beside = sheet.l2_bytes_per_clock / slower, sheet.beside / slower
 
 
 class Gemm:
@@ -102,8 +103,8 @@ class Gemm:
         multiplied = 2 * own_m * own_n / config.row.dense_flops_per_clock
         loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m)
         self._mma = multiplied * MMA_CLOCKS * (EASED if loaded <= EASY_BYTES * multiplied else 1.0)
-        self._loaded = loaded / self.rates.l2
-        self._stored = own_m * own_n / self.rates.l2
+        l2 = self.rates.l2_beside if config.cluster_n > 1 else self.rates.l2
+        self._loaded, self._stored = loaded / l2, own_m * own_n / l2
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
         self._tiles: dict[tuple[int, Epilogue], float] = {}
@@ -120,7 +121,7 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
-        exposed = self._exposed(epilogue)
+        exposed = self._exposed(depth, epilogue)
         bound, tile = "epilogues", tile - exposed
         if tile <= depth * self._mma:
             bound = "MMAs"
@@ -149,11 +150,15 @@ class Gemm:
         own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
-        return tile + self._exposed(epilogue) if self._exposes else max(tile, own)
+        return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
 
-    def _exposed(self, epilogue: Epilogue) -> float:
-        """Clocks of a tile's epilogue in which no MMA runs."""
-        return self.config.tile_n * epilogue.exposed if self._exposes else 0.0
+    def _exposed(self, depth: int, epilogue: Epilogue) -> float:
+        """Clocks of a tile's epilogue in which no MMA runs. depth: of the tile, whole k tiles."""
+        if not self._exposes:
+            return 0.0
+        held = (self.config.stages - 1) * self.config.tile_k
+        resumed = min(max(depth - held, 0) * self._mma, RESUMED_CLOCKS)
+        return self.config.tile_n * epilogue.exposed + resumed
 
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""

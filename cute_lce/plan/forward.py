@@ -18,6 +18,8 @@ WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
+LEAST_GROUP = 2
+"""Columns of tiles that share a window, even if they do not fit L2: of one, nobody would share it."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,13 +65,19 @@ def plan(
             windows=windows,
             tiles_per_window=tiles_per_window,
             splits=1,
-            group=max(1, min(columns, gpu.row.panel // (2 * d * config.cluster_columns))),
+            group=min(columns, _group(gpu, config, d)),
             clusters=max(1, min(gemm.clusters, columns * windows)),
             paced=int(is_paced(gpu, config, vocab, n, d)),
         ),
         rounds=ceil_div(columns * windows, gemm.clusters) * tiles_per_window,
         ideal_rounds=columns * tiles / gemm.clusters,
     )
+
+
+def _group(gpu: Gpu, config: KernelConfig, d: int) -> int:
+    """Columns of tiles whose tokens stay in L2 while the vocabulary streams past."""
+    panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
+    return max(LEAST_GROUP, panel // (2 * d * config.cluster_columns))
 
 
 def spare_bytes(n: int, kept: int, limits: Limits, reserved: int) -> int:

@@ -121,14 +121,16 @@ def test_warpgroups_are_1_2_or_3(warpgroups: int):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.device]]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., torch.device]]:
     """Makes torch find a GPU of a compute capability, whatever there is."""
     monkeypatch.setattr(select, "_picked", {})
     forget_device()
     select._log_streaming.cache_clear()
 
-    def found(major: int, minor: int) -> torch.device:
-        properties = SimpleNamespace(name="a GPU", major=major, minor=minor, multi_processor_count=48)
+    def found(major: int, minor: int, l2: int = 0) -> torch.device:
+        properties = SimpleNamespace(
+            name="a GPU", major=major, minor=minor, multi_processor_count=48, L2_cache_size=l2
+        )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -158,9 +160,18 @@ def test_a_gpu_without_a_row_keeps_streaming(capability: tuple[int, int], gpu, c
 def test_a_gpu_with_a_row_has_kernels(arch: str, gpu, caplog):
     row = architecture(arch)
     assert of_capability(row.capability) is row
-    device = gpu(*row.capability)
+    device = gpu(*row.capability, row.data_sheets[0].l2)
     for dtype in select.DTYPES:
         served = KERNELS if dtype in (torch.bfloat16, torch.float16) else STREAMING
         assert select.implementation(device, dtype) is served
     assert not caplog.records
     assert gpu_of(device) == Gpu(arch, 48)
+
+
+@pytest.mark.parametrize(
+    ("mib", "name"), [(60, "H200"), (50, "H100"), (64, "H200"), (40, "H100"), (0, "H100")]
+)
+def test_plans_are_made_for_the_gpu_by_its_l2(mib: int, name: str, gpu):
+    found = gpu_of(gpu(9, 0, mib << 20))
+    assert found.sheet.gpu == name
+    assert found.serving(("softcap",)).sheet.gpu == name

@@ -148,7 +148,8 @@ def test_plan_prints_the_plan_and_its_floor(arch, options, capsys):
     assert table["SMs"] == f"{wanted.gemm.clusters * config.cluster_m * config.cluster_n} of {sms}"
     flops = 2 * n * d * vocab
     assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
-    peak = row.data_sheet.flops * sms / row.data_sheet.sms
+    sheet = row.data_sheets[0]
+    peak = sheet.flops * sms / sheet.sms
     assert float(table["compute"].split()[0]) == pytest.approx(flops / peak * 1e3, abs=1e-3)
     assert float(table["floor"].split()[0]) >= float(table["memory"].split()[0])
 

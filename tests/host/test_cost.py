@@ -154,7 +154,7 @@ def test_more_stripes_and_splits_cost_more_in_sums():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_clocks_fall_in_long_calls_and_dram_does_not(arch: str):
     gpu = Gpu(arch, ARCHITECTURES[arch].sms)
-    sheet = gpu.row.data_sheet
+    sheet = gpu.sheet
     rates = [cost.Rates(gpu, macs) for macs in (0, 1, *(10**power for power in range(8, 16)))]
     assert all(longer.clock <= shorter.clock for shorter, longer in pairwise(rates))
     assert rates[-1].clock < 0.9 * rates[0].clock
@@ -168,7 +168,7 @@ def test_clocks_fall_in_long_calls_and_dram_does_not(arch: str):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_gemm_is_not_faster_than_the_data_sheet(arch: str):
     gpu = Gpu(arch, ARCHITECTURES[arch].sms)
-    sheet = gpu.row.data_sheet
+    sheet = gpu.sheet
     for config in gpu.row.token_configs:
         for m, n, k in ((50257, 1000, 512), (128256, 8192, 4096), (262144, 64, 4096)):
             gemm = cost.Gemm(gpu, config, m * n * k)

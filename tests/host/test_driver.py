@@ -45,7 +45,9 @@ def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
 def prepare(monkeypatch: pytest.MonkeyPatch, arch: str, version: tuple[int, int] | None) -> None:
     """What a first call's backward and forward decide on such a device."""
     name, major, minor, sms = DEVICES[arch]
-    properties = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=sms)
+    properties = SimpleNamespace(
+        name=name, major=major, minor=minor, multi_processor_count=sms, L2_cache_size=0
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(driver, "driver_version", lambda: version)
     for module in (launch.forward, launch.backward):

@@ -53,7 +53,8 @@ def test_imports_run_downwards():
 @pytest.mark.parametrize(
     ("room", "below"),
     [
-        ("arch", set()),
+        ("data_sheets", set()),
+        ("arch", {"data_sheets"}),
         ("arguments", set()),
         ("plan", {"arch", "arguments"}),
         ("kernels", {"arch", "arguments", "logit_term", "maths"}),
@@ -89,7 +90,8 @@ def test_imports_run_downwards():
         ),
         (
             "launch",
-            {"arch", "arguments", "compile", "exchange", "implementation", "maths", "options", "plan"}
+            {"arch", "arguments", "compile", "data_sheets"}
+            | {"exchange", "implementation", "maths", "options", "plan"}
             | {"logit_term", "streaming", "torch_ops"},
         ),
     ],

@@ -1,0 +1,82 @@
+"""GPUs for which plans are made: their peaks by the data sheet, and what was measured of their L2 and clocks.
+
+GPUs of one architecture run the same kernels and differ in memory and L2, on which the best tiles depend: an
+H100 has five sixths of an H200's L2, and its SMs load as much less from it in a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSheet:
+    """A GPU.
+
+    gpu: its name; of those with several forms, SXM's. flops: dense bf16 FLOP/s. memory: bytes/s. sms: those
+        that go with them. l2: bytes, as the driver reports them.
+    panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves
+        each half of its SMs, and the windows in flight want the rest of it; Blackwell's is the same share of
+        its L2. panel_beside: the same for clusters with tiles of tokens side by side.
+    l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
+        tokens side by side.
+    sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
+        DRAM keep theirs.
+    """
+
+    gpu: str
+    flops: float
+    memory: float
+    sms: int
+    l2: int
+    panel: int
+    panel_beside: int
+    l2_bytes_per_clock: float
+    beside: float
+    sustained: float
+
+
+H200 = DataSheet(
+    gpu="H200",
+    flops=989.4e12,
+    memory=4.8e12,
+    sms=132,
+    l2=60 * MIB,
+    panel=22 * MIB,
+    panel_beside=22 * MIB,
+    l2_bytes_per_clock=42,
+    beside=42,
+    sustained=0.847,
+)
+H100 = DataSheet(
+    gpu="H100",
+    flops=989.4e12,
+    memory=3.35e12,
+    sms=132,
+    l2=50 * MIB,
+    panel=22 * MIB,
+    panel_beside=5 * MIB,
+    l2_bytes_per_clock=35,
+    beside=40,
+    sustained=0.95,
+)
+B200 = DataSheet(
+    gpu="B200",
+    flops=2.25e15,
+    memory=8.0e12,
+    sms=148,
+    l2=126 * MIB,
+    panel=55 * MIB,
+    panel_beside=55 * MIB,
+    l2_bytes_per_clock=72,
+    beside=72,
+    sustained=0.847,
+)
+
+
+def nearest(sheets: Sequence[DataSheet], l2: int) -> int:
+    """The number of the sheet whose L2 is nearest to so many bytes."""
+    return min(range(len(sheets)), key=lambda i: abs(sheets[i].l2 - l2))
