@@ -106,7 +106,7 @@ def _gradients(
         elif outer is not None:
             scaled_hidden = (products.hidden * outer.unsqueeze(1)).masked_fill_(ignored, 0)
         else:
-            scaled_hidden = without_ignored(products.hidden, ~valid)
+            scaled_hidden = without_ignored(products.hidden, ignored)
 
     for low, high in ranges:
         dlogits = buffer.window(high - low)

@@ -76,9 +76,7 @@ def _chunks(
         logits.masked_fill_(ignored, 0)
         if products.rounded:
             dlogits = logits.mul_(factor).to(hidden.dtype)
-            scaled_hidden = (
-                without_ignored(products.hidden, ~valid[start:stop]) if dweight is not None else None
-            )
+            scaled_hidden = without_ignored(products.hidden, ignored) if dweight is not None else None
         else:
             dlogits = logits
             scaled_hidden = (

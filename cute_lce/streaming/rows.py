@@ -32,11 +32,11 @@ def valid_rows(target: Tensor, ignore_index: int) -> Tensor | None:
 
 
 def without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
-    """hidden, a copy with zeros in the rows of ignored (n,) where these are computed: a nan there would make
-    dweight nan, even if its dlogits are 0."""
+    """hidden with zeros in the rows of ignored (n, 1), in a copy: a nan there would make dweight nan, even if
+    its dlogits are 0. On a CPU, where only valid rows are computed, hidden itself."""
     if computes_some_rows(hidden.device.type):
         return hidden
-    return hidden.masked_fill(ignored.unsqueeze(1), 0)
+    return hidden.masked_fill(ignored, 0)
 
 
 def of_all_rows(

@@ -45,7 +45,7 @@ class _Logits:
         self._temperature: Tensor | float = options.temperature
         if operands.temperature is not None:
             # That of an ignored row does not matter.
-            self._temperature = operands.temperature.to(acc).masked_fill(ignored, 1).unsqueeze(1)
+            self._temperature = operands.temperature.to(acc).unsqueeze(1).masked_fill(ignored, 1)
 
     def of(
         self, product: Tensor, low: int, high: int, *, own: bool, needs_slope: bool = False
@@ -171,8 +171,9 @@ def forward(
         valid, classes, out_of_range = classify(target, options.ignore_index, V)
     else:
         valid, classes, out_of_range = ~is_ignored(target, options.ignore_index), target.long(), None
-    products = Products(without_ignored(hidden, ~valid), weight)
-    logits = _Logits(operands, options, ~valid, products.acc)
+    ignored = ~valid.unsqueeze(1)
+    products = Products(without_ignored(hidden, ignored), weight)
+    logits = _Logits(operands, options, ignored, products.acc)
     kept_columns = request.kept_columns
     if kept is None and kept_columns:
         kept = empty_kept(operands, options, kept_columns)["kept"]
@@ -312,9 +313,10 @@ def gradients(
     hidden, weight, target = operands[:3]
     (n, d), V, dtype = hidden.shape, weight.shape[0], hidden.dtype
     valid = ~is_ignored(target, options.ignore_index)
-    products = Products(without_ignored(hidden, ~valid), weight)
+    ignored = ~valid.unsqueeze(1)
+    products = Products(without_ignored(hidden, ignored), weight)
     acc = products.acc
-    logits = _Logits(operands, options, ~valid, acc)
+    logits = _Logits(operands, options, ignored, acc)
     coefficients, factor, outer = coefficients_of(upstream, operands, saved, valid), logits.factor, None
     scaled_hidden, weight_scale = products.hidden, None
     if products.rounded and dtype is torch.float16:
@@ -368,7 +370,7 @@ def gradients(
         if slope is not None:
             dlogits.mul_(slope)
         del slope
-        dlogits.masked_fill_(~valid.unsqueeze(1), 0)
+        dlogits.masked_fill_(ignored, 0)
         if dbias is not None:
             torch.sum(dlogits if outer is None else dlogits * outer.unsqueeze(1), 0, out=dbias[low:high])
         if products.rounded:
