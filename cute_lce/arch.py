@@ -352,8 +352,8 @@ _HOPPER_WIDE = replace(_HOPPER, tile_n=256, pingpong=False, cluster_m=1)
 would only hold up; its epilogue does not hide."""
 _HOPPER_SHARED = replace(_HOPPER_WIDE, cluster_m=2)
 _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
-"""These two ask the least of L2, 32 bytes a clock and, in wider tiles of tokens, 28; their epilogues do not
-hide either."""
+"""_HOPPER_SHARED and _HOPPER_TALL ask the least of L2: 32 bytes a clock, 28 with wider tiles of tokens. Their
+epilogues do not hide either."""
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,

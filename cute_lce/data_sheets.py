@@ -1,7 +1,10 @@
 """GPUs for which plans are made: their peaks by the data sheet, and what was measured of their L2 and clocks.
 
 GPUs of one architecture run the same kernels and differ in memory and L2, on which the best tiles depend: an
-H100 has five sixths of an H200's L2, and its SMs load as much less from it in a clock.
+H100 has five sixths of an H200's L2, and its SMs load 5% to 17% less from it in a clock.
+
+The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_tiles.json there
+(tests/host/test_cost.py); what a B200's data sheet does not say is a guess.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ class DataSheet:
 
     gpu: its name; of those with several forms, SXM's. flops: dense bf16 FLOP/s. memory: bytes/s. sms: those
         that go with them. l2: bytes, as the driver reports them.
-    panel: bytes of rows of H that stay in L2 while the vocabulary streams past: half of an H100's L2 serves
-        each half of its SMs, and the windows in flight want the rest of it; Blackwell's is the same share of
-        its L2. panel_beside: the same for clusters with tiles of tokens side by side.
+    panel: bytes of rows of H that stay in L2 while the vocabulary streams past: each half of the SMs has a
+        half of L2, which the windows in flight want too. panel_beside: the same of a forward's clusters with
+        tiles of tokens side by side.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
         tokens side by side.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
@@ -57,7 +60,7 @@ H100 = DataSheet(
     memory=3.35e12,
     sms=132,
     l2=50 * MIB,
-    panel=22 * MIB,
+    panel=12 * MIB,
     panel_beside=5 * MIB,
     l2_bytes_per_clock=35,
     beside=40,

@@ -8,7 +8,7 @@ those of what it loads from L2 and stores; its epilogue hides behind the next ti
 longer, tile and epilogue alternate between two warpgroups.
 
 The constants were fitted to bench/results/tuning/h200_kernels.json (tests/host/test_cost.py) and are used for
-every architecture, relative to its data sheet, where what differs from GPU to GPU is (data_sheets.py).
+every architecture, relative to a GPU's data sheet, which has what differs from GPU to GPU (data_sheets.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ START_CLOCKS = 8300
 """Of a GEMM: its first loads and its last epilogue."""
 LAUNCH_CLOCKS = 9400
 """Of every kernel of a call but the first."""
+LEAST_GROUP = 2
+"""Columns of tiles that share a forward's window even if they do not fit L2: one would share it with none."""
+SCATTERED, SCATTERED_GROUPS = 1.5, 2
+"""Times a forward's tiles take where more columns than those of so many groups are computed at once. Of
+h200_kernels.json's forwards, those with 66 columns of 192 tokens at once, 182 MB, took 1.53 times the
+prediction without this factor, those with up to 36 MB 0.96 to 1.05 times."""
 PARTIAL_CLOCKS = 18
 """What the combine kernel takes for a partial of up to 8192 rows."""
 SUMMED_PER_CLOCK = 160
@@ -58,14 +64,20 @@ class Epilogue(NamedTuple):
 
 
 RESUMED_CLOCKS = 2500
-"""The most that MMAs lose behind an epilogue that does not hide: those whose operands the ring did not hold
-when they began."""
+"""The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
+that it holds lose none."""
 SCARCE_REGISTERS = 160
-STATISTICS = Epilogue(65.0, 65.0, 0, exposed=5.6)
+STATISTICS = Epilogue(65.0, 80.0, 0, exposed=5.6)
 EXPONENTIALS = Epilogue(90.0, 126.0, 2)
 """Of a forward that keeps, and of dlogits."""
 DINPUT, SUMS = Epilogue(60.0, 60.0, 2), Epilogue(120.0, 120.0, 4)
 DWEIGHT = Epilogue(22.4, 22.4, 2)
+
+
+def is_scattered(columns: int, windows: int, tiles: int, clusters: int, most: int) -> bool:
+    """Whether clusters compute more than `most` columns of a forward's tiles at once, and read each column's
+    tokens again for every tile of a window. columns, tiles: of the call; windows: of a column."""
+    return min(columns, -(-clusters // windows)) > most and windows < tiles
 
 
 def dinput_epilogue(splits: int) -> Epilogue:
@@ -105,6 +117,7 @@ class Gemm:
         self._mma = multiplied * MMA_CLOCKS * (EASED if loaded <= EASY_BYTES * multiplied else 1.0)
         l2 = self.rates.l2_beside if config.cluster_n > 1 else self.rates.l2
         self._loaded, self._stored = loaded / l2, own_m * own_n / l2
+        self._panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
         self._tiles: dict[tuple[int, Epilogue], float] = {}
@@ -121,13 +134,11 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
-        exposed = self._exposed(depth, epilogue)
-        bound, tile = "epilogues", tile - exposed
-        if tile <= depth * self._mma:
-            bound = "MMAs"
-        elif tile <= depth * self._loaded + epilogue.stored * self._stored:
-            bound = "L2"
-        if self._moved(m, n, k, epilogue.stored) > rounds * (tile + exposed):
+        mma, l2 = depth * self._mma, depth * self._loaded + epilogue.stored * self._stored
+        bound = "MMAs" if mma >= l2 else "L2"
+        if tile > max(mma, l2) and not self._exposes:
+            bound = "epilogues"
+        if self._moved(m, n, k, epilogue.stored) > rounds * tile:
             bound = "DRAM"
         return f"{bound}; {tiles} tiles fill {tiles / (rounds * self.clusters):.0%} of {rounds} rounds"
 
@@ -160,10 +171,23 @@ class Gemm:
         resumed = min(max(depth - held, 0) * self._mma, RESUMED_CLOCKS)
         return self.config.tile_n * epilogue.exposed + resumed
 
+    def group(self, d: int) -> int:
+        """Columns of a forward's tiles whose tokens stay in L2 while the vocabulary streams past, at least
+        LEAST_GROUP."""
+        return max(LEAST_GROUP, self._panel // (2 * d * self.columns))
+
+    def most_at_once(self, d: int) -> int:
+        """The most columns of a forward's tiles that may be computed at once. If there are fewer windows than
+        clusters for each column of a group, other clusters are in the next groups already."""
+        return SCATTERED_GROUPS * self.group(d)
+
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""
         share = kept / vocab
         tile = self.tile(d, STATISTICS) * (1 - share) + self.tile(d, EXPONENTIALS) * share
+        columns, windows, tiles = -(-n // self.columns), partials // self.partials, -(-vocab // self.rows)
+        if is_scattered(columns, windows, tiles, self.clusters, self.most_at_once(d)):
+            tile *= SCATTERED
         moved = 2 * (n + vocab) * d / self.rates.read + 2 * n * kept / self.rates.write
         combined = LAUNCH_CLOCKS + PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
         if kept:

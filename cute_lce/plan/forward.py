@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
-from .cost import EXPONENTIALS, STATISTICS, Gemm
+from .cost import EXPONENTIALS, SCATTERED, STATISTICS, Gemm, is_scattered
 from .gemm import is_paced
 from .memory import DEFAULT_WORKSPACE, keeping_bytes, window_bytes
 from .plans import ForwardPlan
@@ -18,8 +18,6 @@ WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
-LEAST_GROUP = 2
-"""Columns of tiles that share a window, even if they do not fit L2: of one, nobody would share it."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,19 +63,13 @@ def plan(
             windows=windows,
             tiles_per_window=tiles_per_window,
             splits=1,
-            group=min(columns, _group(gpu, config, d)),
+            group=max(1, min(columns, gemm.group(d))),
             clusters=max(1, min(gemm.clusters, columns * windows)),
             paced=int(is_paced(gpu, config, vocab, n, d)),
         ),
         rounds=ceil_div(columns * windows, gemm.clusters) * tiles_per_window,
         ideal_rounds=columns * tiles / gemm.clusters,
     )
-
-
-def _group(gpu: Gpu, config: KernelConfig, d: int) -> int:
-    """Columns of tiles whose tokens stay in L2 while the vocabulary streams past."""
-    panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
-    return max(LEAST_GROUP, panel // (2 * d * config.cluster_columns))
 
 
 def spare_bytes(n: int, kept: int, limits: Limits, reserved: int) -> int:
@@ -94,7 +86,11 @@ def choices(gemm: Gemm, n: int, d: int, vocab: int, kept: int) -> list[tuple[int
     return [
         (8 * n * partials, gemm.forward(rounds, n, d, vocab, partials, kept), length)
         for partials, rounds, length in _windows(
-            gemm.clusters, ceil_div(vocab, gemm.rows), ceil_div(n, gemm.columns), gemm.partials
+            gemm.clusters,
+            ceil_div(vocab, gemm.rows),
+            ceil_div(n, gemm.columns),
+            gemm.partials,
+            gemm.most_at_once(d),
         )
         if 8 * n * partials <= PARTIAL_BYTES or length * gemm.rows >= vocab
     ]
@@ -107,16 +103,19 @@ def fastest(found: list[tuple[int, int, int]], spare: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _windows(clusters: int, tiles: int, columns: int, partials: int) -> list[tuple[int, int, int]]:
+def _windows(
+    clusters: int, tiles: int, columns: int, partials: int, most_at_once: int
+) -> list[tuple[int, int, int]]:
     """(partials of a token, rounds, tiles of a window), fewest partials first: each takes fewer rounds than
-    all before it."""
-    found, least = [], 0
+    all before it that are scattered as it is, or are not. most_at_once: Gemm's."""
+    found, least = [], {}
     for length in reversed([*steps(tiles, WINDOW_STEPS)]):
         windows = -(-tiles // length)
         rounds = -(-columns * windows // clusters) * length
-        if not found or rounds < least:
+        scattered = is_scattered(columns, windows, tiles, clusters, most_at_once)
+        if rounds < least.get(scattered, rounds + 1):
             found.append((windows * partials, rounds, length))
-            least = rounds
+            least[scattered] = rounds
     return found
 
 
@@ -130,6 +129,10 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
         gemm = Gemm(gpu, config, n * d * vocab)
         columns = ceil_div(n, gemm.columns)
         clocks = columns * gemm.tile(d, epilogue) / gemm.rows
+        tiles = ceil_div(vocab, gemm.rows)
+        windows = min(tiles, max(1, PARTIAL_BYTES // max(8 * n * gemm.partials, 1)))
+        if is_scattered(columns, windows, tiles, gemm.clusters, gemm.most_at_once(d)):
+            clocks *= SCATTERED
         return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 
     return min(gpu.row.configs_for(n, window, gpu.columns).forwards(keeps), key=cost)

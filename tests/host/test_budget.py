@@ -27,7 +27,7 @@ from cute_lce.plan.memory import DEFAULT_WORKSPACE, usable, workspace_for
 from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem
 from tests.device import forget_plans, planned_for
 
-H100 = Gpu("sm_90a", 132)
+H200 = Gpu("sm_90a", 132)
 CROWDED = Problem(20480, 3584, 128256)
 """Its fp32 sum of dinput takes 280 MiB."""
 NEEDS = ((True, True), (True, False), (False, True))
@@ -104,9 +104,9 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu):
 
 def test_keep_keeps_what_auto_finds_too_little_to_gain_from():
     for problem in (Problem(100, 64, 5000), Problem(1, 512, 5000)):
-        assert schedule.choose(H100, problem, "auto", NO_LIMITS) == ("recompute", 0)
-        assert schedule.choose(H100, problem, "keep", NO_LIMITS) == ("keep", 5000)
-    assert schedule.choose(H100, Problem(64, 4096, 128256), "auto", NO_LIMITS) == ("keep", 128256)
+        assert schedule.choose(H200, problem, "auto", NO_LIMITS) == ("recompute", 0)
+        assert schedule.choose(H200, problem, "keep", NO_LIMITS) == ("keep", 5000)
+    assert schedule.choose(H200, Problem(64, 4096, 128256), "auto", NO_LIMITS) == ("keep", 128256)
 
 
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.arch)
@@ -129,12 +129,12 @@ def test_two_sweeps_serve_where_the_sum_of_dinput_leaves_no_room():
     """At 340 MiB the sum leaves stripes of 1024 columns; two sweeps take five GEMMs instead of three."""
     for mb, sweeps, most in ((300, 2, 1.75), (340, 2, 1.75), (400, 1, 1.65), (1400, 1, 1.4)):
         limits = Limits(workspace=mb * MIB)
-        plan = backward.plan(H100, CROWDED, 0, limits)
+        plan = backward.plan(H200, CROWDED, 0, limits)
         assert (len(plan.chunks) > 0) == (sweeps == 2)
-        predicted = schedule.predict(H100, CROWDED, "recompute", limits)
+        predicted = schedule.predict(H200, CROWDED, "recompute", limits)
         assert 4 / 3 < predicted.seconds / predicted.floor < most
     # A window orders a row's additions: stripes it is, as many as it takes.
-    assert not backward.plan(H100, CROWDED, 0, Limits(512, 340 * MIB)).chunks
+    assert not backward.plan(H200, CROWDED, 0, Limits(512, 340 * MIB)).chunks
 
 
 def test_planning_is_cheap():
@@ -153,8 +153,8 @@ def test_planning_is_cheap():
             for limits in (NO_LIMITS, Limits(workspace=500 * MIB)):
                 forget_plans()
                 counted = 0
-                _, kept = schedule.choose(H100, problem, "auto", limits)
-                backward.plan(H100, problem, kept, limits)
+                _, kept = schedule.choose(H200, problem, "auto", limits)
+                backward.plan(H200, problem, kept, limits)
                 assert 100 < counted < 4000
 
 
@@ -191,7 +191,7 @@ def test_the_least_is_accepted_and_less_is_refused(gpu: Gpu):
 def smallest(problem: Problem, wanted: str) -> int:
     """Bytes below which no call runs, however slow: of the forward, and of the narrowest stripes or, where
     all columns are kept, of none."""
-    call = schedule._call(H100, problem, 0)
+    call = schedule._call(H200, problem, 0)
     return min(
         max(
             schedule.forward_bytes(problem, kept) + schedule.keeping_bytes(problem.n, kept),
@@ -202,17 +202,17 @@ def smallest(problem: Problem, wanted: str) -> int:
 
 
 def test_it_is_lower_where_the_sum_crowds_and_higher_where_stripes_would_be_tiny():
-    assert schedule.least_workspace(H100, CROWDED, "auto", NO_LIMITS) < 4 * CROWDED.n * CROWDED.d
+    assert schedule.least_workspace(H200, CROWDED, "auto", NO_LIMITS) < 4 * CROWDED.n * CROWDED.d
     few = Problem(4096, 4096, 128256, need_dinput=False)
     # 64 columns at once would take a launch for each.
-    assert schedule.least_workspace(H100, few, "auto", NO_LIMITS) > 3 * 2 * few.n * 64
+    assert schedule.least_workspace(H200, few, "auto", NO_LIMITS) > 3 * 2 * few.n * 64
 
 
 def test_an_explicit_window_is_exempt():
     problem = Problem(8192, 4096, 131072)
-    schedule.choose(H100, problem, "recompute", Limits(64, 200 * MIB))
+    schedule.choose(H200, problem, "recompute", Limits(64, 200 * MIB))
     with pytest.raises(ValueError, match=r"workspace_mb: got 100, want at least 129\.694"):
-        schedule.choose(H100, problem, "recompute", Limits(64, 100 * MIB))
+        schedule.choose(H200, problem, "recompute", Limits(64, 100 * MIB))
 
 
 # n, d, V, whether the weight needs a gradient, MiB, reduction -> what "auto" is in an eager call.
@@ -230,7 +230,7 @@ ACCUMULATING = [
 def test_auto_accumulates_where_that_is_faster(n, d, V, trains_weight, mb, reduction, wanted):
     problem, limits = Problem(n, d, V, need_dweight=trains_weight), Limits(workspace=mb * MIB)
     call = problem, torch.bfloat16, torch.device("cuda"), "auto", reduction
-    with planned_for(H100):
+    with planned_for(H200):
         assert KERNELS.choose(*call, limits, may_accumulate=True)[0] == wanted
         assert KERNELS.choose(*call, limits)[0] != "grad_in_forward"
         windowed = limits._replace(window=4096)
@@ -258,7 +258,7 @@ def test_a_graph_keeps_what_fits_for_other_numbers_of_tokens(workspace: int, kee
     limits, device = Limits(workspace=workspace), torch.device("cuda")
     for n in (1000, 8192, 20480):
         env = ShapeEnv()
-        with planned_for(H100):
+        with planned_for(H200):
             sizes: Any = symbol(env, n), 4096, 131072
             problem = Problem(*sizes, keeps_logits=keeps_logits)
             found, kept = KERNELS.choose(problem, torch.bfloat16, device, "auto", "mean", limits)
@@ -281,7 +281,7 @@ def test_a_slow_workspace_is_logged_once_with_one_that_helps(caplog: pytest.LogC
     def ask(n: int, mb: int) -> list[logging.LogRecord]:
         caplog.clear()
         problem, limits = CROWDED._replace(n=n), Limits(workspace=mb * MIB)
-        with planned_for(H100):
+        with planned_for(H200):
             KERNELS.choose(problem, torch.bfloat16, torch.device("cuda"), "auto", "mean", limits)
         return caplog.records
 
@@ -290,8 +290,8 @@ def test_a_slow_workspace_is_logged_once_with_one_that_helps(caplog: pytest.LogC
     message = said.getMessage()
     assert "n 20480, d 3584, V 128256: with workspace_mb=300 a call" in message
     helpful = int(message.split("workspace_mb=")[2].split()[0])
-    assert not within(H100, CROWDED, "auto", helpful * MIB).is_slow
-    assert within(H100, CROWDED, "auto", 300 * MIB).is_slow
+    assert not within(H200, CROWDED, "auto", helpful * MIB).is_slow
+    assert within(H200, CROWDED, "auto", 300 * MIB).is_slow
     # Other numbers of tokens are of the same kind, and a workspace that holds everything is none.
     assert not ask(20480, 300)
     assert not ask(20000, 300)
@@ -401,13 +401,13 @@ def table() -> list[str]:
     lines = []
     for sizes in SHAPES:
         problem = Problem(*sizes)
-        least = schedule.least_workspace(H100, problem, "auto", NO_LIMITS)
+        least = schedule.least_workspace(H200, problem, "auto", NO_LIMITS)
         cells = [", ".join(map(str, sizes)), f"{least / MIB:.0f}"]
         for mb in BUDGETS_MB:
-            found = within(H100, problem, "auto", mb * MIB)
+            found = within(H200, problem, "auto", mb * MIB)
             cells.append(f"{found.seconds / found.floor:.2f}" if mb * MIB >= least else "-")
-        found = within(H100, problem, "auto", 1 << 42)
-        everything = workspace_for(candidates.Candidates(H100, problem).keeping(problem.vocab)[0].bytes)
+        found = within(H200, problem, "auto", 1 << 42)
+        everything = workspace_for(candidates.Candidates(H200, problem).keeping(problem.vocab)[0].bytes)
         lines.append(
             f"| {' | '.join([*cells, f'{found.best / found.floor:.2f}', f'{everything / MIB:.0f}'])} |"
         )

@@ -108,18 +108,21 @@ def test_chunks_are_as_even_as_tiles_allow():
 
 
 @pytest.mark.parametrize(
-    ("shape", "mb", "tokens"),
+    ("shape", "mb", "tokens", "rows"),
     [
-        ((32768, 4096, 262144), 8909, (7680,) * 4 + (2048,)),
-        ((20480, 3584, 152064), 3072, (1920,) * 10 + (1280,)),
+        ((32768, 4096, 262144), 8909, (7680,) * 4 + (2048,), 256),
+        ((20480, 3584, 152064), 3072, (1920,) * 10 + (1280,), 128),
         # A row of dinput's tiles is more than a round.
-        ((8192, 40960, 32768), 8192, (4096, 4096)),
+        ((8192, 40960, 32768), 8192, (4096, 4096), 256),
     ],
 )
-def test_chunks_fill_the_rounds_of_wide_tiles(shape: tuple[int, int, int], mb: int, tokens: tuple[int, ...]):
+def test_chunks_fill_the_rounds_of_wide_tiles(
+    shape: tuple[int, int, int], mb: int, tokens: tuple[int, ...], rows: int
+):
+    """rows: of dinput's tiles in a whole chunk."""
     plan = plans.plan(GPU, Problem(*shape), Limits(workspace=mb * MIB))
     assert plan.tokens == tokens
-    assert plan.chunks[tokens[0]].backward.dhidden.tile_m == 256
+    assert plan.chunks[tokens[0]].backward.dhidden.tile_m == rows
 
 
 def test_large_chunks_have_no_narrow_tiles():
