@@ -163,17 +163,28 @@ def test_what_adds_does_not_spill(arch: str, config: KernelConfig, added: str):
     cubin.check_no_local_memory(BackwardKey(tokens, tokens, config, added=added))
 
 
-def test_tall_tiles_of_dhidden():
+@pytest.mark.parametrize(
+    ("tile_n", "accesses"),
+    [
+        (128, 2),
+        pytest.param(160, 14, marks=pytest.mark.emulator_full),
+        pytest.param(176, 19, marks=pytest.mark.emulator_full),
+    ],
+)
+def test_tall_tiles_of_dhidden(tile_n: int, accesses: int):
     configs = architecture("sm_90a").configs[-1]
-    (pair,) = [pair for pair in configs.pairs if pair[0] != pair[1]]
-    found = cubin.kernels(BackwardKey(*pair, configs.dweight[0])).values()
+    (pair,) = [pair for pair in configs.pairs if pair[0] != pair[1] and pair[0].tile_n == tile_n]
+    found = cubin.kernels(BackwardKey(*pair, configs.dweight[-1])).values()
     gemms = sorted(
         (each for each in found if "Gemm" in each.name), key=lambda each: int(each.name.rsplit("_", 1)[1])
     )
     dhidden = gemms[1]
-    # Of 128 x 128 for each warpgroup; the word that it spills those of SPILLS spill too.
-    assert dhidden.ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 8
-    assert len(dhidden.local_accesses) <= 2
+    # Of 128 rows for each warpgroup; what it spills before the loop those of SPILLS spill too.
+    assert dhidden.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{tile_n}k16") == 8
+    assert len(dhidden.local_accesses) <= accesses
+    # dweight's, shared tiles of 128 x 256.
+    assert gemms[2].ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
+    assert not gemms[2].local_accesses
 
 
 @every_pass

@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_lce import arch as architectures
 from cute_lce import linear_cross_entropy
-from cute_lce.arch import BOX_BYTES, architecture
+from cute_lce.arch import BOX_BYTES, Configs, architecture
 from cute_lce.arguments import Gradients
 from cute_lce.launch import KERNELS, Kernels
 from cute_lce.launch.backward import KernelBackward
@@ -537,6 +538,36 @@ def test_tall_tiles_of_dhidden(shape: tuple[int, int, int], how: str, splits: in
     case, run = run_how(
         how, lambda dtype: ignoring(random_case(n, d, V, dtype)), "sm_90a", dloss=dloss, seed=n + V
     )
+    check(case, run, dloss=dloss)
+
+
+@pytest.mark.parametrize(
+    ("tile_n", "how"),
+    [
+        (160, "recompute"),
+        pytest.param(160, "keep", marks=full),
+        pytest.param(176, "keep", marks=full),
+        pytest.param(176, "fp16", marks=full),
+    ],
+)
+def test_tiles_that_ask_little_of_l2(tile_n: int, how: str, as_planned, monkeypatch):
+    """At their widths: dhidden in tiles of 256 rows, dweight in tiles of 128 x 256 that two CTAs share."""
+    row = architecture("sm_90a")
+    many = row.tilings[-1]
+    pair = replace(many.tokens[0], tile_n=tile_n)
+    only = replace(
+        many,
+        tokens=(pair,),
+        dweight=many.dweight[-1:],
+        dhidden=tuple(each for each in many.dhidden if each.tile_n == tile_n),
+        forward=(),
+    )
+    forget_plans()
+    monkeypatch.setitem(architectures.ARCHITECTURES, "sm_90a", replace(row, tilings=(only, only)))
+    every = property(lambda found: [(found.tokens[0], found.dhidden[0])])
+    monkeypatch.setattr(Configs, "pairs", every)
+    dloss = torch.linspace(1, 2, 199).double()
+    case, run = run_how(how, lambda dtype: ignoring(random_case(199, 264, 300, dtype)), "sm_90a", dloss=dloss)
     check(case, run, dloss=dloss)
 
 
