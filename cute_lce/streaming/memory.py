@@ -51,6 +51,7 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int =
     fixed, column = ROW_BYTES * n + (_REDUCTION_BYTES if device_type == "cuda" else 0), n * acc
     if copies:
         column *= copies
+        # The copy with zeros in ignored rows.
         fixed += n * d * dtype.itemsize + _TERM_VECTORS * problem.vocab * acc
     elif device_type == "cpu":
         # Of the rows that are not ignored.
@@ -68,9 +69,12 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int =
     if problem.need_dweight and not rounded:
         fixed += n * d * acc
         column += d * acc if widened else 0
-    if problem.need_dweight and rounded and not problem.half:
+    if problem.need_dweight and rounded and not problem.half and not copies:
         # A copy with zeros in ignored rows.
         fixed += n * d * dtype.itemsize
+    if problem.need_dweight and rounded and not problem.half and copies:
+        # A window of dweight that is not rounded yet.
+        column += d * acc
     if problem.need_dweight and rounded and problem.half:
         fixed += n * d * (acc + dtype.itemsize)
         column += d * acc

@@ -379,9 +379,14 @@ def gradients(
             add_mm(dinput, dlogits, window)
         if dweight is not None and out is not None:
             add_product(dweight[low:high], dlogits.mT, scaled_hidden, weight_scale)
+        elif dweight is not None and dtype is acc:
+            mm(dlogits.mT, scaled_hidden, dweight[low:high])
         elif dweight is not None:
             found = mm(dlogits.mT, scaled_hidden, hidden.new_empty((high - low, d), dtype=acc))
-            dweight[low:high] = found if weight_scale is None else found * weight_scale
+            dweight[low:high] = found if weight_scale is None else found.mul_(weight_scale)
+            del found
+        # Freed before the next window's are allocated.
+        del dlogits, window
     if dinput is not None and outer is not None:
         dinput.mul_(outer.unsqueeze(1))
     return dinput, dweight if out is None else None, dbias

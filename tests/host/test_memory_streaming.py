@@ -173,6 +173,19 @@ def test_terms_hold_no_more_than_the_workspace(schedule, softcap):
     assert largest < LOGITS
 
 
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_terms_of_few_tokens_hold_no_more_than_the_workspace(dtype, schedule):
+    """Each window of the weight's gradient is larger than that of the logits."""
+    few, wide, columns, workspace_mb = 16, 1024, 8192, 4
+    hidden = torch.randn(few, wide).to(dtype).requires_grad_()
+    weight = torch.randn(columns, wide).to(dtype).requires_grad_()
+    target = torch.randint(0, columns, (few,))
+    options: dict[str, Any] = {"schedule": schedule, "workspace_mb": workspace_mb, "label_smoothing": 0.1}
+    peak, _ = measure(lambda: linear_cross_entropy(hidden, weight, target, **options).backward())
+    assert peak <= (few + columns) * wide * dtype.itemsize + workspace_mb * MIB
+
+
 def test_numbers_of_tokens_hold_a_few_windows():
     hidden, weight, target = operands(torch.float32)
     names = ("logprob", "entropy", "lse", "argmax", "log_sum_sq_probs")
