@@ -28,8 +28,9 @@ def each(
     """function(item) of each item, in order; a process serves every jobs-th item for as long as all is well.
 
     function is importable, items and results can be pickled. What the function raises becomes a Failure, and
-    so do the end of the process and `seconds` without an answer. After a Failure, which may leave a device
-    unusable, that process's next item begins in a new one.
+    so do the end of the process and `seconds` without an answer, which start when the item's turn comes.
+    After a Failure, which may leave a device unusable, the process has ended, and its next item begins in a
+    new one.
     """
     jobs = min(jobs, len(items))
     lanes = [_lane(function, items[first::jobs], seconds) for first in range(jobs)]
@@ -57,20 +58,21 @@ def _lane(
         try:
             if not begun:
                 yield None
-            failed = _receive(receiver, process, START_SECONDS)
-            well = failed is None
-            if not well:
+            found = _receive(receiver, process, START_SECONDS)
+            if isinstance(found, Failure):
+                found = Failure(f"the process did not start: {found.why}")
                 begun += 1
-                yield Failure(f"the process did not start: {failed.why}")
-            while well and begun < len(items):
+            while begun < len(items) and not isinstance(found, Failure):
                 found = _receive(receiver, process, seconds)
                 begun += 1
-                well = not isinstance(found, Failure)
-                yield found
+                if not isinstance(found, Failure):
+                    yield found
         finally:
             process.kill()
             process.join()
             receiver.close()
+        if isinstance(found, Failure):
+            yield found
 
 
 def _serve(function: Callable[[Item], object], items: Sequence[Item], sender: Connection) -> None:
