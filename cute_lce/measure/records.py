@@ -56,11 +56,9 @@ def versions() -> dict[str, str | None]:
 def commit(root: Path) -> str | None:
     """The short hash of the checkout `root`, ending in -dirty if files that git tracks differ from it; None
     if root is none. A copy without git's folder has it from CUTE_LCE_COMMIT in the environment."""
-    if given := os.environ.get("CUTE_LCE_COMMIT"):
-        return given
     # Not that of a repository around it, where the package is installed.
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("CUTE_LCE_COMMIT") or None
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()

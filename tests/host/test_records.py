@@ -36,10 +36,12 @@ def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
     assert records.commit(tmp_path / "site-packages") is None
     monkeypatch.setenv("CUTE_LCE_COMMIT", "abc-dirty")
     assert records.commit(tmp_path / "site-packages") == "abc-dirty"
+    assert records.commit(tmp_path) == f"{found}-dirty"
 
 
-def test_every_measurement_has_it(monkeypatch):
+def test_every_measurement_has_it(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTE_LCE_COMMIT", "abc")
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     records.versions.cache_clear()
     try:
         assert records.provenance(torch.device("cpu"), "a command")["versions"]["commit"] == "abc"
