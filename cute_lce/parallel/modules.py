@@ -31,7 +31,8 @@ class VocabParallelLoss(ParallelStyle):
 
     Args:
         input_layouts: what an ordinary input tensor is on each rank: Replicate(), or Shard(k), a slice of its
-            dimension k. A DTensor is taken as it is. target is whole, or a slice as input is.
+            dimension k. A DTensor is taken as it is; for logits its tokens are gathered. target is whole, or
+            a slice as input is.
         use_local_output: whether the loss or the numbers of tokens, and without a target the logits of all
             classes, are ordinary tensors instead of DTensors.
 
@@ -54,7 +55,8 @@ class VocabParallelLoss(ParallelStyle):
         distribute_module(module, device_mesh, self._partition)
 
         def place(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            input, for_logits = args[0] if args else kwargs.get("input"), _target(args, kwargs) is None
+            input = args[0] if args else kwargs.get("input")
+            for_logits = _target(args, kwargs) is None
             # An ordinary tensor beside a sharded weight is replicated, but torch's linear refuses it.
             plain = self.input_layouts.is_replicate() and not for_logits
             if not isinstance(input, Tensor) or (not for_logits and (plain or isinstance(input, DTensor))):
