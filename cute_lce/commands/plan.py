@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         required=True,
         help="; ".join(f"{name}: {', '.join(_gpus(name))}" for name in ARCHITECTURES),
     )
-    command.add_argument("--gpu", help="one of the architecture's GPUs (its first)")
+    command.add_argument("--gpu", help="which of the architecture's GPUs (default: the first listed)")
     command.add_argument(
         "--window", type=positive, help="columns of a window or stripe (default: chosen from the sizes)"
     )
@@ -41,15 +41,14 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--workspace-mb", type=float, help="the call's workspace_mb (2304)")
     command.add_argument("--frozen", choices=("hidden", "weight"), help="an operand that needs no gradient")
     command.add_argument("--sms", type=positive, help="number of SMs (that of a whole GPU)")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, refuse=command.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans of one forward and of one forward and backward, and the least work of each."""
     gpus = _gpus(args.arch)
     if args.gpu is not None and args.gpu not in gpus:
-        print(f"cute-lce plan: --gpu: got {args.gpu!r}, want one of {', '.join(gpus)}", file=sys.stderr)
-        return 1
+        args.refuse(f"--gpu: got {args.gpu}, want one of {', '.join(gpus)}")
     model = gpus.index(args.gpu or gpus[0])
     gpu = Gpu(args.arch, args.sms or architecture(args.arch).sms, model=model)
     needed = args.frozen != "hidden", args.frozen != "weight"
@@ -97,7 +96,8 @@ def _show_forward(args: argparse.Namespace, gpu: Gpu, chosen: forward.ForwardPla
     print("plan of the forward, where nothing needs a gradient")
     sizes = {"n": chosen.n, "d": chosen.d, "vocab": chosen.vocab}
     rounds = {"rounds": chosen.rounds, "ideal_rounds": chosen.ideal_rounds}
-    rows = [(name, str(value)) for name, value in {**sizes, **chosen.gemm._asdict(), **rounds}.items()]
+    rows = [("GPU", gpu.sheet.gpu)]
+    rows += [(name, str(value)) for name, value in {**sizes, **chosen.gemm._asdict(), **rounds}.items()]
     rows.append(("window", f"{chosen.window} columns"))
     rows.append(("busiest cluster", f"{chosen.rounds / chosen.ideal_rounds:.3f} of an even share"))
     rows.append(("workspace", f"{chosen.workspace_floats * 4 / 2**20:.2f} MiB"))

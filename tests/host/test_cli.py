@@ -227,6 +227,17 @@ def test_plan_of_grad_in_forward(frozen, capsys):
     assert "want at least" in capsys.readouterr().err
 
 
+def test_plan_is_that_of_the_gpu(capsys):
+    plans = {}
+    for gpu in ("H200", "H100"):
+        argv = f"plan --arch sm_90a --gpu {gpu} --n 3531 --d 5120 --vocab 151936"
+        assert cli.main(argv.split()) == 0
+        plans[gpu], _, _ = capsys.readouterr().out.partition("plan of the backward")
+        assert re.search(rf"^  GPU +{gpu}$", plans[gpu], re.MULTILINE)
+    config = {gpu: plan.partition("what it takes")[0] for gpu, plan in plans.items()}
+    assert config["H200"] != config["H100"]
+
+
 def test_plan_refuses_what_the_call_would_refuse(capsys):
     base = ["plan", "--arch", "sm_90a", "--n", "4096", "--d", "1024", "--vocab", "50257"]
     for options, named in (
@@ -251,6 +262,7 @@ def test_plan_refuses_what_the_call_would_refuse(capsys):
         ("plan --n 8 --d 8 --vocab 0.5 --arch sm_90a", "--vocab: got 0.5, want a whole number"),
         ("plan --n 8 --d 8 --vocab 8 --arch sm_70", "--arch"),
         ("plan --n 8 --d 8 --arch sm_90a", "--vocab"),
+        ("plan --n 8 --d 8 --vocab 8 --arch sm_90a --gpu B200", "--gpu: got B200, want one of H200, H100"),
         ("compile --arch sm_90a --d 8 --vocab 8 --dtype float64", "--dtype"),
         ("compile --arch sm_120a", "--arch"),
     ],
