@@ -191,7 +191,7 @@ def _results(kind: Kind, numbers: Numbers, given: Given) -> list[Tensor]:
         buffer = own["grad_weight_out"] = given.weight.to(kind.added, copy=True)
     hidden, weight = (each.detach().requires_grad_() for each in given[:2])
     bias = [given.more[name].detach().requires_grad_() for name in kind.tensors if name == "linear_bias"]
-    more = given.more | dict(zip(("linear_bias",), bias, strict=False))
+    more = given.more | {"linear_bias": bias[0]} if bias else given.more
     given = given._replace(hidden=hidden, weight=weight, more=more)
     found = numbers(kind, given, own)
     slopes = [each for each in found if each.requires_grad]
