@@ -109,9 +109,9 @@ def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
 TILES = ("H100", "H200")
 
 
-def tiles(model: str) -> dict[tuple, dict[KernelConfig, float]]:
+def tiles(model: str) -> dict[tuple[str, int, int, int], dict[KernelConfig, float]]:
     """Milliseconds of GEMMs by tiles on one GPU, of those that plans choose among: (pass, n, d, vocab)."""
-    found: dict[tuple, dict[KernelConfig, float]] = defaultdict(dict)
+    found: dict[tuple[str, int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
     path = MEASURED.with_name(f"{model.lower()}_tiles.json")
     for row in json.loads(path.read_text(encoding="utf-8")):
         configs = GPU.row.configs_for(row["n"], 0)
