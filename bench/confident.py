@@ -133,7 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     device = torch.device("cpu")
     command = shlex.join(["python3", "-m", "bench.confident", *(arguments or sys.argv[1:])])
-    (shape,) = shapes.parse(args.shape)
+    try:
+        shape = shapes.parse_one(args.shape)
+    except ValueError as error:
+        parser.error(str(error))
     inputs = make_inputs(shape, torch.bfloat16, "mixed", device)
     results = [
         {"n": shape.n, "d": shape.d, "vocab": shape.vocab, "temperature": temperature, "way": way}

@@ -20,7 +20,6 @@ import datetime
 import os
 import random
 import shlex
-import socket
 import statistics
 import sys
 import time
@@ -39,6 +38,7 @@ from torch.multiprocessing.spawn import spawn
 
 from bench import shapes
 from bench.inputs import DTYPES, make_inputs
+from bench.ports import free_port
 from cute_lce import linear_cross_entropy
 from cute_lce.measure import records
 from cute_lce.measure.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
@@ -414,11 +414,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for shape in shapes.parse(text)
         for reduction in args.reduction
     ]
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     command = "python3 -m bench.parallel " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-    spawn(run_rank, (args.ranks, port, args.device, settings, command, args.out), nprocs=args.ranks)
+    spawn(
+        run_rank,
+        (args.ranks, free_port(), args.device, settings, command, args.out),
+        nprocs=args.ranks,
+    )
     return 0
 
 

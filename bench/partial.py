@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from bench.inputs import DTYPES, make_inputs
-from bench.shapes import Shape
+from bench.ports import free_port
+from bench.shapes import Shape, parse_one
 from cute_lce import linear_cross_entropy, reference
 from cute_lce.measure import records
 from cute_lce.measure.timing import relative_rms
@@ -90,12 +90,9 @@ def run_rank(rank: int, ranks: int, port: int, shape: Shape, command: str, out: 
 
 
 def measure(shape: Shape, ranks: int, command: str) -> list[dict[str, Any]]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "results.json")
-        spawn(run_rank, (ranks, port, shape, command, str(out)), nprocs=ranks)
+        spawn(run_rank, (ranks, free_port(), shape, command, str(out)), nprocs=ranks)
         return records.read([out])
 
 
@@ -116,9 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.show:
         show(records.read(args.show))
         return 0
-    n, d, vocab = map(int, args.shape.split(","))
+    try:
+        shape = parse_one(args.shape)
+    except ValueError as error:
+        parser.error(str(error))
     command = shlex.join(["python3", "-m", "bench.partial", *(arguments or sys.argv[1:])])
-    results = [each for ranks in args.ranks for each in measure(Shape(n, d, vocab), ranks, command)]
+    results = [each for ranks in args.ranks for each in measure(shape, ranks, command)]
     if args.out:
         records.write(args.out, results)
     show(results)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.plot import FIGURES, ROOT, save
+from bench.shapes import parse_one
 from cute_lce.measure import records
 from cute_lce.parallel.collectives import DEFAULT_CTAS
 from cute_lce.plan.overlap import WIRE, sum_bytes, sum_seconds
@@ -151,9 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overlap", metavar="n,d,V", nargs="?", const="8192,4096,131072", help="the table")
     args = parser.parse_args(argv)
     if args.overlap:
-        print(
-            *(f"| {' | '.join(row)} |" for row in overlap_rows(*map(int, args.overlap.split(",")))), sep="\n"
-        )
+        try:
+            shape = parse_one(args.overlap)
+        except ValueError as error:
+            parser.error(str(error))
+        rows = overlap_rows(shape.n, shape.d, shape.vocab)
+        print(*(f"| {' | '.join(row)} |" for row in rows), sep="\n")
         return 0
     files = args.files or sorted((ROOT / "bench" / "results").glob("h200x*_parallel.json"))
     try:

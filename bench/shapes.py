@@ -126,3 +126,11 @@ def parse(text: str) -> tuple[Shape, ...]:
     if min(n, d, vocab) < 1:
         raise ValueError(f"shape must have n, d and V of at least 1, got {text!r}")
     return (Shape(n, d, vocab, frozen=frozen),)
+
+
+def parse_one(text: str) -> Shape:
+    """`parse` of one shape with nothing frozen. Raises ValueError for anything else."""
+    found = parse(text)
+    if len(found) != 1 or found[0].frozen:
+        raise ValueError(f"shape must be n,d,V, got {text!r}")
+    return found[0]

@@ -22,9 +22,11 @@ from bench import (
     heads,
     host_time,
     kernels,
+    partial,
     plot,
     providers,
     run,
+    scaling,
     shapes,
     summary,
     terms,
@@ -1037,6 +1039,17 @@ def test_confident_rows_are_as_precise_by_the_sum_of_others(tmp_path, capsys):
     capsys.readouterr()
     assert confident.main(["--show", str(out)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(results)
+
+
+@pytest.mark.parametrize(
+    ("main", "option"), [(confident.main, "--shape"), (partial.main, "--shape"), (scaling.main, "--overlap")]
+)
+@pytest.mark.parametrize("text", ["8,8", "8,8,x", "8,0,8", "forward", "8,8,8,weight"])
+def test_a_wrong_shape_is_refused(main, option, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([option, text])
+    assert stopped.value.code == 2
+    assert "shape must" in capsys.readouterr().err.splitlines()[-1]
 
 
 TERMS = "logprob,entropy,temperature=0.7"
