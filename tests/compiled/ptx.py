@@ -38,7 +38,7 @@ def ptx(key: Key) -> str:
 
 
 def pass_of(key: Key) -> str:
-    """Also its tiles: how many side by side, and how wide."""
+    """Also its tiles: clusters, and how wide."""
     if isinstance(key, BackwardKey):
         dhidden = "" if key.dhidden == key.tokens else f"-{_tiles(key.dhidden)}"
         return f"backward{_tiles(key.tokens)}{dhidden}-{_tiles(key.dweight)}"
@@ -49,7 +49,7 @@ def pass_of(key: Key) -> str:
 
 
 def _tiles(config: KernelConfig) -> str:
-    return f"{config.cluster_n}x{config.tile_n}"
+    return f"{config.cluster_m}x{config.cluster_n}x{config.tile_n}"
 
 
 def compare(before: str, after: str) -> str:
