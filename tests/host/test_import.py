@@ -29,14 +29,16 @@ def test_import_loads_no_compiler_no_driver_and_no_framework():
 
 def test_import_costs_little_more_than_torch():
     """Timed inside one process, after torch: what is left is the package's own. Its CPU time, which other
-    processes disturb least."""
+    processes disturb least, as a share of torch's, which depends on the machine as ours does."""
     code = """
-import time, torch
+import time
 start = time.process_time()
+import torch
+middle = time.process_time()
 import cute_lce
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 """
-    assert min(float(run(code)) for _ in range(3)) < 0.1
+    assert min(float(run(code)) for _ in range(3)) < 0.08
 
 
 def test_plans_need_neither_torch_nor_cutlass():
