@@ -179,7 +179,7 @@ def test_tall_tiles_of_dhidden(tile_n: int, accesses: int):
         (each for each in found if "Gemm" in each.name), key=lambda each: int(each.name.rsplit("_", 1)[1])
     )
     dhidden = gemms[1]
-    # Of 128 rows for each warpgroup; what it spills before the loop those of SPILLS spill too.
+    # Of 128 rows for each warpgroup; those of SPILLS spill about as much.
     assert dhidden.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{tile_n}k16") == 8
     assert len(dhidden.local_accesses) <= accesses
     # dweight's, shared tiles of 128 x 256.
