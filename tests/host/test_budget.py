@@ -127,7 +127,7 @@ def test_no_candidate_is_below_the_bound_that_spares_looking_at_it(gpu: Gpu, win
 
 def test_two_sweeps_serve_where_the_sum_of_dinput_leaves_no_room():
     """At 340 MiB the sum leaves stripes of 1024 columns; two sweeps take five GEMMs instead of three."""
-    for mb, sweeps, most in ((300, 2, 1.75), (340, 2, 1.75), (400, 1, 1.65), (1400, 1, 1.4)):
+    for mb, sweeps, most in ((300, 2, 1.75), (340, 2, 1.75), (400, 1, 1.63), (1400, 1, 1.4)):
         limits = Limits(workspace=mb * MIB)
         plan = backward.plan(H200, CROWDED, 0, limits)
         assert (len(plan.chunks) > 0) == (sweeps == 2)
