@@ -1,16 +1,20 @@
 """Times of single passes by configuration: what the cost model (cute_lce/plan/cost.py) is calibrated with.
 
     python3 -m bench.kernels --shapes random:3:30 --out bench/results/tuning/h200_kernels.json
+    python3 -m bench.kernels --shapes 22,3584,256000 --windows 36 66 --out h200_windows.json
 
 A row is one pass of one shape with one configuration: "forward"; "keep", the forward that keeps everything;
 "dinput" and "dweight", each from what was kept; "logits", dlogits and dinput of one stripe. Its time includes
-all of the pass's kernels, not only the GEMM. `chosen` marks the plan's choice.
+all of the pass's kernels, not only the GEMM. `chosen` marks the plan's choice. parts: windows of a forward,
+splits of dinput's k.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,7 +39,7 @@ from cute_lce.plan.candidates import Candidate, candidates, faster_splits
 from cute_lce.plan.cost import Gemm
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from cute_lce.plan.plans import BackwardConfigs
-from cute_lce.plan.problem import Limits, Problem
+from cute_lce.plan.problem import Limits, Problem, ceil_div
 from cute_lce.plan.schedule import UNLIMITED
 
 LOSS = LossOptions("mean")
@@ -47,8 +51,9 @@ MOST_LOGITS = 6 * 10**9  # n V of shapes that are kept
 class Calibration:
     """The passes of one shape."""
 
-    def __init__(self, shape: Shape, device: torch.device):
-        self.shape, self.gpu = shape, gpu_of(device)
+    def __init__(self, shape: Shape, device: torch.device, windows: Sequence[int] = ()):
+        """windows: numbers of them with which to time the chosen forward, and nothing else."""
+        self.shape, self.gpu, self.windows = shape, gpu_of(device), windows
         self.problem = Problem(shape.n, shape.d, shape.vocab)
         self.configs = self.gpu.row.configs_for(shape.n, 0)
         self.found = candidates(self.gpu, self.problem)
@@ -66,6 +71,9 @@ class Calibration:
 
     def passes(self) -> Iterator[tuple[str, KernelConfig, bool]]:
         """(pass, configuration, whether it is chosen)."""
+        if self.windows:
+            yield "forward", self.chosen_forward[0], True
+            return
         tokens, dhidden, dweight = self.found.gemms.configs
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
@@ -111,10 +119,12 @@ class Timed:
         self.dloss = torch.ones((), device=device)
         self.saved: Saved | None = None
 
-    def forward(self, kind: str, config: KernelConfig) -> tuple[Callable[[], object], int]:
+    def forward(self, kind: str, config: KernelConfig, windows: int = 0) -> tuple[Callable[[], object], int]:
+        """windows: about how many; 0: as many as are planned."""
         shape = self.calibration.shape
         kept = shape.vocab if kind == "keep" else 0
-        plan = forward.plan(self.calibration.gpu, shape.n, shape.d, shape.vocab, LIMITS, config, kept)
+        limits = Limits(ceil_div(shape.vocab, windows), UNLIMITED) if windows else LIMITS
+        plan = forward.plan(self.calibration.gpu, shape.n, shape.d, shape.vocab, limits, config, kept)
         prepared = KernelForward(self.operands, LOSS, Request(LIMITS, kept), plan)
 
         def run() -> None:
@@ -150,9 +160,12 @@ def rows(calibration: Calibration, device: torch.device, seconds: float) -> Iter
     shape, timed = calibration.shape, Timed(calibration, device)
     labels: list[dict[str, object]] = []
     functions: list[Callable[[], object]] = [Floor(timed.inputs.hidden, timed.inputs.weight, False)]
+    built: list[tuple[str, KernelConfig, bool, tuple[Callable[[], object], int]]] = []
     for kind, config, chosen in calibration.passes():
         build = timed.forward if kind in ("forward", "keep") else timed.backward
-        function, parts = build(kind, config)
+        built.append((kind, config, chosen, build(kind, config)))
+        built += [(kind, config, False, timed.forward(kind, config, count)) for count in calibration.windows]
+    for kind, config, chosen, (function, parts) in built:
         if kind == "keep" and timed.saved is None:
             function()
         functions.append(function)
@@ -181,17 +194,21 @@ def compile_key(key: Key) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.kernels", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", default="random:3:30", help="as in bench.run (%(default)s)")
+    parser.add_argument("--shapes", nargs="+", default=["random:3:30"], help="as in bench.run (%(default)s)")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=(), help="time only the chosen forward, with so many"
+    )
     parser.add_argument("--seconds", type=float, default=0.03, help="timed seconds of a pass (%(default)s)")
     parser.add_argument("--jobs", type=int, default=15, help="number of processes that compile (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    found = [Calibration(shape, device) for shape in parse(args.shapes)]
+    shapes = [shape for text in args.shapes for shape in parse(text)]
+    found = [Calibration(shape, device, args.windows) for shape in shapes]
     keys = list(dict.fromkeys(each.key(kind, config) for each in found for kind, config, _ in each.passes()))
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         list(pool.map(compile_key, keys))
-    origin = provenance(device, f"python3 -m bench.kernels --shapes {args.shapes}")
+    origin = provenance(device, shlex.join(["python3", "-m", "bench.kernels", *sys.argv[1:]]))
     result: list[dict[str, object]] = []
     for each in found:
         try:

@@ -33,6 +33,9 @@ EASED, EASY_BYTES = 0.98, 32
 1.00 times as long as with 48 bytes (docs/measurements.md)."""
 READ_SHARE, WRITE_SHARE = 0.82, 0.65
 """Of the data sheet's DRAM rate."""
+IDLE = 0.13
+"""By what share of itself DRAM's time in a forward grows if no SM but one is busy, linearly: 22 to 95 tokens took
+1.03 to 1.07 times as long with 72 to 92 SMs of an H200 as with all (bench/results/tuning/h200_windows.json)."""
 START_CLOCKS = 8300
 """Of a GEMM: its first loads and its last epilogue."""
 LAUNCH_CLOCKS = 9400
@@ -188,7 +191,8 @@ class Gemm:
         columns, windows, tiles = -(-n // self.columns), partials // self.partials, -(-vocab // self.rows)
         if is_scattered(columns, windows, tiles, self.clusters, self.most_at_once(d)):
             tile *= SCATTERED
-        moved = 2 * (n + vocab) * d / self.rates.read + 2 * n * kept / self.rates.write
+        idle = 1 - columns * tiles / (self.clusters * rounds)
+        moved = 2 * (n + vocab) * d / self.rates.read * (1 + IDLE * idle) + 2 * n * kept / self.rates.write
         combined = LAUNCH_CLOCKS + PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
         if kept:
             # The references, which read a row of each operand for every token, and the completion.

@@ -189,7 +189,7 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     if problem.need_dweight:
         clocks += LAUNCH_CLOCKS + dweight.clocks(vocab, d, chunk, ADDED)
     of_chunk = problem._replace(n=chunk)
-    nbytes = chunk_bytes(problem, chunk, splits if problem.need_dinput else 1)
+    nbytes = chunk_bytes(problem, chunk, 4 * forwards.workspace_floats, splits if problem.need_dinput else 1)
     candidate = Candidate(clocks, nbytes, 0, splits)
     chosen = gemms[dhidden], dhidden.config, dweight.config
     backwards = backward.build(gpu, of_chunk, vocab, chosen, candidate)

@@ -12,6 +12,9 @@ DEFAULT_WORKSPACE = 2304 * MIB
 ROUNDING = 4 * MIB
 """The most by which torch's allocator rounds a call's few large blocks up: each by at most 1 MiB."""
 
+PARTIAL_BYTES = 64 * MIB
+"""The most bytes of partials in a forward's plan; more would save no plan more than 2% of its rounds."""
+
 
 class SmallWorkspace(ValueError):
     """A workspace smaller than the least, in bytes, that a schedule needs."""
@@ -175,17 +178,16 @@ def sweeps_bytes(problem: Problem, chunk: int, splits: int, columns: int) -> int
 
 
 def chunk_forward_bytes(problem: Problem, chunk: int) -> int:
-    """Bytes of the forward of a chunk of tokens in grad_in_forward, which keeps all columns: a sixteenth of
-    what it keeps is for its partials."""
+    """Bytes that the forward of a chunk of tokens may take in grad_in_forward: it keeps all columns, and a
+    sixteenth of what it keeps is for its partials."""
     return window_bytes(chunk) + keeping_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
 
 
-def chunk_bytes(problem: Problem, chunk: int, splits: int) -> int:
+def chunk_bytes(problem: Problem, chunk: int, partials: int, splits: int) -> int:
     """Bytes of the workspace of a chunk: what it keeps, its factors, and in the same memory first what only
-    its forward uses, with a copy of its hidden states, then its backward's scaled rows and sums of dhidden's
-    `splits`."""
-    of_forward = window_bytes(chunk) + keep_workspace_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
-    of_forward += 2 * chunk * problem.d
+    its forward uses, `partials` bytes of it for its partials, with a copy of its hidden states, then its
+    backward's scaled rows and sums of dhidden's `splits`."""
+    of_forward = partials + keep_workspace_bytes(chunk, problem.vocab) + 2 * chunk * problem.d
     of_backward = chunk * problem.d * (2 * problem.need_dweight + 4 * splits * problem.need_dinput)
     return 2 * chunk * round_up(problem.vocab, 8) + max(of_forward, of_backward) + 64 * chunk + 4 * KIB
 

@@ -579,8 +579,8 @@ def peak_extra(case: Case, *, need_dweight: bool = True, reduction: str = "mean"
         (1024, 4096, 262144, 560),
         (8192, 4096, 131072, 310),
         (8192, 4096, 131072, 2350),
-        # The float32 sum of dinput alone would take 280 MiB.
-        (20480, 3584, 128256, 260),
+        # The float32 sum of dinput alone would take 280 MiB; an H100 accepts no less than 286.
+        (20480, 3584, 128256, 290),
     ],
 )
 def test_workspace_is_a_promise(n, d, V, workspace_mb, reduction):
@@ -643,7 +643,7 @@ def test_more_workspace_is_not_slower_where_the_sum_of_dinput_crowds():
             times.append(begin.elapsed_time(end))
         return sorted(times[1:])[1]
 
-    found = [milliseconds(workspace_mb) for workspace_mb in (260, 400, 1400, 5600)]
+    found = [milliseconds(workspace_mb) for workspace_mb in (290, 400, 1400, 5600)]
     assert all(more <= 1.03 * less for less, more in pairwise(found)), found
     assert found[0] < 1.9 * found[-1], found
 
