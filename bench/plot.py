@@ -1,7 +1,7 @@
 """Plot the multiple of the floor by number of tokens: ours and the peers', forward and forward + backward.
 
-    python3 -m bench.plot                                     # each bench/results/*_random.json
-    python3 -m bench.plot bench/results/h200_random.json --out docs/figures/h200_random.png
+    python3 -m bench.plot                  # of each GPU, its bench/results/*_random*.json together
+    python3 -m bench.plot bench/results/h200_random11.json --out docs/figures/h200_random.png
 
 Each shape is a point; a line joins the geometric means of the shapes between one power of two and the next.
 Points of short calls (`bench.summary`) are small, are in no line and do not stretch the axis: one that lies
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -247,9 +248,11 @@ def save_figures(
     kept: Sequence[str],
     draw: Callable[[Sequence[Result]], Figure],
     ending: str = "",
+    name: Callable[[Path], str] = lambda file: file.stem,
 ) -> int:
     """A figure of each file, or of all in --out. kept: the ends of the names of those that are taken where
-    none is given. ending: of the figure's name, after the file's."""
+    none is given. ending: of the figure's name, after the file's, or after `name`, by which several files
+    may be in one figure."""
     parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="kept results of bench.run")
     parser.add_argument("--out", type=Path, help="PNG or SVG of all files (a PNG of each in docs/figures)")
     args = parser.parse_args(argv)
@@ -258,8 +261,9 @@ def save_figures(
     if not files:
         print(f"no bench/results/*{' or *'.join(kept)} is kept")
         return 0
-    names = {FIGURES / f"{file.stem}{ending}.png": [file] for file in files}
-    groups = {args.out: files} if args.out else names
+    groups: dict[Path, list[Path]] = {args.out: files} if args.out else {}
+    for file in files * (not groups):
+        groups.setdefault(FIGURES / f"{name(file)}{ending}.png", []).append(file)
     for out, group in groups.items():
         try:
             save(draw(records.read(group)), out)
@@ -273,7 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return save_figures(parser, argv, ["_random.json"], draw)
+    return save_figures(
+        parser, argv, ["_random*.json"], draw, name=lambda file: re.sub("_random.*", "_random", file.stem)
+    )
 
 
 if __name__ == "__main__":

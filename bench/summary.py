@@ -98,8 +98,8 @@ def comparable(results: Iterable[Result], dtype: str = "bf16") -> list[Result]:
 
 
 def measured(results: Iterable[Result], provider: str) -> dict[tuple, Result]:
-    """A result of each shape, pass and reduction: ours with the most workspace, of schedule "auto"; the
-    fastest of those whose name begins so, of a peer."""
+    """A result of each shape, pass and reduction: ours of schedule "auto" with the most workspace, of several
+    such the last; of a peer the fastest of those whose name begins so."""
     found: dict[tuple, Result] = {}
     for result in results:
         if result.get("failed") or not result["provider"].startswith(provider):
@@ -108,7 +108,7 @@ def measured(results: Iterable[Result], provider: str) -> dict[tuple, Result]:
             continue
         other = found.setdefault(key_of(result), result)
         better = (
-            (result["workspace_mb"] or 0) >= (other["workspace_mb"] or 0)
+            (result["workspace_mb"] or 0, result["date"]) >= (other["workspace_mb"] or 0, other["date"])
             if provider == OURS
             else times(result) < times(other)
         )

@@ -153,9 +153,9 @@ def test_no_temporary_of_the_weights_size(out_dtype):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        train(case, dloss, schedule="recompute", workspace_mb=32, grad_weight_out=out)
+        train(case, dloss, schedule="recompute", workspace_mb=64, grad_weight_out=out)
         peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 33 * MIB < case.linear_weight.nbytes
+    assert peak < 65 * MIB < case.linear_weight.nbytes
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])

@@ -350,6 +350,11 @@ def ranges(file: str) -> Rows:
     return [[*row[:5], *row[7:10]] for row in summary.range_rows(records(file))]
 
 
+def beside(file: str) -> Rows:
+    """bench.summary's of each peer, without the bars and the short calls."""
+    return [row[:5] for row in summary.peer_rows(records(file))]
+
+
 def accumulation(file: str) -> Rows:
     """The sum's error, by rows, batches and way."""
     names = {
@@ -669,6 +674,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         host_time,
         host_side,
         ranges,
+        beside,
         accumulation,
         kept_logits,
         partial,
