@@ -52,7 +52,8 @@ class Calibration:
     """The passes of one shape."""
 
     def __init__(self, shape: Shape, device: torch.device, windows: Sequence[int] = ()):
-        """windows: numbers of them with which to time the chosen forward, and nothing else."""
+        """windows: numbers of them with which to time the chosen forward, beside that of its plan; then
+        nothing else is timed."""
         self.shape, self.gpu, self.windows = shape, gpu_of(device), windows
         self.problem = Problem(shape.n, shape.d, shape.vocab)
         self.configs = self.gpu.row.configs_for(shape.n, 0)
@@ -160,14 +161,10 @@ def rows(calibration: Calibration, device: torch.device, seconds: float) -> Iter
     shape, timed = calibration.shape, Timed(calibration, device)
     labels: list[dict[str, object]] = []
     functions: list[Callable[[], object]] = [Floor(timed.inputs.hidden, timed.inputs.weight, False)]
-    built: list[tuple[str, KernelConfig, bool, tuple[Callable[[], object], int]]] = []
-    for kind, config, chosen in calibration.passes():
-        build = timed.forward if kind in ("forward", "keep") else timed.backward
-        built.append((kind, config, chosen, build(kind, config)))
-        built += [(kind, config, False, timed.forward(kind, config, count)) for count in calibration.windows]
-    for kind, config, chosen, (function, parts) in built:
-        if kind == "keep" and timed.saved is None:
-            function()
+
+    def add(
+        kind: str, config: KernelConfig, chosen: bool, function: Callable[[], object], parts: int
+    ) -> None:
         functions.append(function)
         labels.append(
             {
@@ -182,6 +179,17 @@ def rows(calibration: Calibration, device: torch.device, seconds: float) -> Iter
                 "chosen": chosen,
             }
         )
+
+    for kind, config, chosen in calibration.passes():
+        build = timed.forward if kind in ("forward", "keep") else timed.backward
+        function, planned = build(kind, config)
+        if kind == "keep" and timed.saved is None:
+            function()
+        add(kind, config, chosen, function, planned)
+        for count in calibration.windows:
+            function, parts = timed.forward(kind, config, count)
+            if parts != planned:
+                add(kind, config, False, function, parts)
     budget = seconds * len(functions)
     floor, *times = time_interleaved(functions, device, budget_s=budget, runs=1)
     for label, timing in zip(labels, times, strict=True):
@@ -196,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["random:3:30"], help="as in bench.run (%(default)s)")
     parser.add_argument(
-        "--windows", type=int, nargs="+", default=(), help="time only the chosen forward, with so many"
+        "--windows", type=int, nargs="+", default=(), help="time only the chosen forward, with so many too"
     )
     parser.add_argument("--seconds", type=float, default=0.03, help="timed seconds of a pass (%(default)s)")
     parser.add_argument("--jobs", type=int, default=15, help="number of processes that compile (%(default)s)")

@@ -1,7 +1,7 @@
 """Plot the multiple of the floor by number of tokens: ours and the peers', forward and forward + backward.
 
     python3 -m bench.plot                  # of each GPU, its bench/results/*_random*.json together
-    python3 -m bench.plot bench/results/h200_random11.json --out docs/figures/h200_random.png
+    python3 -m bench.plot bench/results/h200_random11.json --out random11.png
 
 Each shape is a point; a line joins the geometric means of the shapes between one power of two and the next.
 Points of short calls (`bench.summary`) are small, are in no line and do not stretch the axis: one that lies
@@ -254,7 +254,7 @@ def save_figures(
     none is given. ending: of the figure's name, after the file's, or after `name`, by which several files
     may be in one figure."""
     parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="kept results of bench.run")
-    parser.add_argument("--out", type=Path, help="PNG or SVG of all files (a PNG of each in docs/figures)")
+    parser.add_argument("--out", type=Path, help="PNG or SVG of all files (PNGs in docs/figures)")
     args = parser.parse_args(argv)
     folder = ROOT / "bench" / "results"
     files = args.files or sorted(file for end in kept for file in folder.glob(f"*{end}"))
@@ -262,7 +262,7 @@ def save_figures(
         print(f"no bench/results/*{' or *'.join(kept)} is kept")
         return 0
     groups: dict[Path, list[Path]] = {args.out: files} if args.out else {}
-    for file in files * (not groups):
+    for file in [] if args.out else files:
         groups.setdefault(FIGURES / f"{name(file)}{ending}.png", []).append(file)
     for out, group in groups.items():
         try:

@@ -4,7 +4,7 @@ Only rows of `bench.run` in one dtype count, of calls where both operands need g
 with several budgets, the largest counts. A call is short if its floor takes less than 0.3 ms: launches
 dominate it, so the microseconds above the floor are given instead of multiples.
 
-    python3 -m bench.summary bench/results/h200_random.json
+    python3 -m bench.summary bench/results/h200_random11.json
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def _worst(results: Sequence[Result], size: Callable[[Result], float], form: str
     if not results:
         return "-", "-"
     result = max(results, key=size)
-    return format(size(result), form), where(result)
+    found = format(size(result), form)
+    return "0" if found == "-0" else found, where(result)
 
 
 def _bars(bars: tuple[float | None, float]) -> str:

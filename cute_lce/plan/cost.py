@@ -35,8 +35,8 @@ READ_SHARE, WRITE_SHARE = 0.82, 0.65
 """Of the data sheet's DRAM rate."""
 IDLE = 0.13
 """By what share of itself DRAM's time in a forward grows with the share of SMs that are idle: 20 to 35 tokens
-took 1.01 to 1.07 times as long with 70 to 104 SMs of an H200 as with 126 to 132
-(bench/results/tuning/h200_windows.json)."""
+took 1.01 to 1.07 times as long with 70 to 104 SMs of an H200 as with 126 to 132; 114 to 120 took 0.98 to
+1.01, which the model does not have (bench/results/tuning/h200_windows.json)."""
 START_CLOCKS = 8300
 """Of a GEMM: its first loads and its last epilogue."""
 LAUNCH_CLOCKS = 9400

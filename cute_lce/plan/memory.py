@@ -178,14 +178,14 @@ def sweeps_bytes(problem: Problem, chunk: int, splits: int, columns: int) -> int
 
 
 def chunk_forward_bytes(problem: Problem, chunk: int) -> int:
-    """Bytes that the forward of a chunk of tokens may take in grad_in_forward: it keeps all columns, and a
-    sixteenth of what it keeps is for its partials."""
+    """Bytes that the forward of a chunk of tokens may take in grad_in_forward: it keeps all columns, and
+    partials take at most a sixteenth of what it keeps."""
     return window_bytes(chunk) + keeping_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
 
 
 def chunk_bytes(problem: Problem, chunk: int, partials: int, splits: int) -> int:
     """Bytes of the workspace of a chunk: what it keeps, its factors, and in the same memory first what only
-    its forward uses, `partials` bytes of it for its partials, with a copy of its hidden states, then its
+    its forward uses, `partials` bytes of it its plan's workspace, with a copy of its hidden states, then its
     backward's scaled rows and sums of dhidden's `splits`."""
     of_forward = partials + keep_workspace_bytes(chunk, problem.vocab) + 2 * chunk * problem.d
     of_backward = chunk * problem.d * (2 * problem.need_dweight + 4 * splits * problem.need_dinput)

@@ -136,12 +136,19 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
 
         def __init__(self, calibration, device):
             self.inputs = Inputs(*map(torch.zeros, (1, 1, 1, 1)))
-            self.saved, self.parts = object(), itertools.count(1)
+            self.saved, self.parts = None, itertools.count(1)
 
-        def forward(self, kind, config):
-            return (lambda: time.sleep(1e-4)), next(self.parts)
+        def forward(self, kind, config, windows=0):
+            def run():
+                time.sleep(1e-4)
+                if kind == "keep":
+                    self.saved = object()
 
-        backward = forward
+            return run, windows or next(self.parts)
+
+        def backward(self, kind, config):
+            assert self.saved is not None, "no forward has kept anything"
+            return self.forward(kind, config)
 
     monkeypatch.setattr(kernels, "Timed", Sleeping)
     (shape,) = shapes.parse("98,2880,201088")
@@ -161,6 +168,15 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
         assert row["ms"] > 0.1
         assert row["logits_floor_ms"] > 0.2
     assert all(set(row) == set(measured[0]) for row in measured)
+
+    windows = kernels.Calibration(shape, CPU, (36, 1, 66))
+    found = list(kernels.rows(windows, CPU, 1e-4))
+    # 1 is the plan's own number here.
+    assert [(row["pass"], row["parts"], row["chosen"]) for row in found] == [
+        ("forward", 1, True),
+        ("forward", 36, False),
+        ("forward", 66, False),
+    ]
 
 
 def test_passes_are_written_where_the_caller_says(monkeypatch, capsys):

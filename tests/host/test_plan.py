@@ -105,7 +105,8 @@ def test_clusters_are_not_spread_over_many_groups(model: int):
 
 @pytest.mark.parametrize("model", range(2))
 def test_few_tokens_have_all_sms(model: int):
-    """Whatever the tiles' own time: half of an H200's SMs read the weight at 94 to 97% of the rate of all."""
+    """Although fewer suffice by their tiles' own time: 86 to 104 SMs of an H200 read the weight of 20 to 35
+    tokens at 94 to 97% of the rate of 126 to 132."""
     gpu = H200._replace(model=model)
     for n, d, vocab in ((20, 5376, 262208), (22, 3584, 256000), (95, 4096, 151936), (133, 2880, 201088)):
         grid = forward.plan(gpu, n, d, vocab).gemm
