@@ -185,13 +185,17 @@ class Gemm:
         clusters for each column of a group, other clusters are in the next groups already."""
         return SCATTERED_GROUPS * self.group(d)
 
+    def scattered(self, d: int, columns: int, windows: int, tiles: int) -> float:
+        """Times a forward's tiles take longer because they are scattered (`is_scattered`)."""
+        most = self.most_at_once(d)
+        return SCATTERED if is_scattered(columns, windows, tiles, self.clusters, most) else 1.0
+
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""
         share = kept / vocab
         tile = self.tile(d, STATISTICS) * (1 - share) + self.tile(d, EXPONENTIALS) * share
         columns, windows, tiles = -(-n // self.columns), partials // self.partials, -(-vocab // self.rows)
-        if is_scattered(columns, windows, tiles, self.clusters, self.most_at_once(d)):
-            tile *= SCATTERED
+        tile *= self.scattered(d, columns, windows, tiles)
         idle = 1 - columns * tiles / (self.clusters * rounds)
         moved = 2 * (n + vocab) * d / self.rates.read * (1 + IDLE * idle) + 2 * n * kept / self.rates.write
         combined = LAUNCH_CLOCKS + PARTIAL_CLOCKS * partials * ceil_div(n, 8192)

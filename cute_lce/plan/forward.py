@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
-from .cost import EXPONENTIALS, SCATTERED, STATISTICS, Gemm, is_scattered
+from .cost import EXPONENTIALS, STATISTICS, Gemm, is_scattered
 from .gemm import is_paced
 from .memory import DEFAULT_WORKSPACE, PARTIAL_BYTES, keeping_bytes, window_bytes
 from .plans import ForwardPlan
@@ -129,8 +129,7 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
         clocks = columns * gemm.tile(d, epilogue) / gemm.rows
         tiles = ceil_div(vocab, gemm.rows)
         windows = min(tiles, max(1, PARTIAL_BYTES // max(8 * n * gemm.partials, 1)))
-        if is_scattered(columns, windows, tiles, gemm.clusters, gemm.most_at_once(d)):
-            clocks *= SCATTERED
+        clocks *= gemm.scattered(d, columns, windows, tiles)
         return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 
     return min(gpu.row.configs_for(n, window, gpu.columns).forwards(keeps), key=cost)
