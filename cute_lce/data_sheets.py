@@ -4,7 +4,8 @@ GPUs of one architecture run the same kernels and differ in memory and L2, on wh
 H100 has five sixths of an H200's L2, and its SMs load 5% to 17% less from it in a clock.
 
 The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_tiles.json there
-(tests/host/test_cost.py); what a B200's data sheet does not say is a guess.
+and, of writes, to bench/results/h100_random11.json (tests/host/test_cost.py); what a B200's data sheet does not
+say is a guess.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class DataSheet:
         tiles of tokens side by side.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
         tokens side by side.
+    write_share: of the data sheet's DRAM rate, that writes reach.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
         DRAM keep theirs.
     """
@@ -39,6 +41,7 @@ class DataSheet:
     panel_beside: int
     l2_bytes_per_clock: float
     beside: float
+    write_share: float
     sustained: float
 
 
@@ -52,6 +55,7 @@ H200 = DataSheet(
     panel_beside=22 * MIB,
     l2_bytes_per_clock=42,
     beside=42,
+    write_share=0.65,
     sustained=0.847,
 )
 H100 = DataSheet(
@@ -64,6 +68,7 @@ H100 = DataSheet(
     panel_beside=5 * MIB,
     l2_bytes_per_clock=35,
     beside=40,
+    write_share=0.75,
     sustained=0.95,
 )
 B200 = DataSheet(
@@ -76,6 +81,7 @@ B200 = DataSheet(
     panel_beside=55 * MIB,
     l2_bytes_per_clock=72,
     beside=72,
+    write_share=0.65,
     sustained=0.847,
 )
 

@@ -31,8 +31,8 @@ MMA_CLOCKS = 1.077
 EASED, EASY_BYTES = 0.98, 32
 """Of those, where an SM loads no more bytes from L2 in a clock of theirs: dinput of five shapes took 0.967 to
 1.00 times as long as with 48 bytes (docs/measurements.md)."""
-READ_SHARE, WRITE_SHARE = 0.82, 0.65
-"""Of the data sheet's DRAM rate."""
+READ_SHARE = 0.82
+"""Of the data sheet's DRAM rate, that reads reach."""
 IDLE = 0.13
 """By what share of itself DRAM's time in a forward grows with the share of SMs that are idle: 20 to 35 tokens
 took 1.01 to 1.07 times as long with 70 to 104 SMs of an H200 as with 126 to 132; 114 to 120 took 0.98 to
@@ -102,7 +102,7 @@ class Rates:
         slower = 1 - (1 - sheet.sustained) * min(max(heat, 0.0), 1.0)
         self.clock = slower * CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
         self.read = READ_SHARE * sheet.memory / self.clock
-        self.write = WRITE_SHARE * sheet.memory / self.clock
+        self.write = sheet.write_share * sheet.memory / self.clock
         self.l2, self.l2_beside = sheet.l2_bytes_per_clock / slower, sheet.beside / slower
 
 

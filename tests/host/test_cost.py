@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -13,9 +14,9 @@ from typing import NamedTuple
 import pytest
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig
-from cute_lce.plan import backward, cost, forward
+from cute_lce.plan import backward, cost, forward, schedule
 from cute_lce.plan.candidates import Candidate
-from cute_lce.plan.problem import Limits, Problem, ceil_div
+from cute_lce.plan.problem import MIB, Limits, Problem, ceil_div
 
 MEASURED = Path(__file__).parents[2].joinpath("bench", "results", "tuning", "h200_kernels.json")
 PASSES = ("forward", "keep", "dinput", "dweight", "logits")
@@ -150,6 +151,29 @@ def test_tiles_of_a_gpu_are_nearly_its_fastest(model: str):
     assert len(slower) >= 10
     assert sum(slower) / len(slower) <= 1.01
     assert max(slower) <= 1.05
+
+
+@pytest.mark.parametrize("step", ["fwd", "fwd_bwd"])
+@pytest.mark.parametrize("seed", ["11", "29"])
+@pytest.mark.parametrize("model", ["h200", "h100"])
+def test_whole_calls_are_predicted(model: str, seed: str, step: str):
+    """Of calls over random shapes with a floor of 0.3 ms and more, 90% within 10%, but for the run's clock."""
+    gpu = GPU._replace(model=("h200", "h100").index(model))
+    path = MEASURED.parents[1] / f"{model}_random{seed}.json"
+    ratios = []
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        if row["pass"] != step or row["floor_ms"] < 0.3:
+            continue
+        problem = Problem(row["n"], row["d"], row["vocab"])
+        if step == "fwd":
+            seconds = cost.forward_seconds(gpu, problem, forward.plan(gpu, *problem[:3]))
+        else:
+            limits = Limits(workspace=int(row["workspace_mb"] * MIB))
+            seconds = schedule.predict(gpu, problem, "auto", limits).seconds
+        ratios.append(row["ms"] / 1e3 / seconds)
+    assert len(ratios) >= 19
+    clock = statistics.median(ratios)
+    assert sum(abs(ratio / clock - 1) <= 0.1 for ratio in ratios) >= 0.9 * len(ratios)
 
 
 def test_an_h100_wants_other_tiles_than_an_h200():
