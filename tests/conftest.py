@@ -8,6 +8,7 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect, and so count in the closing line, what needs a GPU where there is none; and give tests that
     compile the same kernels to one worker, which keeps them."""
@@ -21,19 +22,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in needs_gpu]
 
 
+# Numbers of tokens and terms of the loss, for which kernels are compiled that no other test shares.
+_TERMS = ("test_terms", "test_shard_terms", "test_own_terms", "test_softcap", "test_kept_logits")
+
+
 def _kernels_of(item: pytest.Item) -> str:
     """The kernels that a test of compiled code compiles: of forwards its file's, of others those of its
     parameters; of emulated code, whose tests and whose mutations share most kernels, their architecture,
-    which is Hopper where none is named. "" for any other."""
+    which is Hopper where none is named, and whether they have terms. "" for any other.
+
+    A name without brackets: pytest-xdist takes a group from behind the last one of an id.
+    """
     if "tests/compiled/test_sm" in item.nodeid:
         return item.nodeid.partition("::")[0]
     if "tests/compiled/" in item.nodeid:
-        return item.name.partition("[")[2]
+        return item.name.partition("[")[2].removesuffix("]")
     if "test_mutations.py::test_some" in item.nodeid:
         return "sm_100a" if "Blackwell" in item.name else "sm_90a"
     # What is emulated as planned has kernels of its own.
     if "tests/emulated/" in item.nodeid and "as_planned" not in getattr(item, "fixturenames", ()):
-        return "sm_100a" if "sm_100a" in item.nodeid or "test_sm100.py" in item.nodeid else "sm_90a"
+        arch = "sm_100a" if "sm_100a" in item.nodeid or "test_sm100.py" in item.nodeid else "sm_90a"
+        return f"{arch}, terms" if item.path.stem in _TERMS else arch
     return ""
 
 

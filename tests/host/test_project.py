@@ -39,3 +39,12 @@ def test_the_workflow_checks_the_oldest_python_that_is_supported():
     assert versions.split(", ")[0] == f'"{oldest}"'
     assert re.findall(r"run: (.+)", workflow) == ["make check"]
     assert re.findall(r"^exec (.+)$", text(".ci/run"), flags=re.MULTILINE) == ["make check"]
+
+
+def test_tests_of_the_same_kernels_have_one_worker(request):
+    """As pytest-xdist, where it distributes by groups, reads them: behind the last bracket of an id."""
+    distributes = request.config.getoption("loadgroup", default=False)
+    for item in request.session.items:
+        for mark in item.iter_markers("xdist_group"):
+            assert not set("@[]").intersection(mark.args[0]), item.nodeid
+            assert item.nodeid.endswith(f"@{mark.args[0]}") or not distributes, item.nodeid
