@@ -139,6 +139,7 @@ _VARIABLE = re.compile(
 )
 _REGISTERS = re.compile(r"([%\w$]+)<(\d+)>")
 _LITERAL = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[bB][01]+|\d+)U?$")
+_MARK = re.compile(r"[{}:;\n]")
 _NAME = re.compile(r"[%\w$][\w$]*$")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?(?:0x[0-9a-fA-F]+|\d+)))?\s*\]$")
 _SPECIAL = re.compile(
@@ -246,12 +247,17 @@ class _BodyParser:
         for ins in self.instructions:
             ins.operands = tuple(self._resolve_label(ins, op) for op in ins.operands)
 
-    def _parse(self, text: str, i: int) -> int:
-        buffer_start, depth, line = i, 0, text.count("\n", 0, i) + 1
-        while True:
-            ch = text[i]
-            blank = not text[buffer_start:i].strip()
-            if ch == "{" and depth == 0 and blank:
+    def _parse(self, text: str, start: int) -> int:
+        buffer_start, depth, line = start, 0, text.count("\n", 0, start) + 1
+        for mark in _MARK.finditer(text, start):
+            ch, i = mark[0], mark.start()
+            if ch == "\n":
+                line += 1
+            elif ch == ";":
+                if depth == 0:
+                    self._statement(" ".join(text[buffer_start:i].split()), line)
+                    buffer_start = i + 1
+            elif ch == "{" and depth == 0 and not text[buffer_start:i].strip():
                 self._scopes.append({})
                 self._scope_ids.append(self._next_scope)
                 self._next_scope += 1
@@ -266,20 +272,10 @@ class _BodyParser:
                 buffer_start = i + 1
                 if not self._scopes:
                     return i + 1
-            elif (
-                ch == ":"
-                and text[i + 1] != ":"
-                and text[i - 1] != ":"
-                and re.fullmatch(r"\s*[\w$]+", text[buffer_start:i])
-            ):
+            elif ":" not in (text[i - 1], text[i + 1]) and re.fullmatch(r"\s*[\w$]+", text[buffer_start:i]):
                 self._label(text[buffer_start:i].strip())
                 buffer_start = i + 1
-            elif ch == ";" and depth == 0:
-                self._statement(" ".join(text[buffer_start:i].split()), line)
-                buffer_start = i + 1
-            elif ch == "\n":
-                line += 1
-            i += 1
+        raise EmulatorError("not PTX: the text ends inside a kernel")
 
     def _label(self, name: str) -> None:
         scope = self._scope_ids[-1]
