@@ -4,7 +4,7 @@ GPUs of one architecture run the same kernels and differ in memory and L2, on wh
 H100 has five sixths of an H200's L2, and its SMs load 5% to 17% less from it in a clock.
 
 The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_tiles.json there
-and, of writes, to bench/results/h100_random11.json (tests/host/test_cost.py); what a B200's data sheet does not
+and, of writes, to bench/results/h100_random11.json (tests/host/test_cost.py); what a B200's sheet does not
 say is a guess.
 """
 

@@ -101,6 +101,10 @@ def _show_forward(args: argparse.Namespace, gpu: Gpu, chosen: forward.ForwardPla
     rows.append(("window", f"{chosen.window} columns"))
     rows.append(("busiest cluster", f"{chosen.rounds / chosen.ideal_rounds:.3f} of an even share"))
     rows.append(("workspace", f"{chosen.workspace_floats * 4 / 2**20:.2f} MiB"))
+    seconds = cost.forward_seconds(gpu, Problem(chosen.n, chosen.d, chosen.vocab), chosen)
+    rows.append(("predicted", f"{seconds * 1e3:.3f} ms"))
+    gemm = cost.Gemm(gpu, config, chosen.n * chosen.d * chosen.vocab)
+    rows.append(("bound by", gemm.bound(chosen.vocab, chosen.n, chosen.d, cost.STATISTICS)))
     print_table(rows, indent=2)
 
     # Both operands and the targets are read once, and each token's loss is written; operands are 16-bit.
@@ -199,10 +203,10 @@ def _show_prediction(
         most = _times(predicted, schedule.HELPFUL * predicted.best)
         rows.append(("least workspace", f"{least:.2f} MiB"))
         rows.append(("helpful workspace", f"{helpful:.2f} MiB, from which it is at most {most}"))
-    if args.schedule == "auto" and grad_in_forward.is_faster(gpu, problem, limits, chosen.kept):
-        instead = grad_in_forward.seconds(gpu, problem, limits) or 0.0
+    instead = grad_in_forward.predict(gpu, problem, "auto", limits) if args.schedule == "auto" else None
+    if instead is not None and instead.seconds < predicted.seconds:
         calls = 'eager calls with "mean" or "sum"' if problem.need_dweight else "eager calls"
-        text = f'{instead * 1e3:.3f} ms, {_times(predicted, instead)}: "auto" in {calls}'
+        text = f'{instead.seconds * 1e3:.3f} ms, {_times(predicted, instead.seconds)}: "auto" in {calls}'
         rows.append(("grad_in_forward", text))
     bounds: dict[str, str] = {}
     for each, tall in [*((c.stripe, c.tokens) for c in chosen.chunks), *((s, n) for s in chosen.stripes)]:

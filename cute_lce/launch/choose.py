@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import ModuleType
 
 import torch
 
@@ -36,17 +37,19 @@ def choose(
         found = STREAMING.choose(problem, dtype, device, schedule, reduction, limits._replace(workspace=0))
         # Without a workspace nothing is compared, and sizes may be unknown.
         if limits.workspace:
-            grad_in_forward.check_workspace(gpu, _known_sizes(problem), Limits(*map(_known, limits)))
+            known, known_limits = _known_sizes(problem), Limits(*map(_known, limits))
+            grad_in_forward.check_workspace(gpu, known, known_limits)
+            _log_if_slow(gpu, known, schedule, known_limits, grad_in_forward)
         return found
     known = _known_sizes(problem)
     known_limits = Limits(*map(_known, limits))
     found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
     accumulates = schedule == "auto" and may_accumulate
     accumulates = accumulates and (reduction != "none" or not problem.need_dweight)
-    if accumulates and grad_in_forward.is_faster(gpu, known, known_limits, kept):
+    if accumulates and grad_in_forward.is_faster(gpu, known, known_limits):
+        _log_if_slow(gpu, known, schedule, known_limits, grad_in_forward)
         return "grad_in_forward", 0
-    if kept < known.vocab and known.n:
-        _log_if_slow(gpu, known, schedule, known_limits)
+    _log_if_slow(gpu, known, schedule, known_limits, schedule_plan)
     if any(isinstance(size, torch.SymInt) for size in (problem.n, problem.d, problem.vocab)):
         kept = schedule_plan.kept_of_any(gpu, known, problem, kept, known_limits)
     return found, kept
@@ -70,13 +73,17 @@ def _known(size: int) -> int:
     return size
 
 
-def _log_if_slow(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> None:
-    """Log a call that another workspace would make much faster, once for all numbers of tokens."""
+def _log_if_slow(gpu: Gpu, problem: Problem, schedule: str, limits: Limits, plans: ModuleType) -> None:
+    """Log a call that another workspace would make much faster, once for all numbers of tokens. plans: of
+    the schedule that it has: schedule_plan or grad_in_forward."""
     kind = gpu, problem._replace(n=0), schedule, limits
-    if kind in _logged or not (found := schedule_plan.predict(gpu, problem, schedule, limits)).is_slow:
+    if not problem.n or kind in _logged:
+        return
+    found = plans.predict(gpu, problem, schedule, limits)
+    if not found.is_slow:
         return
     _logged.add(kind)
-    helpful = schedule_plan.helpful_workspace(gpu, problem, schedule, limits)
+    helpful = plans.helpful_workspace(gpu, problem, schedule, limits)
     # Whoever gives a number may not know what it costs; the default is documented.
     _logger.log(
         logging.WARNING if limits.workspace else logging.INFO,

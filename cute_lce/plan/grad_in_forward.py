@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..arch import Gpu
 from . import backward, forward, schedule
 from .candidates import Candidate, faster_splits
-from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, sum_clocks
+from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, floor_seconds, sum_clocks
 from .gemm import cluster_count
 from .memory import (
     DEFAULT_WORKSPACE,
@@ -36,7 +36,7 @@ rounds in chunks of 6656, and took some 7% longer than the model has it. Like th
 architectures."""
 FAR = 1.02
 """Times its GEMMs that a call is predicted to take before "auto" looks at grad_in_forward, whose plan takes
-some 10 ms."""
+some 10 ms; and the least that "auto" expects of it, so that its time never rises with the workspace."""
 
 
 class ChunkPlan(NamedTuple):
@@ -69,8 +69,7 @@ def plan(gpu: Gpu, problem: Problem, limits: Limits) -> GradInForwardPlan:
     """The fastest within limits.workspace; 0: the default, or what is needed to come near the fastest. There
     is at least one token."""
     found = _choices(gpu, problem)
-    room = usable(limits.workspace or max(DEFAULT_WORKSPACE, workspace_for(_helpful(found))))
-    fit = [choice for choice in found if choice.bytes <= room] or [min(found)]
+    fit = [choice for choice in found if choice.bytes <= _room(limits, found)] or [min(found)]
     chosen = min(fit, key=lambda choice: (choice.clocks, choice.bytes))
     full, rest = divmod(problem.n, chosen.chunk)
     tokens = (chosen.chunk,) * full + ((rest,) if rest else ())
@@ -78,47 +77,89 @@ def plan(gpu: Gpu, problem: Problem, limits: Limits) -> GradInForwardPlan:
     return GradInForwardPlan(tokens, chunks, chosen.bytes, chosen.clocks)
 
 
-def seconds(gpu: Gpu, problem: Problem, limits: Limits) -> float | None:
-    """What the fastest within limits.workspace, or the default, is predicted to take, with the pass that
-    makes gradients of the accumulators; None: nothing fits."""
-    room = usable(limits.workspace or DEFAULT_WORKSPACE)
-    fit = [choice.clocks for choice in _choices(gpu, problem) if choice.bytes <= room]
-    if not fit:
-        return None
-    return seconds_of(gpu, problem, min(fit))
-
-
 def seconds_of(gpu: Gpu, problem: Problem, clocks: int) -> float:
     """What chunks of so many clocks, and the pass that makes gradients of the accumulators, are predicted to
     take."""
     rates = Rates(gpu, problem.n * problem.d * problem.vocab)
+    return (clocks + _rounding_clocks(problem, rates)) / rates.clock
+
+
+def _rounding_clocks(problem: Problem, rates: Rates) -> float:
+    """Of the pass that makes gradients of the accumulators."""
     rows = problem.need_dinput * problem.n + problem.need_dweight * problem.vocab
-    return (clocks + 6 * rows * problem.d / rates.read) / rates.clock
+    return 6 * rows * problem.d / rates.read
 
 
-def is_faster(gpu: Gpu, problem: Problem, limits: Limits, kept: int) -> bool:
-    """Whether "auto" takes it, within the limits and where a call allows it, instead of `kept` columns."""
-    if limits.window or not problem.wants_gradient or not problem.n or kept == problem.vocab:
-        return False
-    other = schedule.predict(gpu, problem, "auto", limits)
-    if other.seconds < FAR * other.floor:
-        return False
-    found = seconds(gpu, problem, limits)
-    return found is not None and found < other.seconds
+def predict(gpu: Gpu, problem: Problem, wanted: str, limits: Limits) -> schedule.Prediction | None:
+    """What a call is predicted to take. wanted: "grad_in_forward", or "auto", which takes it or another
+    schedule. None: "auto" does not look at it, or nothing fits."""
+    floor = floor_seconds(gpu, problem)
+    other = None
+    if wanted == "auto":
+        if limits.window or not problem.wants_gradient or not problem.n:
+            return None
+        other = schedule.predict(gpu, problem, "auto", limits)
+        if other.seconds < FAR * floor:
+            return None
+    found = _choices(gpu, problem)
+    fit = [choice.clocks for choice in found if choice.bytes <= _room(limits, found, wanted)]
+    if not fit:
+        return None
+    best = min(choice.clocks for choice in found)
+    taken, least = (seconds_of(gpu, problem, clocks) for clocks in (min(fit), best))
+    if other is not None:
+        taken, least = (max(each, FAR * floor) for each in (taken, least))
+        least = min(least, other.best)
+    return schedule.Prediction(taken, least, floor)
+
+
+def is_faster(gpu: Gpu, problem: Problem, limits: Limits) -> bool:
+    """Whether "auto" takes it within the limits, where a call allows it, instead of another schedule."""
+    found = predict(gpu, problem, "auto", limits)
+    return found is not None and found.seconds < schedule.predict(gpu, problem, "auto", limits).seconds
+
+
+def helpful_workspace(gpu: Gpu, problem: Problem, wanted: str, limits: Limits) -> int:
+    """The least bytes with which a call is predicted to take little more than with any workspace. wanted: as
+    for `predict`, which looks at it."""
+    found = predict(gpu, problem, wanted, limits)
+    assert found is not None
+    most = schedule.HELPFUL * found.best
+    enough = [
+        workspace_for(choice.bytes)
+        for choice in _choices(gpu, problem)
+        if seconds_of(gpu, problem, choice.clocks) <= most
+    ]
+    if wanted == "auto":
+        enough.append(schedule.workspace_within(gpu, problem, wanted, limits, most))
+    return min(enough)
+
+
+def least_workspace(gpu: Gpu, problem: Problem) -> int:
+    """The least bytes of workspace that are accepted, by the rule of the other schedules."""
+    taken = [(seconds_of(gpu, problem, each.clocks), each.bytes) for each in _choices(gpu, problem)]
+    best, most = min(taken)[0], schedule.SLOWEST * floor_seconds(gpu, problem)
+    if best > most:
+        most = schedule.NEAR_BEST * best
+    return workspace_for(min(nbytes for seconds, nbytes in taken if seconds <= most))
 
 
 def check_workspace(gpu: Gpu, problem: Problem, limits: Limits) -> None:
-    """Raise ValueError for a workspace that does not hold the smallest chunk and the accumulators."""
+    """Raise ValueError for a workspace that is less than the least that is accepted."""
     if limits.workspace and problem.n:
-        least = workspace_for(min(_choices(gpu, problem)).bytes)
+        least = least_workspace(gpu, problem)
         if limits.workspace < least:
             raise refuse_workspace("grad_in_forward", limits.workspace, least)
 
 
-def _helpful(found: list[_Choice]) -> int:
-    """The fewest bytes of those that take at most HELPFUL times the clocks of the fastest."""
+def _room(limits: Limits, found: list[_Choice], wanted: str = "grad_in_forward") -> int:
+    """Bytes that a plan may use: of the workspace, or of the default, which is raised to what is needed to
+    come near the fastest if it is wanted by name."""
+    if limits.workspace or wanted == "auto":
+        return usable(limits.workspace or DEFAULT_WORKSPACE)
     most = schedule.HELPFUL * min(choice.clocks for choice in found)
-    return min(choice.bytes for choice in found if choice.clocks <= most)
+    helpful = min(choice.bytes for choice in found if choice.clocks <= most)
+    return usable(max(DEFAULT_WORKSPACE, workspace_for(helpful)))
 
 
 @functools.lru_cache(maxsize=256)

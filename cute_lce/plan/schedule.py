@@ -75,17 +75,21 @@ class _Call:
 
     def clocks(self, kept: int, limits: Limits) -> int:
         """Clocks of the fastest call that keeps as many columns."""
-        return self._backward(kept, usable(self.workspace(limits))).clocks + self._forward(kept, limits)
+        return self._backward(kept, usable(self.workspace(limits, kept))).clocks + self._forward(kept, limits)
 
     def fastest(self, kept: Sequence[int], limits: Limits, both: bool = True) -> tuple[int, int]:
         """(clocks, columns kept) of the fastest call within the limits; without `both` passes, of the
         fastest backward."""
-        workspace, problem = self.workspace(limits), self.problem
-        room, forward = usable(workspace), self._least_forward if both else 0
+        problem, forward = self.problem, self._least_forward if both else 0
+        room = usable(self.workspace(limits, 0))
         nothing = self._backward(0, room)
         best = nothing.clocks + (self._forward(0, limits) if both else 0), 0
         if nothing.bytes > room:
             best = UNLIMITED, 0
+        if not any(kept):
+            return best
+        workspace = self.workspace(limits, max(kept))
+        room = usable(workspace)
         # Whatever keeps more is likely to be faster, and spares looking at the rest.
         for columns in reversed(kept):
             if not columns or keeping_bytes(problem.n, columns) + forward_bytes(problem, columns) > workspace:
@@ -142,13 +146,22 @@ class _Call:
         kept = self.kept(schedule)
         return self.least(kept, self.most_clocks(kept))
 
-    def workspace(self, limits: Limits) -> int:
-        """Bytes that a call may allocate: limits.workspace, or the default, raised to the least accepted."""
-        return limits.workspace or max(DEFAULT_WORKSPACE, self._least_recomputing)
+    def workspace(self, limits: Limits, kept: int) -> int:
+        """Bytes that a call may allocate: limits.workspace, or the default, raised to the least accepted by
+        "recompute", and if columns are kept by "auto" too."""
+        if limits.workspace:
+            return limits.workspace
+        least = self._least_keeping if kept else self._least_recomputing
+        return max(DEFAULT_WORKSPACE, least, self._least_recomputing)
 
     @functools.cached_property
     def _least_recomputing(self) -> int:
         return self.least_accepted("recompute")
+
+    @functools.cached_property
+    def _least_keeping(self) -> int:
+        # "keep" accepts what "auto" does.
+        return self.least_accepted("auto")
 
     def _backwards(self, kept: int) -> list[Candidate]:
         return self.candidates.keeping(kept) if self.problem.wants_gradient else [Candidate(0, 0, 0)]
@@ -202,7 +215,7 @@ def choose(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> tuple[s
 def backward_within(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> tuple[Candidates, Candidate]:
     """The backward for what a forward kept: the fastest within the limits, and what it is one of."""
     call = _call(gpu, problem, limits.window)
-    return call.candidates, call.candidates.best(kept, usable(call.workspace(limits)))
+    return call.candidates, call.candidates.best(kept, usable(call.workspace(limits, kept)))
 
 
 def predict(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> Prediction:
@@ -229,6 +242,13 @@ def helpful_workspace(gpu: Gpu, problem: Problem, schedule: str, limits: Limits)
     return call.least(kept, HELPFUL * best)
 
 
+def workspace_within(gpu: Gpu, problem: Problem, schedule: str, limits: Limits, seconds: float) -> int:
+    """The least bytes with which a call is predicted to take at most so many seconds; UNLIMITED if there are
+    none."""
+    call = _call(gpu, problem, limits.window)
+    return call.least(call.kept(schedule), seconds * call.tokens[False].rates.clock)
+
+
 def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: Limits) -> int:
     """The columns to keep of a problem whose sizes may be symbolic, where a plan for `known` sizes keeps
     `kept`: all of them for as long as the workspace holds them, else what it holds beside stripes as wide
@@ -243,7 +263,7 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
             raise refuse_workspace("recompute", limits.workspace, least)
     if not kept:
         return 0
-    workspace = call.workspace(limits)
+    workspace = call.workspace(limits, kept)
     room = usable(workspace)
     forward = keeping_bytes(n, vocab) + forward_bytes(problem, vocab)
     columns = call.candidates.best(kept, room).columns

@@ -35,7 +35,15 @@ SCHEDULES = ("auto", "recompute", "keep")
 
 
 def gpus() -> list[Gpu]:
-    return [Gpu(name, row.sms) for name, row in ARCHITECTURES.items()]
+    return [
+        Gpu(name, row.sms, model=model)
+        for name, row in ARCHITECTURES.items()
+        for model in range(len(row.data_sheets))
+    ]
+
+
+def named(gpu: Gpu) -> str:
+    return gpu.sheet.gpu
 
 
 def problems(count: int, seed: int) -> Iterator[Problem]:
@@ -60,7 +68,7 @@ def within(gpu: Gpu, problem: Problem, wanted: str, workspace: int) -> schedule.
 # More is never slower
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", gpus(), ids=named)
 @pytest.mark.parametrize("wanted", ["auto", "recompute"])
 def test_predicted_time_never_rises_with_the_workspace(gpu: Gpu, wanted: str):
     draw = random.Random(3)
@@ -79,7 +87,7 @@ def test_predicted_time_never_rises_with_the_workspace(gpu: Gpu, wanted: str):
     assert fell > 5
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", gpus(), ids=named)
 def test_what_is_predicted_is_what_is_launched(gpu: Gpu):
     """The plans of launch/, measured by the cost model, take what the choice between them was made by, and no
     more memory than they were given."""
@@ -102,6 +110,17 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu):
                 assert seconds == pytest.approx(predicted, rel=1e-12)
 
 
+def test_the_default_is_raised_to_what_auto_accepts():
+    raised = 0
+    for gpu in gpus():
+        for sizes in ((65536, 768, 50257), (40000, 768, 262208)):
+            problem = Problem(*sizes, need_dweight=False)
+            default = schedule.predict(gpu, problem, "auto", NO_LIMITS)
+            assert default.seconds <= max(1.8 * default.floor, 1.5 * default.best)
+            raised += schedule.least_workspace(gpu, problem, "auto", NO_LIMITS) > DEFAULT_WORKSPACE
+    assert raised
+
+
 def test_keep_keeps_what_auto_finds_too_little_to_gain_from():
     for problem in (Problem(100, 64, 5000), Problem(1, 512, 5000)):
         assert schedule.choose(H200, problem, "auto", NO_LIMITS) == ("recompute", 0)
@@ -109,7 +128,7 @@ def test_keep_keeps_what_auto_finds_too_little_to_gain_from():
     assert schedule.choose(H200, Problem(64, 4096, 128256), "auto", NO_LIMITS) == ("keep", 128256)
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", gpus(), ids=named)
 @pytest.mark.parametrize("window", [0, 1000])
 def test_no_candidate_is_below_the_bound_that_spares_looking_at_it(gpu: Gpu, window: int):
     # Kept logits of the last two take the fewest bytes in one stripe, or in one narrower than the window.
@@ -162,7 +181,7 @@ def test_planning_is_cheap():
 # The least that is accepted
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", gpus(), ids=named)
 def test_the_least_is_accepted_and_less_is_refused(gpu: Gpu):
     """It is the least that is predicted within 1.8 times the GEMMs, or 1.5 times the best where none is."""
     near = 0
@@ -300,6 +319,34 @@ def test_a_slow_workspace_is_logged_once_with_one_that_helps(caplog: pytest.LogC
     # The default is documented.
     (said,) = ask(40960, 0)
     assert said.levelno == logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("gpu", "problem", "mb", "wanted", "found"),
+    [
+        (H200._replace(model=1), Problem(640, 2880, 50257), 71, "auto", "keep"),
+        (H200, Problem(8192, 768, 50257), 289, "auto", "grad_in_forward"),
+        (H200, Problem(8192, 4096, 128256), 2260, "grad_in_forward", "grad_in_forward"),
+    ],
+    ids=["all is kept", "auto's grad_in_forward", "grad_in_forward"],
+)
+def test_whatever_the_schedule_a_slow_call_is_logged(caplog, monkeypatch, gpu, problem, mb, wanted, found):
+    monkeypatch.setattr(choose, "_logged", set())
+    caplog.set_level(logging.INFO, "cute_lce")
+
+    def ask(workspace_mb: int) -> str:
+        limits = Limits(workspace=workspace_mb * MIB)
+        with planned_for(gpu):
+            call = problem, torch.bfloat16, torch.device("cuda"), wanted, "mean", limits
+            return KERNELS.choose(*call, may_accumulate=True)[0]
+
+    assert ask(mb) == found
+    (said,) = caplog.records
+    helpful = int(said.getMessage().split("workspace_mb=")[2].split()[0])
+    assert helpful > mb
+    caplog.clear()
+    ask(helpful)
+    assert not caplog.records
 
 
 # ----------------------------------------------------------------------------------------------------------

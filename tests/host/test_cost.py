@@ -157,7 +157,7 @@ def test_tiles_of_a_gpu_are_nearly_its_fastest(model: str):
 @pytest.mark.parametrize("seed", ["11", "29"])
 @pytest.mark.parametrize("model", ["h200", "h100"])
 def test_whole_calls_are_predicted(model: str, seed: str, step: str):
-    """Of calls over random shapes with a floor of 0.3 ms and more, 90% within 10%, but for the run's clock."""
+    """Of calls over random shapes with floors of 0.3 ms and more, 90% within 10%, up to the run's clock."""
     gpu = GPU._replace(model=("h200", "h100").index(model))
     path = MEASURED.parents[1] / f"{model}_random{seed}.json"
     ratios = []

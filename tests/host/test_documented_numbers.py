@@ -352,7 +352,7 @@ def ranges(file: str) -> Rows:
 
 def beside(file: str) -> Rows:
     """bench.summary's of each peer, without the bars and the short calls."""
-    return [row[:5] for row in summary.peer_rows(records(file))]
+    return [[*row[:5]] for row in summary.peer_rows(records(file))]
 
 
 def accumulation(file: str) -> Rows:
