@@ -153,25 +153,22 @@ def test_tiles_of_a_gpu_are_nearly_its_fastest(model: str):
     assert max(slower) <= 1.05
 
 
-@pytest.mark.parametrize("step", ["fwd", "fwd_bwd"])
 @pytest.mark.parametrize("seed", ["11", "29"])
 @pytest.mark.parametrize("model", ["h200", "h100"])
-def test_whole_calls_are_predicted(model: str, seed: str, step: str):
-    """Of calls over random shapes with floors of 0.3 ms and more, 90% within 10%, up to the run's clock."""
+def test_whole_calls_are_predicted(model: str, seed: str):
+    """Of calls over random shapes 90% within 10%, up to one factor for the run's clock."""
     gpu = GPU._replace(model=("h200", "h100").index(model))
     path = MEASURED.parents[1] / f"{model}_random{seed}.json"
     ratios = []
     for row in json.loads(path.read_text(encoding="utf-8")):
-        if row["pass"] != step or row["floor_ms"] < 0.3:
-            continue
         problem = Problem(row["n"], row["d"], row["vocab"])
-        if step == "fwd":
+        if row["pass"] == "fwd":
             seconds = cost.forward_seconds(gpu, problem, forward.plan(gpu, *problem[:3]))
         else:
             limits = Limits(workspace=int(row["workspace_mb"] * MIB))
             seconds = schedule.predict(gpu, problem, "auto", limits).seconds
         ratios.append(row["ms"] / 1e3 / seconds)
-    assert len(ratios) >= 19
+    assert len(ratios) >= 40
     clock = statistics.median(ratios)
     assert sum(abs(ratio / clock - 1) <= 0.1 for ratio in ratios) >= 0.9 * len(ratios)
 
