@@ -26,6 +26,7 @@ def test_calls_reach_every_argument():
         ("need", {(True, True), (True, False), (False, True)}),
     ):
         assert {getattr(call, name) for call in calls} == wanted
+    assert len({(call.dtype, call.schedule) for call in calls}) == 2 * 3
     for side in (0, 1):
         assert {call.layouts[side] for call in calls} == set(LAYOUTS)
     assert min(call.n for call in calls) <= 2 < 1500 < max(call.n for call in calls) <= 2048
