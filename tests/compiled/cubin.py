@@ -13,8 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cute_lce.compile.trace import trace
 from cute_lce.plan.kernels import Key
+from tests.tracing import trace
 
 
 @dataclass(frozen=True)

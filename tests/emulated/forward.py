@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cute_lce.arch import Gpu, KernelConfig
-from cute_lce.compile.trace import trace
 from cute_lce.launch import KERNELS
 from cute_lce.plan import forward as plans
 from cute_lce.plan.kernels import Key
@@ -20,6 +19,7 @@ from cute_lce.plan.problem import Limits, round_up
 from tests import emulator, passes
 from tests.device import planned_for
 from tests.numerics import Case, assert_close, random_case
+from tests.tracing import trace
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
