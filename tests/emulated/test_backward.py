@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,7 +27,7 @@ from cute_lce.plan.problem import NO_LIMITS, Limits, Problem
 from tests import passes
 from tests.device import forget_plans, two_sweeps
 from tests.emulated.backward import Run, check, device, narrow_plans, train
-from tests.emulated.forward import Emulator, ignoring, minus_infinity, scaled
+from tests.emulated.forward import Emulator, ignoring, minus_infinity, rows, scaled
 from tests.emulator import known_allocations
 from tests.gpu import sanitize
 from tests.numerics import (
@@ -484,23 +484,43 @@ SHAPES = [
     (192, 130, 24, 64, "stripes"),
     (193, 129, 24, 64, "keep, stripes"),
     (193, 1, 24, 48, "keep"),
-    *(
-        pytest.param(shape, marks=full)
-        for shape in (
-            (193, 127, 16, 112, "keep"),
-            (300, 130, 24, 112, "stripes"),
-            (1, 200, 24, 48, "fp16, stripes"),
-            (16, 1, 24, 32, "recompute"),
-            (129, 7, 300, 48, "fp16"),
-            (300, 129, 8, 112, "keep"),
-            (300, 131, 24, 48, "fp16, stripes"),
-        )
-    ),
 ]
+RARE_SHAPES = [
+    (193, 127, 16, 112, "keep"),
+    (300, 130, 24, 112, "stripes"),
+    (1, 200, 24, 48, "fp16, stripes"),
+    (16, 1, 24, 32, "recompute"),
+    (129, 7, 300, 48, "fp16"),
+    (300, 129, 8, 112, "keep"),
+    (300, 131, 24, 48, "fp16, stripes"),
+]
+# A size of models in one dimension, the others small: many tiles of tokens, features or classes, and as many
+# k tiles. Where they are tested by default: those that take less than 12 s and compile nothing of their own.
+LARGE_SHAPES = {
+    (640, 190, 24, 64, "keep, stripes"): ("sm_90a",),
+    (640, 260, 40, 64, "keep"): ("sm_100a",),
+    (640, 260, 40, 64, "recompute"): (),
+    (1100, 260, 40, 64, "keep"): (),
+    (1100, 260, 40, 64, "recompute"): (),
+    (7, 130, 2880, 64, "keep"): ARCHITECTURES,
+    (7, 130, 2880, 64, "recompute"): (),
+    (20, 300, 3584, 64, "keep"): (),
+    (7, 130, 3584, 64, "recompute"): ARCHITECTURES,
+    (3, 50257, 8, 64, "keep"): (),
+    (3, 50257, 8, 64, "recompute"): (),
+}
 
 
-@hopper_first
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def _shapes() -> Iterator:
+    """(shape, architecture); Blackwell in the long sweep but for large ones."""
+    often = dict.fromkeys(SHAPES, ("sm_90a",)) | dict.fromkeys(RARE_SHAPES, ()) | LARGE_SHAPES
+    for shape, by_default in often.items():
+        for arch in ARCHITECTURES:
+            name = "-".join(map(str, (*shape, arch)))
+            yield pytest.param(shape, arch, id=name, marks=[] if arch in by_default else [full])
+
+
+@pytest.mark.parametrize(("shape", "arch"), list(_shapes()))
 def test_shapes(arch: str, shape: tuple[int, int, int, int, str], monkeypatch):
     n, V, d, tile_n, how = shape
     if arch != "sm_90a" and tile_n not in {config.tile_n for config in architecture(arch).token_configs}:
@@ -1031,21 +1051,60 @@ def test_the_same_bits_in_every_schedule(arch: str):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
+def check_rows_bits(arch: str, case: Case, batches: Iterable[torch.Tensor], **options) -> None:
+    """Of each row in batches, given by their rows, the loss and the gradient that the whole case gives it."""
+    dloss = torch.linspace(1, 2, case.target.numel())
+    options = {"sms": 2, "need_dweight": False, **options}
+    whole = train(case, arch, dloss=dloss, **options)
+    check(case, whole, dloss=dloss)
+    for which in batches:
+        part = train(rows(case, which), arch, dloss=dloss[which], seed=1, **options)
+        assert torch.equal(part.loss, whole.loss[which]), which
+        if whole.dinput is not None:
+            assert part.dinput is not None
+            assert torch.equal(part.dinput, whole.dinput[which]), which
+
+
+def cancelling(n: int, d: int, V: int, dtype: torch.dtype) -> Case:
+    """In half of the features a third of the classes adds to dinput what another takes away, far more than
+    the rest: the bits depend on the order of the additions."""
+    case = random_case(n, d, V, dtype)
+    hidden, weight = case.input.clone(), case.linear_weight.clone()
+    third, half = V // 3, d // 2
+    hidden[:, :half] = 0
+    weight[:third, :half] *= 2.0 ** (14 if dtype is FP16 else 20)
+    weight[third : 2 * third] = weight[:third]
+    weight[third : 2 * third, :half] *= -1
+    target = 2 * third + case.target % (V - 2 * third)
+    return replace(case, input=hidden, linear_weight=weight, target=target)
+
+
+def batches_of(n: int) -> tuple[torch.Tensor, ...]:
+    """All rows in another order, one alone, and some."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(3))
+    return order, torch.tensor([n // 3]), torch.arange(n // 8, n * 2 // 3)
+
+
 @both
 def test_a_rows_loss_does_not_depend_on_its_batch(arch: str):
-    """With windows of an odd number of tiles and several runs a cluster: turns begin with either warpgroup.
+    """With windows of an odd number of tiles, several runs a cluster: turns begin with either warpgroup."""
+    batches = torch.arange(280, 300), torch.arange(100, 101), torch.arange(37, 180)
+    check_rows_bits(arch, random_case(300, 32, 1100, BF16), batches, window=768, need_dinput=False)
 
-    The logits are exact in fp32: numpy, which multiplies here, does not add up every row in the same order.
-    """
-    case = random_case(300, 32, 1100, BF16)
-    hidden, weight = (case.input * 4).round() / 4, (case.linear_weight * 16).round() / 16
-    case = replace(case, input=hidden, linear_weight=weight)
-    options = {"window": 768, "sms": 2, "need_dinput": False, "need_dweight": False}
-    whole = train(case, arch, **options).loss
-    for rows in (slice(280, 300), slice(100, 101), slice(37, 180)):
-        part = replace(case, input=hidden[rows], target=case.target[rows])
-        dloss = case.upstream("none")[rows]
-        assert torch.equal(train(part, arch, dloss=dloss, seed=1, **options).loss, whole[rows]), rows
+
+@both
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=full)], ids=["bf16", "fp16"])
+def test_a_rows_gradient_does_not_depend_on_its_batch(arch: str, dtype: torch.dtype):
+    """With two stripes, the second of which adds to the sum of dinput."""
+    check_rows_bits(arch, cancelling(150, 32, 400, dtype), batches_of(150), window=256)
+
+
+@pytest.mark.emulator_full
+@both
+@dtypes
+def test_a_rows_gradient_as_planned_does_not_depend_on_its_batch(arch: str, dtype: torch.dtype, as_planned):
+    """Plans choose other tiles for other numbers of rows."""
+    check_rows_bits(arch, cancelling(300, 32, 600, dtype), batches_of(300), window=300)
 
 
 @pytest.mark.emulator_full
