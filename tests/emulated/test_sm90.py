@@ -246,13 +246,8 @@ def test_the_same_bits_in_every_schedule():
 
 
 def test_the_same_bits_in_every_order_of_rows():
-    """A row's result depends on the row and the plan, not on the other rows or where it lies in a tile.
-
-    The logits are exact in fp32: numpy, which multiplies here, does not add up every row in the same order.
-    """
+    """A row's result depends on the row and the plan, not on the other rows or where it lies in a tile."""
     case = random_case(140, 72, 600, BF16)
-    hidden, weight = (case.input * 4).round() / 4, (case.linear_weight * 16).round() / 16
-    case = replace(case, input=hidden, linear_weight=weight)
     order = torch.randperm(140, generator=torch.Generator().manual_seed(3))
     straight = forward(case, NARROW["pingpong"], window=256)
     permuted = forward(rows(case, order), NARROW["pingpong"], window=256, seed=1)
