@@ -128,17 +128,32 @@ def test_losses(which, kept, arch):
     ],
 )
 def test_shapes(arch, n, d, V, kept, window):
-    """Stripes within what was kept and behind it, and tails of all of them; numbers of their classes too."""
-    case = ignoring(random_case(n, d, V, BF16, scale=3.0))
-    numbers = Numbers(case, RL, RL)
+    """Stripes within what was kept and behind it, and tails of all of them."""
+    numbers = Numbers(ignoring(random_case(n, d, V, BF16, scale=3.0)), RL, RL)
     token_stats.check(numbers, run(numbers, arch, kept, window=window))
-    if V == 300:
-        weight = torch.linspace(0, 2, V)
+
+
+@pytest.mark.parametrize("window", [128, pytest.param(130, marks=full)])
+@pytest.mark.parametrize(
+    ("which", "arch"),
+    [
+        ("given ids", "sm_100a"),
+        pytest.param("given ids", "sm_90a", marks=full),
+        # By default in test_mutations.py, which compares what it mutates with float64.
+        pytest.param("class weights", "sm_100a", marks=full),
+        pytest.param("class weights", "sm_90a", marks=full),
+    ],
+)
+def test_numbers_of_classes_in_stripes(which, arch, window):
+    """What each class or some have of their own, in stripes as those of test_shapes."""
+    case = ignoring(random_case(41, 72, 300, BF16, scale=3.0))
+    if which == "class weights":
+        weight = torch.linspace(0, 2, 300)
         numbers = Numbers(case, ("logprob", "total_nll"), label_smoothing=0.9, class_weight=weight)
-        token_stats.check(numbers, run(numbers, arch, kept, window=window, overwrites=True))
-        bias = torch.linspace(-2, 2, V).to(BF16)
+    else:
+        bias = torch.linspace(-2, 2, 300).to(BF16)
         numbers = Numbers(case, TOP, TOP, topk_ids=given_ids(case, 70), linear_bias=bias)
-        token_stats.check(numbers, run(numbers, arch, kept, window=window, overwrites=True))
+    token_stats.check(numbers, run(numbers, arch, 256, window=window, overwrites=True))
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,18 @@ from tests.emulator.mutation_kernels import KERNELS
 BACKWARD = backward_kernels.subjects()
 COMPACTION = compaction_kernels.subjects()
 KEPT_LOGITS = kept_logits_kernels.subjects()
-# Of the Hopper forwards, ping-pong has what the cooperative one has, and its turns.
-COOPERATIVE = next(subject for subject in KERNELS if subject.name.endswith("cooperative"))
-LONG = [COOPERATIVE, *forward_kernels.subjects(), *BACKWARD, *COMPACTION, *KEPT_LOGITS]
-SHORT = [subject for subject in KERNELS if subject is not COOPERATIVE]
-# Of kept logits the kernel with all terms takes long to compile.
-SAMPLED = [COOPERATIVE, *BACKWARD, *COMPACTION, *KEPT_LOGITS[1:]]
+HOPPER_FORWARDS = [subject for subject in KERNELS if subject.name.startswith("the Hopper forward")]
+LONG = [*HOPPER_FORWARDS, *forward_kernels.subjects(), *BACKWARD, *COMPACTION, *KEPT_LOGITS]
+SHORT = [subject for subject in KERNELS if subject not in HOPPER_FORWARDS]
+# A GEMM that counts its tokens or adds is sampled of Hopper: Blackwell's others have its pipelines. Of kept
+# logits the kernel with all terms takes long to compile.
+VARIANTS = ("counts its tokens, Blackwell", "that adds, Blackwell")
+SAMPLED = [
+    *HOPPER_FORWARDS,
+    *(subject for subject in BACKWARD if not subject.name.endswith(VARIANTS)),
+    *COMPACTION,
+    *KEPT_LOGITS[1:],
+]
 
 
 @pytest.mark.parametrize(
