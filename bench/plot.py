@@ -261,9 +261,9 @@ def save_figures(
     if not files:
         print(f"no bench/results/*{' or *'.join(kept)} is kept")
         return 0
-    groups: dict[Path, list[Path]] = {args.out: files} if args.out else {}
-    for file in [] if args.out else files:
-        groups.setdefault(FIGURES / f"{name(file)}{ending}.png", []).append(file)
+    groups: dict[Path, list[Path]] = {}
+    for file in files:
+        groups.setdefault(args.out or FIGURES / f"{name(file)}{ending}.png", []).append(file)
     for out, group in groups.items():
         try:
             save(draw(records.read(group)), out)

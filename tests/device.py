@@ -60,10 +60,18 @@ def forget_plans() -> None:
     """Empty the caches that do not expect an architecture's row to change."""
     candidates.candidates.cache_clear()
     schedule._call.cache_clear()
+    schedule.predict.cache_clear()
     forward_plans.plan.cache_clear()
     backward_plans.plan.cache_clear()
     for cached in (grad_in_forward.plan, grad_in_forward._choices, grad_in_forward._chunk):
         cached.cache_clear()
+
+
+def accepted(call: Callable[[float], object], workspace_mb: float = 0.0) -> float:
+    """The least workspace_mb that a call accepts, by its refusal of less; or more, if more is given."""
+    with pytest.raises(ValueError, match="want at least") as raised:
+        call(0.001)
+    return max(workspace_mb, float(str(raised.value).split("want at least ")[1].split()[0]))
 
 
 def two_sweeps(patch: pytest.MonkeyPatch, chunk: int, columns: int, splits: int = 1) -> None:

@@ -203,8 +203,8 @@ def _show_prediction(
         most = _times(predicted, schedule.HELPFUL * predicted.best)
         rows.append(("least workspace", f"{least:.2f} MiB"))
         rows.append(("helpful workspace", f"{helpful:.2f} MiB, from which it is at most {most}"))
-    instead = grad_in_forward.predict(gpu, problem, "auto", limits) if args.schedule == "auto" else None
-    if instead is not None and instead.seconds < predicted.seconds:
+    instead = grad_in_forward.predict_auto(gpu, problem, limits) if args.schedule == "auto" else None
+    if instead is not None:
         calls = 'eager calls with "mean" or "sum"' if problem.need_dweight else "eager calls"
         text = f'{instead.seconds * 1e3:.3f} ms, {_times(predicted, instead.seconds)}: "auto" in {calls}'
         rows.append(("grad_in_forward", text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import ModuleType
 
 import torch
 
@@ -36,20 +35,23 @@ def choose(
     if schedule == "grad_in_forward" and problem.wants_gradient:
         found = STREAMING.choose(problem, dtype, device, schedule, reduction, limits._replace(workspace=0))
         # Without a workspace nothing is compared, and sizes may be unknown.
-        if limits.workspace:
+        if limits.workspace and _known(problem.n):
             known, known_limits = _known_sizes(problem), Limits(*map(_known, limits))
             grad_in_forward.check_workspace(gpu, known, known_limits)
-            _log_if_slow(gpu, known, schedule, known_limits, grad_in_forward)
+            predicted = grad_in_forward.predict(gpu, known, known_limits)
+            _log_if_slow(gpu, known, schedule, known_limits, predicted, accumulates=True)
         return found
-    known = _known_sizes(problem)
-    known_limits = Limits(*map(_known, limits))
-    found, kept = schedule_plan.choose(gpu, known, schedule, known_limits)
+    known, known_limits = _known_sizes(problem), Limits(*map(_known, limits))
+    call = gpu, known, schedule, known_limits
+    found, kept = schedule_plan.choose(*call)
     accumulates = schedule == "auto" and may_accumulate
-    accumulates = accumulates and (reduction != "none" or not problem.need_dweight)
-    if accumulates and grad_in_forward.is_faster(gpu, known, known_limits):
-        _log_if_slow(gpu, known, schedule, known_limits, grad_in_forward)
-        return "grad_in_forward", 0
-    _log_if_slow(gpu, known, schedule, known_limits, schedule_plan)
+    if accumulates and (reduction != "none" or not problem.need_dweight):
+        predicted = grad_in_forward.predict_auto(gpu, known, known_limits)
+        if predicted is not None:
+            _log_if_slow(*call, predicted, accumulates=True)
+            return "grad_in_forward", 0
+    if known.n:
+        _log_if_slow(*call, schedule_plan.predict(*call))
     if any(isinstance(size, torch.SymInt) for size in (problem.n, problem.d, problem.vocab)):
         kept = schedule_plan.kept_of_any(gpu, known, problem, kept, known_limits)
     return found, kept
@@ -73,17 +75,25 @@ def _known(size: int) -> int:
     return size
 
 
-def _log_if_slow(gpu: Gpu, problem: Problem, schedule: str, limits: Limits, plans: ModuleType) -> None:
-    """Log a call that another workspace would make much faster, once for all numbers of tokens. plans: of
-    the schedule that it has: schedule_plan or grad_in_forward."""
+def _log_if_slow(
+    gpu: Gpu,
+    problem: Problem,
+    schedule: str,
+    limits: Limits,
+    found: schedule_plan.Prediction,
+    accumulates: bool = False,
+) -> None:
+    """Log a call that another workspace would make much faster, once for all numbers of tokens. found: what
+    it is predicted to take. accumulates: whether it forms gradients in its forward."""
     kind = gpu, problem._replace(n=0), schedule, limits
-    if not problem.n or kind in _logged:
-        return
-    found = plans.predict(gpu, problem, schedule, limits)
-    if not found.is_slow:
+    if not found.is_slow or kind in _logged:
         return
     _logged.add(kind)
-    helpful = plans.helpful_workspace(gpu, problem, schedule, limits)
+    call = gpu, problem, schedule, limits
+    if accumulates:
+        helpful = grad_in_forward.helpful_workspace(*call, found.best)
+    else:
+        helpful = schedule_plan.helpful_workspace(*call)
     # Whoever gives a number may not know what it costs; the default is documented.
     _logger.log(
         logging.WARNING if limits.workspace else logging.INFO,

@@ -10,12 +10,14 @@ from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .cost import EXPONENTIALS, STATISTICS, Gemm, is_scattered
 from .gemm import is_paced
-from .memory import DEFAULT_WORKSPACE, PARTIAL_BYTES, keeping_bytes, window_bytes
+from .memory import DEFAULT_WORKSPACE, keeping_bytes, window_bytes
 from .plans import ForwardPlan
-from .problem import NO_LIMITS, Limits, ceil_div, steps
+from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
 
 WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
+PARTIAL_BYTES = 64 * MIB
+"""The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -35,8 +35,9 @@ WIDE, MANY = 128, 1024
 rounds in chunks of 6656, and took some 7% longer than the model has it. Like the model's constants for all
 architectures."""
 FAR = 1.02
-"""Times its GEMMs that a call is predicted to take before "auto" looks at grad_in_forward, whose plan takes
-some 10 ms; and the least that "auto" expects of it, so that its time never rises with the workspace."""
+"""Times its GEMMs, which "auto" expects grad_in_forward to take at least, and what other schedules take with
+any workspace. Where they take no more within the limits, it spares that plan, which takes some 10 ms, and its
+time still never rises with the workspace."""
 
 
 class ChunkPlan(NamedTuple):
@@ -69,7 +70,8 @@ def plan(gpu: Gpu, problem: Problem, limits: Limits) -> GradInForwardPlan:
     """The fastest within limits.workspace; 0: the default, or what is needed to come near the fastest. There
     is at least one token."""
     found = _choices(gpu, problem)
-    fit = [choice for choice in found if choice.bytes <= _room(limits, found)] or [min(found)]
+    room = usable(limits.workspace or max(DEFAULT_WORKSPACE, workspace_for(_helpful(found))))
+    fit = [choice for choice in found if choice.bytes <= room] or [min(found)]
     chosen = min(fit, key=lambda choice: (choice.clocks, choice.bytes))
     full, rest = divmod(problem.n, chosen.chunk)
     tokens = (chosen.chunk,) * full + ((rest,) if rest else ())
@@ -81,66 +83,50 @@ def seconds_of(gpu: Gpu, problem: Problem, clocks: int) -> float:
     """What chunks of so many clocks, and the pass that makes gradients of the accumulators, are predicted to
     take."""
     rates = Rates(gpu, problem.n * problem.d * problem.vocab)
-    return (clocks + _rounding_clocks(problem, rates)) / rates.clock
-
-
-def _rounding_clocks(problem: Problem, rates: Rates) -> float:
-    """Of the pass that makes gradients of the accumulators."""
     rows = problem.need_dinput * problem.n + problem.need_dweight * problem.vocab
-    return 6 * rows * problem.d / rates.read
+    return (clocks + 6 * rows * problem.d / rates.read) / rates.clock
 
 
-def predict(gpu: Gpu, problem: Problem, wanted: str, limits: Limits) -> schedule.Prediction | None:
-    """What a call is predicted to take. wanted: "grad_in_forward", or "auto", which takes it or another
-    schedule. None: "auto" does not look at it, or nothing fits."""
-    floor = floor_seconds(gpu, problem)
-    other = None
-    if wanted == "auto":
-        if limits.window or not problem.wants_gradient or not problem.n:
-            return None
-        other = schedule.predict(gpu, problem, "auto", limits)
-        if other.seconds < FAR * floor:
-            return None
-    found = _choices(gpu, problem)
-    fit = [choice.clocks for choice in found if choice.bytes <= _room(limits, found, wanted)]
-    if not fit:
+def predict(gpu: Gpu, problem: Problem, limits: Limits) -> schedule.Prediction:
+    """What a call is predicted to take, within limits that are accepted."""
+    chosen, best = plan(gpu, problem, limits).clocks, min(each.clocks for each in _choices(gpu, problem))
+    taken, least = (seconds_of(gpu, problem, clocks) for clocks in (chosen, best))
+    return schedule.Prediction(taken, least, floor_seconds(gpu, problem))
+
+
+def predict_auto(gpu: Gpu, problem: Problem, limits: Limits) -> schedule.Prediction | None:
+    """What "auto" is predicted to take with it, where a call allows it; None: another schedule is as fast."""
+    if limits.window or not problem.wants_gradient or not problem.n:
         return None
-    best = min(choice.clocks for choice in found)
-    taken, least = (seconds_of(gpu, problem, clocks) for clocks in (min(fit), best))
-    if other is not None:
-        taken, least = (max(each, FAR * floor) for each in (taken, least))
-        least = min(least, other.best)
-    return schedule.Prediction(taken, least, floor)
+    other = schedule.predict(gpu, problem, "auto", limits)
+    least = max(FAR * other.floor, other.best)
+    room = usable(limits.workspace or DEFAULT_WORKSPACE)
+    if other.seconds <= least or accumulator_bytes(problem, 1) > room:
+        return None
+    fit = [each.clocks for each in _choices(gpu, problem) if each.bytes <= room]
+    taken = seconds_of(gpu, problem, min(fit)) if fit else other.seconds
+    return other._replace(seconds=max(least, taken)) if taken < other.seconds else None
 
 
-def is_faster(gpu: Gpu, problem: Problem, limits: Limits) -> bool:
-    """Whether "auto" takes it within the limits, where a call allows it, instead of another schedule."""
-    found = predict(gpu, problem, "auto", limits)
-    return found is not None and found.seconds < schedule.predict(gpu, problem, "auto", limits).seconds
-
-
-def helpful_workspace(gpu: Gpu, problem: Problem, wanted: str, limits: Limits) -> int:
-    """The least bytes with which a call is predicted to take little more than with any workspace. wanted: as
-    for `predict`, which looks at it."""
-    found = predict(gpu, problem, wanted, limits)
-    assert found is not None
-    most = schedule.HELPFUL * found.best
+def helpful_workspace(gpu: Gpu, problem: Problem, wanted: str, limits: Limits, best: float) -> int:
+    """The least bytes with which a call is predicted to take little more than `best` seconds. wanted:
+    "grad_in_forward", or "auto", which may take another schedule then."""
+    most = schedule.HELPFUL * best
     enough = [
-        workspace_for(choice.bytes)
-        for choice in _choices(gpu, problem)
-        if seconds_of(gpu, problem, choice.clocks) <= most
+        workspace_for(each.bytes)
+        for each in _choices(gpu, problem)
+        if seconds_of(gpu, problem, each.clocks) <= most
     ]
     if wanted == "auto":
-        enough.append(schedule.workspace_within(gpu, problem, wanted, limits, most))
+        clock = Rates(gpu, problem.n * problem.d * problem.vocab).clock
+        enough.append(schedule.workspace_within(gpu, problem, wanted, limits, most * clock))
     return min(enough)
 
 
 def least_workspace(gpu: Gpu, problem: Problem) -> int:
     """The least bytes of workspace that are accepted, by the rule of the other schedules."""
     taken = [(seconds_of(gpu, problem, each.clocks), each.bytes) for each in _choices(gpu, problem)]
-    best, most = min(taken)[0], schedule.SLOWEST * floor_seconds(gpu, problem)
-    if best > most:
-        most = schedule.NEAR_BEST * best
+    most = schedule.most_accepted(min(taken)[0], floor_seconds(gpu, problem))
     return workspace_for(min(nbytes for seconds, nbytes in taken if seconds <= most))
 
 
@@ -152,14 +138,10 @@ def check_workspace(gpu: Gpu, problem: Problem, limits: Limits) -> None:
             raise refuse_workspace("grad_in_forward", limits.workspace, least)
 
 
-def _room(limits: Limits, found: list[_Choice], wanted: str = "grad_in_forward") -> int:
-    """Bytes that a plan may use: of the workspace, or of the default, which is raised to what is needed to
-    come near the fastest if it is wanted by name."""
-    if limits.workspace or wanted == "auto":
-        return usable(limits.workspace or DEFAULT_WORKSPACE)
+def _helpful(found: list[_Choice]) -> int:
+    """The fewest bytes of those that take at most HELPFUL times the clocks of the fastest."""
     most = schedule.HELPFUL * min(choice.clocks for choice in found)
-    helpful = min(choice.bytes for choice in found if choice.clocks <= most)
-    return usable(max(DEFAULT_WORKSPACE, workspace_for(helpful)))
+    return min(choice.bytes for choice in found if choice.clocks <= most)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,9 +12,6 @@ DEFAULT_WORKSPACE = 2304 * MIB
 ROUNDING = 4 * MIB
 """The most by which torch's allocator rounds a call's few large blocks up: each by at most 1 MiB."""
 
-PARTIAL_BYTES = 64 * MIB
-"""The most bytes of partials in a forward's plan; more would save no plan more than 2% of its rounds."""
-
 
 class SmallWorkspace(ValueError):
     """A workspace smaller than the least, in bytes, that a schedule needs."""

@@ -134,8 +134,7 @@ class _Call:
     def most_clocks(self, kept: Sequence[int]) -> float:
         """Of a call whose workspace is accepted."""
         best, _ = self.fastest(kept, Limits(self.window, UNLIMITED))
-        most = SLOWEST * floor_clocks(self.gpu, self.problem)
-        return most if best <= most else NEAR_BEST * best
+        return most_accepted(best, floor_clocks(self.gpu, self.problem))
 
     def least_accepted(self, schedule: str) -> int:
         """The least bytes of workspace that are accepted."""
@@ -151,17 +150,25 @@ class _Call:
         "recompute", and if columns are kept by "auto" too."""
         if limits.workspace:
             return limits.workspace
-        least = self._least_keeping if kept else self._least_recomputing
-        return max(DEFAULT_WORKSPACE, least, self._least_recomputing)
+        return max(self._default_recomputing, self._default_keeping) if kept else self._default_recomputing
 
     @functools.cached_property
-    def _least_recomputing(self) -> int:
-        return self.least_accepted("recompute")
+    def _default_recomputing(self) -> int:
+        return self._default("recompute")
 
     @functools.cached_property
-    def _least_keeping(self) -> int:
+    def _default_keeping(self) -> int:
         # "keep" accepts what "auto" does.
-        return self.least_accepted("auto")
+        return self._default("auto")
+
+    def _default(self, schedule: str) -> int:
+        """The default, raised to the least that a schedule accepts."""
+        if not self.window:
+            # Mostly it is fast enough, and spares looking for the least.
+            taken, _ = self.fastest(self.kept(schedule), Limits(workspace=DEFAULT_WORKSPACE))
+            if taken <= SLOWEST * floor_clocks(self.gpu, self.problem):
+                return DEFAULT_WORKSPACE
+        return max(DEFAULT_WORKSPACE, self.least_accepted(schedule))
 
     def _backwards(self, kept: int) -> list[Candidate]:
         return self.candidates.keeping(kept) if self.problem.wants_gradient else [Candidate(0, 0, 0)]
@@ -194,6 +201,12 @@ class _Call:
 _call = functools.lru_cache(maxsize=64)(_Call)
 
 
+def most_accepted(best: float, floor: float) -> float:
+    """What a call may take whose workspace is accepted. best: with any workspace; floor: its GEMMs alone."""
+    most = SLOWEST * floor
+    return most if best <= most else NEAR_BEST * best
+
+
 def choose(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> tuple[str, int]:
     """Decide among the kernels' schedules: ("recompute", 0) or ("keep", columns).
 
@@ -218,6 +231,7 @@ def backward_within(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> tu
     return call.candidates, call.candidates.best(kept, usable(call.workspace(limits, kept)))
 
 
+@functools.lru_cache(maxsize=64)
 def predict(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> Prediction:
     """What a call is predicted to take. schedule: as for `choose`, which accepts the limits."""
     call = _call(gpu, problem, limits.window)
@@ -237,16 +251,15 @@ def least_workspace(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -
 def helpful_workspace(gpu: Gpu, problem: Problem, schedule: str, limits: Limits) -> int:
     """The least bytes with which a call is predicted to take little more than with any workspace."""
     call = _call(gpu, problem, limits.window)
-    kept = call.kept(schedule)
-    best, _ = call.fastest(kept, limits._replace(workspace=UNLIMITED))
-    return call.least(kept, HELPFUL * best)
+    best, _ = call.fastest(call.kept(schedule), limits._replace(workspace=UNLIMITED))
+    return workspace_within(gpu, problem, schedule, limits, HELPFUL * best)
 
 
-def workspace_within(gpu: Gpu, problem: Problem, schedule: str, limits: Limits, seconds: float) -> int:
-    """The least bytes with which a call is predicted to take at most so many seconds; UNLIMITED if there are
+def workspace_within(gpu: Gpu, problem: Problem, schedule: str, limits: Limits, most: float) -> int:
+    """The least bytes with which a call is predicted to take at most so many clocks; UNLIMITED if there are
     none."""
     call = _call(gpu, problem, limits.window)
-    return call.least(call.kept(schedule), seconds * call.tokens[False].rates.clock)
+    return call.least(call.kept(schedule), most)
 
 
 def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: Limits) -> int:

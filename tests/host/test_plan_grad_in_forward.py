@@ -147,9 +147,8 @@ def test_autos_time_never_rises_with_the_workspace(model: int):
         for mb in range(1000, 18001, 700):
             limits = Limits(workspace=mb * MIB)
             seconds = schedule.predict(gpu, problem, "auto", limits).seconds
-            if plans.is_faster(gpu, problem, limits):
-                found = plans.predict(gpu, problem, "auto", limits)
-                assert found is not None
+            found = plans.predict_auto(gpu, problem, limits)
+            if found is not None:
                 assert found.best <= found.seconds < seconds
                 seconds = found.seconds
                 taken += 1
@@ -161,11 +160,9 @@ def test_autos_time_never_rises_with_the_workspace(model: int):
 @pytest.mark.parametrize("problem", problems(20, 9), ids=lambda p: f"{p.n}-{p.d}-{p.vocab}")
 def test_the_least_is_within_the_same_bounds_as_other_schedules(problem: Problem):
     limits = Limits(workspace=plans.least_workspace(GPU, problem))
-    found = plans.predict(GPU, problem, "grad_in_forward", limits)
-    assert found is not None
+    found = plans.predict(GPU, problem, limits)
     assert found.seconds <= max(1.8 * found.floor, 1.5 * found.best)
     assert found.seconds <= 1.8 * found.floor or found.best > 1.8 * found.floor
-    helpful = Limits(workspace=plans.helpful_workspace(GPU, problem, "grad_in_forward", limits))
-    near = plans.predict(GPU, problem, "grad_in_forward", helpful)
-    assert near is not None
+    helps = plans.helpful_workspace(GPU, problem, "grad_in_forward", limits, found.best)
+    near = plans.predict(GPU, problem, Limits(workspace=helps))
     assert near.seconds <= 1.1 * near.best
