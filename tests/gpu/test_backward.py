@@ -21,7 +21,7 @@ from cute_lce.launch import KERNELS
 from cute_lce.plan.candidates import STRIPE_MULTIPLE
 from cute_lce.plan.problem import MIB
 from tests import passes
-from tests.device import forget_device, forget_plans, two_sweeps
+from tests.device import accepted, forget_device, forget_plans, two_sweeps
 from tests.gpu.test_forward import (
     device_case,
     host_microseconds,
@@ -579,16 +579,22 @@ def peak_extra(case: Case, *, need_dweight: bool = True, reduction: str = "mean"
         (1024, 4096, 262144, 560),
         (8192, 4096, 131072, 310),
         (8192, 4096, 131072, 2350),
-        # The float32 sum of dinput alone would take 280 MiB; an H100 accepts no less than 286.
-        (20480, 3584, 128256, 290),
+        # The float32 sum of dinput alone would take 280 MiB.
+        (20480, 3584, 128256, 260),
     ],
 )
 def test_workspace_is_a_promise(n, d, V, workspace_mb, reduction):
-    """The table's shapes and budgets (tests/host/test_plan_backward.py has every plan on paper)."""
+    """The table's shapes and budgets (tests/host/test_plan_backward.py has every plan on paper), or the least
+    that the GPU accepts."""
     case = device_case(n, d, V, BF16)
     for schedule in ("auto", "recompute"):
-        extra = peak_extra(case, schedule=schedule, reduction=reduction, workspace_mb=workspace_mb)
-        assert extra <= workspace_mb * MIB, f"{schedule}: {extra / MIB:.1f} MiB"
+
+        def extra_of(mib, schedule=schedule):
+            return peak_extra(case, schedule=schedule, reduction=reduction, workspace_mb=mib)
+
+        mib = accepted(extra_of, workspace_mb)
+        extra = extra_of(mib)
+        assert extra <= mib * MIB, f"{schedule}: {extra / MIB:.1f} MiB"
 
 
 @pytest.fixture
@@ -631,19 +637,22 @@ def test_more_workspace_is_not_slower_where_the_sum_of_dinput_crowds():
     case = device_case(20480, 3584, 128256, BF16)
     hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
 
-    def milliseconds(workspace_mb: int) -> float:
+    def forward(workspace_mb: float) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, case.target, workspace_mb=workspace_mb)
+
+    def milliseconds(workspace_mb: float) -> float:
         times = []
         for _ in range(4):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            loss = linear_cross_entropy(hidden, weight, case.target, workspace_mb=workspace_mb)
+            loss = forward(workspace_mb)
             torch.autograd.grad(loss, (hidden, weight))
             end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end))
         return sorted(times[1:])[1]
 
-    found = [milliseconds(workspace_mb) for workspace_mb in (290, 400, 1400, 5600)]
+    found = [milliseconds(workspace_mb) for workspace_mb in (accepted(forward, 260), 400, 1400, 5600)]
     assert all(more <= 1.03 * less for less, more in pairwise(found)), found
     assert found[0] < 1.9 * found[-1], found
 
