@@ -190,7 +190,7 @@ class Architecture:
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
     data_sheets: of its GPUs. Plans are made for the first where none is named.
     term_columns: (tile_n of the widest tiles of tokens whose epilogues have registers for these terms, the
-        terms, or `+` between those that want them together).
+        terms, or `+` between those that want them together; "": with any terms or none).
     kept_columns: the same of a forward that keeps.
     tilings: for few tokens first.
     """
@@ -307,13 +307,15 @@ class Gpu(NamedTuple):
         limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
         names = {*terms, *("own_term" for each in terms if each.startswith("own_term_"))}
         columns = [most for most, each in limits if any(map(names.issuperset, _together(each)))]
+        if self.columns:
+            columns.append(self.columns)
         return self._replace(columns=min(columns)) if columns else self
 
 
 @functools.cache
 def _together(terms: str) -> list[list[str]]:
     """Of Architecture.term_columns."""
-    return [each.split("+") for each in terms.split()]
+    return [each.split("+") for each in terms.split()] or [[]]
 
 
 def architecture(name: str) -> Architecture:
@@ -382,7 +384,7 @@ _SM_90A = Architecture(
         (160, "softcap entropy total logits argmax bias_gradient"),
         (176, "topk gap uniform shared linear_bias"),
     ),
-    kept_columns=((160, "argmax"), (128, "softcap entropy total logits kept_logits")),
+    kept_columns=((176, ""), (160, "argmax"), (128, "softcap entropy total logits kept_logits")),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(

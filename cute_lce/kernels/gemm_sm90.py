@@ -212,14 +212,12 @@ class GemmSm90(gemm.Gemm):
         done = slot.clone()
         if cutlass.const_expr(self.turns > 1):
             cute.arch.barrier(barrier_id=TURN_BARRIER + turn, number_of_threads=2 * WARPGROUP)
-        for k in cutlass.range(k_tiles, unroll=1):
-            ring.consumer_wait(slot)
-            warpgroup.fence()
-            for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, k + block > 0)
-                at = (None, None, block, slot.index)
-                cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
-            warpgroup.commit_group()
+        apart = self.epilogue.scarce_registers
+        if cutlass.const_expr(apart):
+            self._multiply(tiled_mma, tCrA, tCrB, acc, ring, slot, 0)
+            slot.advance()
+        for k in cutlass.range(int(apart), k_tiles, unroll=1):
+            self._multiply(tiled_mma, tCrA, tCrB, acc, ring, slot, 1 if apart else k)
             slot.advance()
             if k > 0:
                 warpgroup.wait_group(1)
@@ -231,6 +229,19 @@ class GemmSm90(gemm.Gemm):
         warpgroup.wait_group(0)
         ring.consumer_release(done)
         return slot
+
+    @cute.jit
+    def _multiply(self, tiled_mma, tCrA, tCrB, acc, ring, slot, k):
+        """Issue the WGMMAs of a tile's k-th k tile, one group. The first overwrites acc, others add. Where k is a
+        constant the compiler knows that, and has acc's registers for others from the epilogue's last use of
+        each on."""
+        ring.consumer_wait(slot)
+        warpgroup.fence()
+        for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, k + block > 0)
+            at = (None, None, block, slot.index)
+            cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
+        warpgroup.commit_group()
 
 
 def _rows_at_once(config: KernelConfig) -> int:

@@ -123,6 +123,7 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
     """The tiles with which a forward's GEMM takes the fewest clocks. Of equally fast ones two side by side,
     which read the weight once, then the widest, or the narrowest of those that hold all tokens. window: as in
     Limits."""
+    gpu = gpu.serving((), keeps)
     epilogue = EXPONENTIALS if keeps else STATISTICS
 
     def cost(config: KernelConfig) -> tuple[float, int, int]:

@@ -11,7 +11,9 @@ row in the product of its first element, and `column` the column of its first el
 slab. `split` is the number of the run's split of k. `staging` has the boxes of shared memory through which an
 epilogue that `stores` does so (store.py); the mainloop drains them at its end. `partial` is the number of the
 window's share that the warps which share these tiles have seen; an epilogue whose warps have results of their
-own numbers these itself.
+own numbers these itself. One with `scarce_registers` has many values alive beside `frag`: Hopper's mainloop
+then multiplies the first k tile apart (gemm_sm90.py), which frees each element's register after its last use,
+but makes tiles of few k tiles up to 4% slower where an epilogue only stores them.
 
 In the GEMMs of logits columns are tokens and rows classes, in dhidden's columns are tokens and rows features,
 and in dweight's columns are features and rows classes. A token's numbers are kept by the lanes that own its

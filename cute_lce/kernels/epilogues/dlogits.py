@@ -62,6 +62,7 @@ class DlogitsEpilogue:
     """
 
     stores = True
+    scarce_registers = True
 
     def __init__(self, fragment: Fragment, half: bool):
         self.fragment = fragment

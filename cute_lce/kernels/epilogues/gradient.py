@@ -60,6 +60,7 @@ class DhiddenEpilogue:
     """
 
     stores = True
+    scarce_registers = False
 
     def __init__(self, fragment: Fragment):
         self.fragment = fragment
@@ -156,6 +157,7 @@ class DweightEpilogue:
     """(dlogits.T hidden): scale, add what was there before, if that is asked for, and round."""
 
     stores = True
+    scarce_registers = False
 
     def __init__(self, fragment: Fragment):
         self.fragment = fragment

@@ -13,7 +13,7 @@ from cute_lce.kernels.epilogues.leaves import TotalOf, add_each, exponentials, f
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors, More
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_ignored
-from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold
+from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque
 from cute_lce.kernels.keep import KeepTensors
 from cute_lce.kernels.logits import slopes
 from cute_lce.kernels.row_stats import fma
@@ -21,6 +21,8 @@ from cute_lce.kernels.row_stats import fma
 AT_ONCE = 2
 """Columns that a lane owns whose exponentials are computed before any is stored: many of a thread's
 instructions are then independent, and few values alive."""
+FEW = 5
+"""Columns that a lane owns with which there are registers for that; beside more, or what terms sum, one."""
 
 
 class KeepForwardTensors(NamedTuple):
@@ -45,6 +47,7 @@ class KeepEpilogue:
     """
 
     stores = True
+    scarce_registers = True
 
     def __init__(self, fragment: Fragment, warps: int, kept: maths.KeptRange):
         if len(fragment.rows) != 4:
@@ -97,6 +100,8 @@ class KeepEpilogue:
         """Exponentials instead of the logits of the columns that lanes own with these numbers, stored, and
         their statistics."""
         fragment, keep = self.fragment, tensors.keep
+        # What was computed of it before is computed again: registers are scarcer.
+        column = opaque(column)
         unit = fragment.unit(first_row_of_warp(row))
         n = cute.size(tensors.forward.target)
         row_max, base, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(3))
@@ -157,9 +162,9 @@ class KeepEpilogue:
         return Float32(cutlass.select_(exceeds, highest, own)) - base
 
     def _at_once(self, state: KeepState) -> list[range]:
-        """Which of the columns that a lane owns are kept together: beside what terms sum, one."""
+        """Which of the columns that a lane owns are kept together."""
         owned, sums = range(self.fragment.owned), (state.forward.gap, state.forward.total)
-        step = AT_ONCE if all(each is None for each in sums) else 1
+        step = AT_ONCE if len(owned) <= FEW and all(each is None for each in sums) else 1
         return [owned[first : first + step] for first in owned[::step]]
 
     def _more(self, state: KeepState, of: TotalOf | None) -> More:

@@ -24,6 +24,7 @@ class KeepLogitsEpilogue:
     """The forward's epilogue, behind which a tile's logits are stored relative to their units' notes."""
 
     stores = True
+    scarce_registers = True
 
     def __init__(self, fragment: Fragment, warps: int):
         if len(fragment.rows) != 4:

@@ -94,6 +94,7 @@ class ForwardEpilogue:
     """
 
     stores = False
+    scarce_registers = True
 
     def __init__(self, fragment: Fragment, warps: int):
         """warps: that share a tile; their numbers in the CTA differ modulo `warps`."""

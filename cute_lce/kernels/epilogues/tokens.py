@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_lce.kernels.fragment import Fragment, first_row_of_warp, spread
+from cute_lce.kernels.fragment import Fragment, first_row_of_warp, opaque, spread
 
 NO_ROW = -(2**30)  # a target that no tile contains
 
@@ -74,7 +74,7 @@ def zero_ignored(
     i: cutlass.Constexpr[int],
 ):
     """Set the elements that belong to ignored tokens to 0, of a slab's i-th 32 columns."""
-    own = (ignored.bits >> (slab * fragment.owned + i)) & 1
+    own = (opaque(ignored.bits) >> (slab * fragment.owned + i)) & 1
     for c in fragment.shared(i):
         if spread(own, c) != 0:
             for r in cutlass.range_constexpr(len(fragment.rows)):
