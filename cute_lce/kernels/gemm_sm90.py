@@ -40,7 +40,8 @@ class GemmSm90(gemm.Gemm):
 
     Timeline. Load runs up to `stages` k tiles ahead of the MMAs, across tiles and runs. A tile of a consumer
     is, for each k tile: wait full; WGMMAs; commit; wait until the k tile before is done; release its slot.
-    At most two k tiles' MMAs are queued; the older one is waited for.
+    At most two k tiles' MMAs are queued; the older one is waited for. The first k tile is a copy of its own
+    where an epilogue has `scarce_registers`.
         shared tiles  every warpgroup:  MMA tile 0 | epilogue 0 | MMA tile 1 | epilogue 1 | ...
                       The tensor cores idle during epilogues; load fills the ring meanwhile.
         pingpong      warpgroup 0:  MMA 0      | epilogue 0 | wait | MMA 2      | epilogue 2 | ...
@@ -53,7 +54,7 @@ class GemmSm90(gemm.Gemm):
     Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
     rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). With tokens along n a consumer thread holds up to 192
     accumulators, 128 x 192 per warpgroup, and in dweight's GEMM 64 x 256, 128 x 128 or 128 x 192. What spills
-    is named in tests/compiled/test_sm90.py and test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2
+    is named in tests/compiled/test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2
     bytes a stage, from 20 KiB for 128 x 32 x 64 and 9 stages to 48 KiB for 128 x 256 x 64 and 4, and 16 KiB
     of boxes for each warpgroup (epilogues.store); one more stage would not fit into 227 KiB. Logits in fp32
     are never in shared memory.
@@ -232,9 +233,11 @@ class GemmSm90(gemm.Gemm):
 
     @cute.jit
     def _multiply(self, tiled_mma, tCrA, tCrB, acc, ring, slot, k):
-        """Issue the WGMMAs of a tile's k-th k tile, one group. The first overwrites acc, others add. Where k is a
-        constant the compiler knows that, and has acc's registers for others from the epilogue's last use of
-        each on."""
+        """Issue the WGMMAs of a tile's k-th k tile, one group. The first overwrites acc, others add.
+
+        Where k is a constant the compiler knows that, and has acc's registers for others from the epilogue's
+        last use of each on.
+        """
         ring.consumer_wait(slot)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):

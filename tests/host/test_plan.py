@@ -221,8 +221,9 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
     """Every number of tokens: all are covered, and no other tiles for so many take fewer clocks."""
     gpu = whole(arch)
     epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
+    widest = gpu.serving((), keeps).columns
     for n in range(1, 5001):
-        configs = gpu.row.configs_for(n, 0).forwards(keeps)
+        configs = gpu.row.configs_for(n, 0, widest).forwards(keeps)
         chosen = forward.choose_config(gpu, n, 4096, 1000, keeps, 0)
         assert chosen in configs
         columns = ceil_div(n, chosen.cluster_columns)
@@ -235,7 +236,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
             for config in configs
         }
         assert clocks[chosen] == min(clocks.values())
-        if n <= gpu.row.configs[0].tokens[-1].cluster_columns:
+        if n <= (widest or gpu.row.configs[0].tokens[-1].cluster_columns):
             # The weight is then read once, by the narrowest tile that holds all tokens.
             assert chosen == next(config for config in configs if config.cluster_columns >= n)
 
@@ -249,8 +250,9 @@ def test_of_equally_fast_tiles_those_side_by_side_the_widest_or_the_narrowest_th
     """At depths where epilogues decide, columns of several widths may take the same clocks."""
     gpu = whole(arch)
     epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
+    widest = gpu.serving((), keeps).columns
     for n in range(1, 2001, 7):
-        configs = gpu.row.configs_for(n, 0).forwards(keeps)
+        configs = gpu.row.configs_for(n, 0, widest).forwards(keeps)
         columns = {config: ceil_div(n, config.cluster_columns) for config in configs}
         clocks = {
             config: columns[config]
@@ -338,7 +340,8 @@ def test_calls_choose_among_the_configurations_for_their_number_of_tokens(arch: 
         problem, limits = Problem(n, 8 * ceil_div(d, 8), vocab), Limits(window)
         configs = gpu.row.configs_for(n, window)
         for kept in (0, vocab):
-            assert forward.plan(gpu, *problem[:3], limits, kept=kept).config in configs.forwards(kept > 0)
+            forwards = gpu.row.configs_for(n, window, gpu.serving((), kept > 0).columns).forwards(kept > 0)
+            assert forward.plan(gpu, *problem[:3], limits, kept=kept).config in forwards
             plan = backward.plan(gpu, problem, kept, limits)
             assert plan.tokens in configs.tokens
             assert (plan.tokens, plan.dhidden) in configs.pairs
