@@ -178,7 +178,7 @@ def _grid(root: Path, end: float) -> Made:
         options = ("--deadline", str(left), "--out", str(out))
         command = (sys.executable, "-m", "bench.run", *GRID, *LOSSES, *options)
         well, lines, data = _program(command, root, end + 600)
-        return well, lines, {"output": data, "rows": json.loads(out.read_text()) if out.exists() else []}
+        return well, lines, {"output": data, "rows": records.read([out]) if out.exists() else []}
 
 
 def _program(command: Sequence[str], folder: Path, end: float) -> Made:

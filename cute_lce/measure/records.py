@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,37 @@ def finite_or_text(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+ORIGIN = ("gpu", "versions", "command")
+"""Keys whose values the results of a run share, which a file has once."""
+
+
 def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Replace the file as a whole: a run that is killed while it writes leaves the results of before."""
+    """Keep results: {"origins": [what those of a run share, ...], "rows": [the rest, and "origin", the number
+    of theirs, ...]}, a line each. Replaces the file as a whole: a run that is killed while it writes leaves
+    the results of before."""
+    origins: dict[str, int] = {}
+    rows = []
+    for result in results:
+        shared = {key: result[key] for key in ORIGIN if key in result}
+        number = origins.setdefault(json.dumps(shared, allow_nan=False), len(origins))
+        rest = {key: value for key, value in result.items() if key not in shared}
+        rows.append(json.dumps({"origin": number, **rest}, allow_nan=False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(result, allow_nan=False) for result in results)
     part = path.with_name(path.name + ".part")
-    part.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    part.write_text(f'{{"origins": [{_lines(origins)}], "rows": [{_lines(rows)}]}}\n', encoding="utf-8")
     part.replace(path)
 
 
+def _lines(each: Iterable[str]) -> str:
+    return "\n" + ",\n".join(each) + "\n"
+
+
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """All measurements of several files."""
-    return [result for path in paths for result in json.loads(path.read_text(encoding="utf-8"))]
+    """All results of several files, as they were measured."""
+    return [result for path in paths for result in _read(path)]
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    for row in kept["rows"]:
+        yield {**kept["origins"][row.pop("origin")], **row}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig
+from cute_lce.measure import records
 from cute_lce.plan import backward, cost, forward, schedule
 from cute_lce.plan.candidates import Candidate
 from cute_lce.plan.problem import MIB, Limits, Problem, ceil_div
@@ -35,7 +35,7 @@ class Timed(NamedTuple):
 def timed() -> dict[tuple, list[Timed]]:
     """The configurations that were measured, by pass and shape: (pass, n, d, vocab)."""
     found: dict[tuple, list[Timed]] = defaultdict(list)
-    for row in json.loads(MEASURED.read_text(encoding="utf-8")):
+    for row in records.read([MEASURED]):
         each = row["pass"], row["n"], row["d"], row["vocab"]
         seconds = predict(*each, config_of(row), row["parts"])
         found[each].append(Timed(row["ms"], 1e3 * seconds))
@@ -114,7 +114,7 @@ def tiles(model: str) -> dict[tuple[str, int, int, int], dict[KernelConfig, floa
     """Milliseconds of GEMMs by tiles on one GPU, of those that plans choose among: (pass, n, d, vocab)."""
     found: dict[tuple[str, int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
     path = MEASURED.with_name(f"{model.lower()}_tiles.json")
-    for row in json.loads(path.read_text(encoding="utf-8")):
+    for row in records.read([path]):
         configs = GPU.row.configs_for(row["n"], 0)
         among = {
             "forward": configs.forwards(False),
@@ -160,7 +160,7 @@ def test_whole_calls_are_predicted(model: str, seed: str):
     gpu = GPU._replace(model=("h200", "h100").index(model))
     path = MEASURED.parents[1] / f"{model}_random{seed}.json"
     ratios = []
-    for row in json.loads(path.read_text(encoding="utf-8")):
+    for row in records.read([path]):
         problem = Problem(row["n"], row["d"], row["vocab"])
         if row["pass"] == "fwd":
             seconds = cost.forward_seconds(gpu, problem, forward.plan(gpu, *problem[:3]))

@@ -12,7 +12,6 @@ makes its rows:
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -27,6 +26,7 @@ from bench.accumulation import WAYS
 from bench.kept_logits import WAYS as SIMULATED
 from bench.kept_reference import REFERENCES
 from bench.partial import WAYS as ADDED
+from cute_lce.measure.records import read
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -45,7 +45,7 @@ Rows = list[list[Cell]]
 
 @cache
 def records(file: str) -> list[Record]:
-    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return read([RESULTS / file])
 
 
 def find(file: str, **fields: Any) -> Record | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from bench import error_figure, grid, shapes, speed_up_figure
+from cute_lce.measure import records
 from tests.host.test_bench import result_of
 
 
@@ -82,7 +81,7 @@ def test_a_figure_is_of_one_gpu_and_the_same_each_time(figure, tmp_path, capsys)
     errors = dict.fromkeys(error_figure.ERRORS, 1e-3)
     found = [result | errors for result in results()]
     kept, out = tmp_path / "gpu_paper.json", tmp_path / "a.png"
-    kept.write_text(json.dumps(found))
+    records.write(kept, found)
     drawn = []
     for _ in range(2):
         assert figure.main([str(kept), "--out", str(out)]) == 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 
 from bench import kept_reference
 from cute_lce.maths import KEPT_RANGES, LOG2_E
+from cute_lce.measure import records
 
 
 def test_references_are_those_of_the_kernels():
@@ -35,7 +34,7 @@ def test_counts(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kept_reference, "SHAPE", (128, 2048))
     out = tmp_path / "results.json"
     assert kept_reference.main(["--out", str(out)]) == 0
-    results = json.loads(out.read_text())
+    results = records.read([out])
     found = {tuple(r[name] for name in (*kept_reference.KEY, "reference")): r for r in results}
     assert len(found) == len(results) == 2 * 2 * len(kept_reference.DEVIATIONS) * 2
     assert all(0 <= r["raised"] <= r["rescaled"] <= r["n"] == 128 for r in results)

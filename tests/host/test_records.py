@@ -47,3 +47,16 @@ def test_every_measurement_has_it(tmp_path, monkeypatch):
         assert records.provenance(torch.device("cpu"), "a command")["versions"]["commit"] == "abc"
     finally:
         records.versions.cache_clear()
+
+
+def test_a_file_keeps_results_as_they_were_and_what_a_run_shares_once(tmp_path: Path):
+    first, second = ({"gpu": gpu, "versions": {"torch": "2"}, "command": "a"} for gpu in ("H100", "H200"))
+    results = [{**first, "ms": 1.5}, {**second, "ms": "nan"}, {**first, "ms": 2.0}, {"ms": None, "run": 7}]
+    path = tmp_path / "folder" / "kept.json"
+    records.write(path, results)
+    assert records.read([path]) == results
+    assert records.read([path, path]) == [*results, *results]
+    assert path.read_text(encoding="utf-8").count("H100") == 1
+    assert [each.name for each in path.parent.iterdir()] == ["kept.json"]
+    records.write(path, [])
+    assert records.read([path]) == []

@@ -61,6 +61,6 @@ def test_the_figure(tmp_path, capsys):
     assert scaling.main([*map(str, FILES), "--out", str(out)]) == 0
     assert out.stat().st_size > 10_000
     empty = tmp_path / "empty.json"
-    empty.write_text("[]")
+    records.write(empty, [])
     with pytest.raises(SystemExit):
         scaling.main([str(empty), "--out", str(out)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 
 from bench import step, step_figure
+from cute_lce.measure import records
 
 SMALL = [
     "--vocab",
@@ -36,7 +36,7 @@ def test_a_small_model(tmp_path, capsys):
     peers = ["--peers", "torch_eager_fp32ce", "liger_triton", "--workspace-mb", "16"]
     assert step.main([*SMALL, *peers, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    results = {result["provider"]: result for result in json.loads(out.read_text())}
+    results = {result["provider"]: result for result in records.read([out])}
     assert list(results) == ["without head", "cute_lce", "torch_eager_fp32ce", "liger_triton"]
     # Of a model that is not trained yet.
     for name in ("cute_lce", "torch_eager_fp32ce"):
@@ -95,7 +95,7 @@ def test_a_figure_has_a_panel_for_each_vocabulary(tmp_path, capsys):
     assert lines["cute_lce"] == [[1.5, 2.0], [2.0, 3.0]]
     assert lines["torch.compile of eager"] == [[4.0, 2.5]]
     kept, out = tmp_path / "gpu_step.json", tmp_path / "a.png"
-    kept.write_text(json.dumps(results))
+    records.write(kept, results)
     assert step_figure.main([str(kept), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     with pytest.raises(ValueError, match=r"^results: got those of"):
