@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 from cute_lce.compile import trace as compiler
@@ -12,7 +15,21 @@ from cute_lce.plan.kernels import Key
 def trace(key: Key, extra_options: str = "") -> Any:
     """cute_lce.compile.trace.trace."""
     _print_no_modules()
-    return compiler.trace(key, extra_options)
+    with not_collecting():
+        return compiler.trace(key, extra_options)
+
+
+@contextlib.contextmanager
+def not_collecting() -> Iterator[None]:
+    """Of the objects that a compilation makes few are garbage before its end, and each collection visits
+    all of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.cache

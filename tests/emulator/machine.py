@@ -366,7 +366,7 @@ class Device:
             )
             raise
         cluster.running.remove(warp)
-        warp.views, warp.files = {}, {}
+        warp.give_registers()
         if cluster.running:
             return False
         live.remove(cluster)

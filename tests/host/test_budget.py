@@ -6,10 +6,8 @@ python -m tests.host.test_budget        prints the table of docs/tuning.md
 from __future__ import annotations
 
 import logging
-import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from cute_lce.ops.select import implementation
 from cute_lce.plan import backward, candidates, cost, forward, schedule
 from cute_lce.plan.memory import DEFAULT_WORKSPACE, usable, workspace_for
 from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem
+from tests import forked
 from tests.device import forget_plans, planned_for
 
 H200 = Gpu("sm_90a", 132)
@@ -87,12 +86,16 @@ def test_predicted_time_never_rises_with_the_workspace(gpu: Gpu, wanted: str):
     assert fell > 5
 
 
+# Of each kind of problem two; the long sweep has six more.
+@pytest.mark.parametrize(
+    "some", [slice(11), pytest.param(slice(11, None), marks=pytest.mark.emulator_full)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("gpu", gpus(), ids=named)
-def test_what_is_predicted_is_what_is_launched(gpu: Gpu):
+def test_what_is_predicted_is_what_is_launched(gpu: Gpu, some: slice):
     """The plans of launch/, measured by the cost model, take what the choice between them was made by, and no
     more memory than they were given."""
     draw = random.Random(4)
-    for problem in (CROWDED, *problems(40, seed=2)):
+    for problem in (CROWDED, *problems(40, seed=2))[some]:
         for wanted in SCHEDULES:
             least = schedule.least_workspace(gpu, problem, wanted, NO_LIMITS)
             for budget in (0, *budgets(draw, least)):
@@ -353,31 +356,38 @@ def test_whatever_the_schedule_a_slow_call_is_logged(caplog, monkeypatch, gpu, p
 # CUTE_LCE_WORKSPACE_MB
 
 
-def run_with(value: str, code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUTE_LCE_WORKSPACE_MB": value}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+BAD = ("many", "0", "-5", "nan", "inf", "1 GiB")
+CALL = "linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 1]){})"
+A_CALL = f"import torch; from cute_lce import *; {CALL.format(', workspace_mb=9')}; {CALL.format('')}"
+A_COMMAND = "import sys; from cute_lce import cli; sys.exit(cli.main(['info']))"
+READ = "import cute_lce.options as o; print(o.DEFAULT_WORKSPACE_MB)"
 
 
-@pytest.mark.parametrize("value", ["many", "0", "-5", "nan", "inf", "1 GiB"])
-def test_a_bad_variable_is_named_by_a_call(value: str):
-    call = "linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 1]){})"
-    code = f"import torch; from cute_lce import *; {call.format(', workspace_mb=9')}; {call.format('')}"
-    run = run_with(value, code)
+@pytest.fixture(scope="module")
+def runs() -> dict[tuple[str, str], subprocess.CompletedProcess[str]]:
+    """What became of processes, by the variable and the code."""
+    programs = [*((value, A_CALL) for value in BAD), ("abc", A_COMMAND), ("300.5", READ), ("", READ)]
+    found = forked.run([({"CUTE_LCE_WORKSPACE_MB": value}, code) for value, code in programs])
+    return dict(zip(programs, found, strict=True))
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_bad_variable_is_named_by_a_call(value: str, runs):
+    run = runs[value, A_CALL]
     assert run.returncode != 0
     wanted = f"ValueError: CUTE_LCE_WORKSPACE_MB: got {value!r}, want a positive number of MiB"
     assert run.stderr.strip().splitlines()[-1].startswith(wanted)
 
 
-def test_a_bad_variable_is_named_by_commands():
-    run = run_with("abc", "import sys; from cute_lce import cli; sys.exit(cli.main(['info']))")
+def test_a_bad_variable_is_named_by_commands(runs):
+    run = runs["abc", A_COMMAND]
     said = "CUTE_LCE_WORKSPACE_MB: got 'abc', want a positive number of MiB, or no such variable"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"cute-lce: {said}\n")
 
 
-def test_the_variable_is_read():
-    code = "import cute_lce.options as o; print(o.DEFAULT_WORKSPACE_MB)"
-    assert run_with("300.5", code).stdout == "300.5\n"
-    assert run_with("", code).stdout == "None\n"
+def test_the_variable_is_read(runs):
+    assert runs["300.5", READ].stdout == "300.5\n"
+    assert runs["", READ].stdout == "None\n"
 
 
 @pytest.fixture

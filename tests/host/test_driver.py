@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cute_lce
 from cute_lce import launch
 from cute_lce.arch import ARCHITECTURES, KernelConfig, of_capability
 from cute_lce.arguments import Operands
@@ -134,6 +135,14 @@ def test_files_of_different_toolkits_have_different_names(monkeypatch: pytest.Mo
     assert len(environments) == 2
 
 
+# Without the package's own __init__, which imports torch.
+ASK = f"""
+import sys, types
+stub = sys.modules["cute_lce"] = types.ModuleType("cute_lce")
+stub.__path__ = [{str(Path(cute_lce.__file__).parent)!r}]
+from cute_lce.compile import driver
+print(driver.driver_version())
+"""
 FAKE = "int cuDriverGetVersion(int *version) { *version = %d; return %d; }"
 
 
@@ -151,7 +160,7 @@ def test_driver_version(version: int | None, status: int, expected, tmp_path: Pa
         source.write_text(FAKE % (version, status))
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     found = subprocess.run(
-        [sys.executable, "-c", "from cute_lce.compile import driver; print(driver.driver_version())"],
+        [sys.executable, "-c", ASK],
         env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
         check=True,
         capture_output=True,

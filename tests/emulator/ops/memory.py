@@ -173,14 +173,23 @@ def _ld_param(d, operand, dtype, dests, views):
     if operand.base.name not in d.program.param_offsets:
         raise UnsupportedInstruction(f"parameter {operand.base.name}")
 
-    def run(warp, lanes):
-        values = warp.cta.params[start : start + dtype.itemsize * len(dests)].view(dtype)
+    # The parameters of the launch that executed this last, and what all lanes of each destination get.
+    known: list = [None, []]
+
+    def read(params: np.ndarray) -> None:
+        values = params[start : start + dtype.itemsize * len(dests)].view(dtype)
+        known[:] = params, []
         for i, dest in enumerate(dests):
             if dest >= 0:
-                row = warp.views[views[i]][dest]
-                value = values[i : i + 1]
-                value = value.view(row.dtype) if row.itemsize == dtype.itemsize else _extend(value, row.dtype)
-                np.copyto(row, value, where=lanes)
+                view, value = np.dtype(NUMPY[views[i]]), values[i : i + 1]
+                same = view.itemsize == dtype.itemsize
+                known[1].append((views[i], dest, value.view(view) if same else _extend(value, view)))
+
+    def run(warp, lanes):
+        if known[0] is not warp.cta.params:
+            read(warp.cta.params)
+        for view, dest, value in known[1]:
+            np.copyto(warp.views[view][dest], value, where=lanes)
 
     op = d.done(run)
     op.writes = tuple(w for w in op.writes if w >= 0)
