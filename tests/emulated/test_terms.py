@@ -192,10 +192,9 @@ TERMS_OF_ONES_OWN = (LogCap(3.0), Tanh(5.0), Knee(0.5), SoftPlus())
 
 
 # Kernels are compiled for each term. By default each is in one of the next two tests, of which the second
-# recomputes what was not kept, too, but for SoftPlus, whose functions test_own_terms.py has. The long sweep
-# has the others.
+# recomputes what was not kept, too; the others are in the long sweep.
 RECOMPUTED = (LogCap,)
-KEPT = ((Tanh, "one"), (Knee, "each"))
+KEPT = ((Tanh, "one"), (Knee, "each"), (SoftPlus, "each"))
 
 
 @pytest.mark.parametrize(
