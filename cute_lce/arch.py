@@ -314,7 +314,7 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def _together(terms: str) -> list[list[str]]:
-    """Of Architecture.term_columns."""
+    """Of Architecture.term_columns; of "" what every set contains."""
     return [each.split("+") for each in terms.split()] or [[]]
 
 

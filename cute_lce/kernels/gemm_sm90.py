@@ -213,6 +213,7 @@ class GemmSm90(gemm.Gemm):
         done = slot.clone()
         if cutlass.const_expr(self.turns > 1):
             cute.arch.barrier(barrier_id=TURN_BARRIER + turn, number_of_threads=2 * WARPGROUP)
+        # A k tile's number matters where it is 0.
         apart = self.epilogue.scarce_registers
         if cutlass.const_expr(apart):
             self._multiply(tiled_mma, tCrA, tCrB, acc, ring, slot, 0)

@@ -86,19 +86,20 @@ def finite_or_text(value: Any) -> Any:
 
 
 ORIGIN = ("gpu", "versions", "command")
-"""Keys whose values the results of a run share, which a file has once."""
+"""Keys whose values the results of a run share, which a file has once. Each result has a date of its own."""
 
 
 def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """Keep results: {"origins": [what those of a run share, ...], "rows": [the rest, and "origin", the number
     of theirs, ...]}, a line each. Replaces the file as a whole: a run that is killed while it writes leaves
-    the results of before."""
+    the results of before. No result has a key "origin"."""
     origins: dict[str, int] = {}
     rows = []
     for result in results:
         shared = {key: result[key] for key in ORIGIN if key in result}
         number = origins.setdefault(json.dumps(shared, allow_nan=False), len(origins))
         rest = {key: value for key, value in result.items() if key not in shared}
+        assert "origin" not in rest
         rows.append(json.dumps({"origin": number, **rest}, allow_nan=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -117,5 +118,9 @@ def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     kept = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(kept, dict) or set(kept) != {"origins", "rows"}:
+        raise ValueError(
+            f'{path}: want results as records.write keeps them, {{"origins": [...], "rows": [...]}}'
+        )
     for row in kept["rows"]:
         yield {**kept["origins"][row.pop("origin")], **row}

@@ -36,8 +36,8 @@ rounds in chunks of 6656, and took some 7% longer than the model has it. Like th
 architectures."""
 FAR = 1.02
 """Times its GEMMs, which "auto" expects grad_in_forward to take at least, and what other schedules take with
-any workspace. Where they take no more within the limits, it spares that plan, which takes some 10 ms, and its
-time still never rises with the workspace."""
+any workspace. Where they take no more within the limits, it spares that plan, which takes tens of
+milliseconds, and what it expects never rises with the workspace."""
 
 
 class ChunkPlan(NamedTuple):
@@ -95,15 +95,16 @@ def predict(gpu: Gpu, problem: Problem, limits: Limits) -> schedule.Prediction:
 
 
 def predict_auto(gpu: Gpu, problem: Problem, limits: Limits) -> schedule.Prediction | None:
-    """What "auto" is predicted to take with it, where a call allows it; None: another schedule is as fast."""
+    """What "auto" is predicted to take with it, where a call allows it; None: it does not look, since another
+    schedule has all that can be expected or the accumulators do not fit, or another is as fast."""
     if limits.window or not problem.wants_gradient or not problem.n:
         return None
     other = schedule.predict(gpu, problem, "auto", limits)
     least = max(FAR * other.floor, other.best)
     room = usable(limits.workspace or DEFAULT_WORKSPACE)
-    if other.seconds <= least or accumulator_bytes(problem, 1) > room:
+    if other.seconds <= least:
         return None
-    fit = [each.clocks for each in _choices(gpu, problem) if each.bytes <= room]
+    fit = [each.clocks for each in _choices(gpu, problem, room) if each.bytes <= room]
     taken = seconds_of(gpu, problem, min(fit)) if fit else other.seconds
     return other._replace(seconds=max(least, taken)) if taken < other.seconds else None
 
@@ -145,8 +146,8 @@ def _helpful(found: list[_Choice]) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _choices(gpu: Gpu, problem: Problem) -> list[_Choice]:
-    """Sizes of chunks, whatever the workspace."""
+def _choices(gpu: Gpu, problem: Problem, room: int | None = None) -> list[_Choice]:
+    """Sizes of chunks, whatever the workspace; room: but for those that need more bytes at the least."""
     n, found = problem.n, []
     configs = gpu.row.configs_for(n, 0)
     # Whole tiles of the widest clusters, or of those that dinput's GEMM has to itself.
@@ -163,6 +164,9 @@ def _choices(gpu: Gpu, problem: Problem) -> list[_Choice]:
             chunks.add(min(max(rounds * clusters // across, 1) * each.cluster_columns, n))
     for chunk in sorted(chunks):
         full, rest = divmod(n, chunk)
+        least = accumulator_bytes(problem, full + (rest > 0)) + chunk_bytes(problem, chunk, 0, 1)
+        if room is not None and least > room:
+            continue
         passes = [_chunk(gpu, problem, chunk)] * full + ([_chunk(gpu, problem, rest)] if rest else [])
         nbytes = accumulator_bytes(problem, len(passes)) + max(each.bytes for each in passes)
         clocks = sum(each.clocks for each in passes) + (len(passes) - 1) * _added_clocks(gpu, problem)

@@ -37,25 +37,8 @@ DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 EVICT_FIRST = 0x12F0000000000000  # CUTLASS's CacheHintSm90::EVICT_FIRST
 
 
-Tile = tuple[int, int]
-
-
 def gemm(name: str, dtype: str = "bfloat16", target_dtype: str = "int64") -> cubin.Kernel:
     return cubin.kernel(ForwardKey(EVERY[name], dtype, target_dtype), "GemmSm90")
-
-
-def spilling(tiles: dict[tuple[Tile, str], str], chosen: Iterable[Tile]) -> list[Any]:
-    """Parameters (tile, dtype), those in `tiles` expected to fail for the given reason."""
-    return [
-        pytest.param(
-            tile,
-            dtype,
-            id=f"{tile[1]}x{tile[0]}-{dtype}",
-            marks=[pytest.mark.xfail(reason=tiles[tile, dtype])] if (tile, dtype) in tiles else [],
-        )
-        for tile in chosen
-        for dtype in DTYPES
-    ]
 
 
 def with_dtypes(names: Iterable[str]) -> Any:
@@ -75,25 +58,15 @@ def with_dtypes(names: Iterable[str]) -> Any:
     )
 
 
-SPILLS: dict[tuple[Tile, str], str] = {}
-every_tile = pytest.mark.parametrize(
-    ("tile", "dtype"),
-    [
-        parameters
-        for parameters in spilling(SPILLS, [(config.tile_n, config.cluster_n) for config in CONFIGS.values()])
-        if parameters.values[1] == "bfloat16" or parameters.values[0] == (WIDEST.tile_n, WIDEST.cluster_n)
-    ],
-)
-
-
-@every_tile
-def test_no_spill_and_no_local_memory(tile: Tile, dtype: str):
-    cubin.check_no_local_memory(ForwardKey(TILES[tile], dtype))
+@with_dtypes(CONFIGS)
+def test_no_spill_and_no_local_memory(name: str, dtype: str):
+    cubin.check_no_local_memory(ForwardKey(CONFIGS[name], dtype))
 
 
 @pytest.mark.emulator_full
-@pytest.mark.parametrize(("tile", "dtype"), spilling(SPILLS, TILES))
-def test_no_tile_spills(tile: Tile, dtype: str):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile[1]}x{tile[0]}")
+def test_no_tile_spills(tile: tuple[int, int], dtype: str):
     cubin.check_no_local_memory(ForwardKey(TILES[tile], dtype))
     check_registers(TILES[tile], cubin.kernel(ForwardKey(TILES[tile], dtype), "GemmSm90"))
 

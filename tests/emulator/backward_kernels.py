@@ -26,7 +26,7 @@ from tests.numerics import Case, assert_close, jumping, random_case, with_bad_ig
 
 from .host import Emulated
 from .mutate import ARITHMETIC, COUNTING, Mutation, entry_of
-from .mutation_kernels import GLOBAL_FENCE, RELINQUISH, TAIL, TWO_FENCES, Subject
+from .mutation_kernels import GLOBAL_FENCE, LOOP_FENCE, RELINQUISH, TAIL, TWO_FENCES, Subject
 
 # n, d, V, columns of a stripe. Two or more tiles and three or more k tiles of each GEMM for the only cluster,
 # so that rings wrap and turns come again, and of dweight's two for the first warpgroup, so that boxes are
@@ -513,6 +513,8 @@ def subjects() -> list[Subject]:
     for which in (name for name in RUNS if name != COUNTED):
         tail, missed = (SLOWER_THAN_A_PEER, 3) if which == ADDING else (TAIL, 2)
         reasons = [tail, GLOBAL_FENCE]
+        if which in ("keep", "dlogits"):
+            reasons, missed = [*reasons, LOOP_FENCE], 3
         found.append(_subject("sm_90a", which, least_mutations=20, missed=missed, reasons=reasons))
         found.append(
             _subject(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from cute_lce.measure import records
@@ -60,3 +61,10 @@ def test_a_file_keeps_results_as_they_were_and_what_a_run_shares_once(tmp_path: 
     assert [each.name for each in path.parent.iterdir()] == ["kept.json"]
     records.write(path, [])
     assert records.read([path]) == []
+
+
+def test_another_file_is_refused_by_its_name(tmp_path: Path):
+    path = tmp_path / "list.json"
+    path.write_text('[{"ms": 1.0}]')
+    with pytest.raises(ValueError, match=r"list\.json: want results as records\.write keeps them"):
+        records.read([path])

@@ -22,7 +22,8 @@ AT_ONCE = 2
 """Columns that a lane owns whose exponentials are computed before any is stored: many of a thread's
 instructions are then independent, and few values alive."""
 FEW = 5
-"""Columns that a lane owns with which there are registers for that; beside more, or what terms sum, one."""
+"""The most columns that a lane owns, in tiles of 160, of which AT_ONCE are computed at once; of more, and
+beside what terms sum, one is: there are no registers for two."""
 
 
 class KeepForwardTensors(NamedTuple):
@@ -100,7 +101,7 @@ class KeepEpilogue:
         """Exponentials instead of the logits of the columns that lanes own with these numbers, stored, and
         their statistics."""
         fragment, keep = self.fragment, tensors.keep
-        # What was computed of it before is computed again: registers are scarcer.
+        # Offsets that were computed of it are computed again: registers are scarcer, on Hopper at least.
         column = opaque(column)
         unit = fragment.unit(first_row_of_warp(row))
         n = cute.size(tensors.forward.target)
