@@ -78,8 +78,7 @@ class Calibration:
         tokens, dhidden, dweight = self.found.gemms.configs
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
-            columns = self.gpu.serving((), kind == "keep").columns
-            configs = self.gpu.row.configs_for(self.shape.n, 0, columns).forwards(kind == "keep")
+            configs = forward.configs_for(self.gpu, self.shape.n, kind == "keep", 0)
             for config in self._some(configs, chosen):
                 yield kind, config, config == chosen
         if keeps:

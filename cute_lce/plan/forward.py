@@ -123,7 +123,6 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
     """The tiles with which a forward's GEMM takes the fewest clocks. Of equally fast ones two side by side,
     which read the weight once, then the widest, or the narrowest of those that hold all tokens. window: as in
     Limits."""
-    gpu = gpu.serving((), keeps)
     epilogue = EXPONENTIALS if keeps else STATISTICS
 
     def cost(config: KernelConfig) -> tuple[float, int, int]:
@@ -135,4 +134,10 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
         clocks *= gemm.scattered(d, columns, windows, tiles)
         return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 
-    return min(gpu.row.configs_for(n, window, gpu.columns).forwards(keeps), key=cost)
+    return min(configs_for(gpu, n, keeps, window), key=cost)
+
+
+def configs_for(gpu: Gpu, n: int, keeps: bool, window: int) -> tuple[KernelConfig, ...]:
+    """The tiles that a forward of so many tokens chooses from. window: as in Limits."""
+    columns = gpu.serving((), keeps).columns
+    return gpu.row.configs_for(n, window, columns).forwards(keeps)

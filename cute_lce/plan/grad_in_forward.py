@@ -96,7 +96,7 @@ def predict(gpu: Gpu, problem: Problem, limits: Limits) -> schedule.Prediction:
 
 def predict_auto(gpu: Gpu, problem: Problem, limits: Limits) -> schedule.Prediction | None:
     """What "auto" is predicted to take with it, where a call allows it; None: it does not look, since another
-    schedule has all that can be expected or the accumulators do not fit, or another is as fast."""
+    schedule has all that can be expected, nothing fits, or another is as fast."""
     if limits.window or not problem.wants_gradient or not problem.n:
         return None
     other = schedule.predict(gpu, problem, "auto", limits)

@@ -112,7 +112,6 @@ class Op:
         "kind",
         "name",
         "negated",
-        "plain",
         "reads",
         "run",
         "sources",
@@ -124,7 +123,6 @@ class Op:
     def __init__(self, ins: ptx.Instruction):
         self.ins, self.name = ins, ins.opcode
         self.kind, self.target, self.guard, self.negated = NORMAL, -1, -1, False
-        self.plain = False  # neither guarded nor collective, nor control flow
         self.reads: tuple[int, ...] = ()  # registers whose lanes must be valid before `run`
         self.writes: tuple[int, ...] = ()  # registers whose active lanes are valid after `run`
         self.touches: tuple[int, ...] = ()  # all registers named, for ownership by asynchronous instructions
@@ -250,7 +248,6 @@ class Program:
             )
         for op in self.ops:
             _watch_accumulators(op, self.wgmma_registers)
-            op.plain = op.kind == NORMAL and op.guard < 0
         self.labels = entry.labels
         self.rows = len(self.files)
         self._index_files()

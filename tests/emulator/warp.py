@@ -207,22 +207,6 @@ class Warp:
         try:
             while executed < budget:
                 op = ops[pc]
-                if op.plain and not self.parked and not self.owned:
-                    # What most are: no guard, no other lanes, nothing that waits for anybody.
-                    for r in op.reads:
-                        if valid[r] & mask != mask:
-                            self.undefined(r, mask)
-                    self.active = mask
-                    counts[pc] += 1
-                    if (stop := op.run(self, lanes)) is not None:
-                        counts[pc] -= 1
-                        self.blocked = stop
-                        break
-                    for r in op.writes:
-                        valid[r] |= mask
-                    executed += 1
-                    pc += 1
-                    continue
                 if self.parked and op.kind == COLLECTIVE:
                     pc, mask = self._gather(pc, mask)
                     lanes = lanes_of(mask)

@@ -74,6 +74,7 @@ def zero_ignored(
     i: cutlass.Constexpr[int],
 ):
     """Set the elements that belong to ignored tokens to 0, of a slab's i-th 32 columns."""
+    # Opaque, since the compiler would keep each column's bit in a register of its own.
     own = (opaque(ignored.bits) >> (slab * fragment.owned + i)) & 1
     for c in fragment.shared(i):
         if spread(own, c) != 0:
