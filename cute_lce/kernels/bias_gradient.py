@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
+from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import numbers
@@ -32,10 +33,13 @@ class KeptSums:
         """kept (n, columns) 16-bit; factor (n,) fp32, or None: ones, of dlogits."""
         n, columns = kept.shape
         grid = (cute.ceil_div(n, self.fragment.columns), cute.ceil_div(columns, ELEMENTS * THREADS), 1)
-        self.kernel(kept, factor, loss, rows).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+        self.kernel(kept, factor, loss, rows).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, kept: cute.Tensor, factor, loss, rows: Compacted):
+        pdl.begin()
         slab, block, _ = cute.arch.block_idx()
         column, columns = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS, cute.size(kept, mode=[1])
         first = slab * self.fragment.columns
@@ -78,11 +82,12 @@ class BiasGradient:
         """first, columns: classes of the launch."""
         blocks = cute.ceil_div(columns, THREADS)
         self.kernel(loss, rows, first, columns).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, loss, rows: Compacted, first: Int32, columns: Int32):
+        pdl.begin()
         own = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         if own < columns:
             total = Float32(0.0)

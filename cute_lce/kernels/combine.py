@@ -9,11 +9,13 @@ from cutlass import Float32, Float64, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import COMBINE_ROWS, REDUCTIONS, LossArguments
-from cute_lce.kernels import row_stats
+from cute_lce.kernels import pdl, row_stats
 from cute_lce.kernels.rows import Compacted, computed, origin
 
 WARPS = 16
 LANES = 32
+AT_ONCE = 8
+"""Partials that a lane loads before it merges them."""
 
 
 class CombineTensors(NamedTuple):
@@ -71,10 +73,13 @@ class Combine:
 
         self.storage = SharedStorage
         blocks = cute.ceil_div(cute.size(tensors.target), COMBINE_ROWS)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, tensors: CombineTensors):
+        pdl.begin()
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         block = cute.arch.block_idx()[0]
         blocks = cute.arch.grid_dim()[0]
@@ -90,10 +95,17 @@ class Combine:
         is_computed = row < computed(tensors.rows)
         if is_computed:
             first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
-            for number in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
-                row_max, row_sum = row_stats.merge(
-                    row_max, row_sum, tensors.partials[number, row, 0], tensors.partials[number, row, 1]
-                )
+            count = cute.size(tensors.partials, mode=[0])
+            for number in cutlass.range(first, count, AT_ONCE * step, unroll=1):
+                # All loads before the first exponential.
+                maxima_of = cute.make_rmem_tensor(AT_ONCE, Float32)
+                sums_of = cute.make_rmem_tensor(AT_ONCE, Float32)
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    at = cutlass.min(number + i * step, count - 1)
+                    maxima_of[i], sums_of[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    if number + i * step < count:
+                        row_max, row_sum = row_stats.merge(row_max, row_sum, maxima_of[i], sums_of[i])
         for offset in cutlass.range_constexpr(2):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=COMBINE_ROWS << offset)
             other_sum = cute.arch.shuffle_sync_bfly(row_sum, offset=COMBINE_ROWS << offset)

@@ -7,8 +7,8 @@ from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import COMBINE_ROWS, MORE_PARTS, NO_CLASS
-from cute_lce.kernels import row_stats
-from cute_lce.kernels.combine import LANES, WARPS, CombineTensors
+from cute_lce.kernels import pdl, row_stats
+from cute_lce.kernels.combine import AT_ONCE, LANES, WARPS, CombineTensors
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import computed, origin
 
@@ -32,7 +32,9 @@ class CombineMore:
 
         self.storage = SharedStorage
         blocks = cute.ceil_div(cute.size(tensors.target), COMBINE_ROWS)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
+        )
 
     def _place(self, terms: tuple[str, ...]):
         """Where a token's sums are, by their terms, and those of a partial, which has `parts` numbers."""
@@ -44,6 +46,7 @@ class CombineMore:
 
     @cute.kernel
     def kernel(self, tensors: CombineTensors):
+        pdl.begin()
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         loss, n = tensors.loss, cute.size(tensors.target)
         line, share = lane % COMBINE_ROWS, lane // COMBINE_ROWS
@@ -60,26 +63,25 @@ class CombineMore:
             highest = tensors.row_max[token]
             row_max = row_stats.finite_max(highest)
             first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
-            for number in cutlass.range(first, cute.size(tensors.partials, mode=[0]), step, unroll=4):
-                at = (Int64(number) * n + row) * self.parts
-                more = numbers(loss.more_partials + 4 * at, self.parts)
-                own_max, own_sum = tensors.partials[number, row, 0], tensors.partials[number, row, 1]
-                if own_sum > 0:
-                    if cutlass.const_expr("entropy" in self.at):
-                        gap = more[self.at["entropy"]] + (row_max - own_max) * own_sum
-                        gap = maths.rescaled(gap, own_max, row_max, row_stats.exp)
-                        sums[self.sums["entropy"]] += gap
-                    if cutlass.const_expr("squares" in self.at):
-                        factor = row_stats.exp(own_max - row_max)
-                        sums[self.sums["squares"]] += more[self.at["squares"]] * factor * factor
-                if cutlass.const_expr("total" in self.at):
-                    rise, total = row_max - row_stats.finite_max(own_max), self.at["total"]
-                    sums[self.sums["total"]] += more[total] + rise * more[total + 1]
-                if cutlass.const_expr("logits" in self.at):
-                    sums[self.sums["logits"]] += more[self.at["logits"]]
-                if cutlass.const_expr("argmax" in self.at):
-                    if own_max == highest:
-                        first_class = cutlass.min(first_class, more[self.at["argmax"]].bitcast(Int32))
+            count = cute.size(tensors.partials, mode=[0])
+            for number in cutlass.range(first, count, AT_ONCE * step, unroll=1):
+                # All loads before the first exponential.
+                maxima = cute.make_rmem_tensor(AT_ONCE, Float32)
+                own_sums = cute.make_rmem_tensor(AT_ONCE, Float32)
+                more = cute.make_rmem_tensor((self.parts, AT_ONCE), Float32)
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    at = cutlass.min(number + i * step, count - 1)
+                    maxima[i], own_sums[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
+                    given = numbers(loss.more_partials + 4 * ((Int64(at) * n + row) * self.parts), self.parts)
+                    for part in cutlass.range_constexpr(self.parts):
+                        more[part, i] = given[part]
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    if number + i * step < count:
+                        self._add(sums, more[None, i], maxima[i], own_sums[i], row_max)
+                        if cutlass.const_expr("argmax" in self.at):
+                            if maxima[i] == highest:
+                                own_first = more[self.at["argmax"], i].bitcast(Int32)
+                                first_class = cutlass.min(first_class, own_first)
         for step in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(len(self.sums)):
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=COMBINE_ROWS << step)
@@ -96,6 +98,25 @@ class CombineMore:
                     sums[i] += shared[other, line, i]
                 first_class = cutlass.min(first_class, shared_first[other, line])
             self._write(tensors, sums, first_class, token)
+
+    @cute.jit
+    def _add(
+        self, sums: cute.Tensor, more: cute.Tensor, own_max: Float32, own_sum: Float32, row_max: Float32
+    ):
+        """A partial's numbers to a token's. row_max: the token's, finite."""
+        if own_sum > 0:
+            if cutlass.const_expr("entropy" in self.at):
+                gap = more[self.at["entropy"]] + (row_max - own_max) * own_sum
+                gap = maths.rescaled(gap, own_max, row_max, row_stats.exp)
+                sums[self.sums["entropy"]] += gap
+            if cutlass.const_expr("squares" in self.at):
+                factor = row_stats.exp(own_max - row_max)
+                sums[self.sums["squares"]] += more[self.at["squares"]] * factor * factor
+        if cutlass.const_expr("total" in self.at):
+            rise, total = row_max - row_stats.finite_max(own_max), self.at["total"]
+            sums[self.sums["total"]] += more[total] + rise * more[total + 1]
+        if cutlass.const_expr("logits" in self.at):
+            sums[self.sums["logits"]] += more[self.at["logits"]]
 
     def _write(self, tensors: CombineTensors, sums: cute.Tensor, first_class: Int32, token: Int32):
         """A token's numbers."""

@@ -152,6 +152,7 @@ class Gemm:
             cluster=(*self.cluster, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.jit

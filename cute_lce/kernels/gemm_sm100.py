@@ -11,7 +11,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
 from cute_lce.arch import ACCUMULATOR_STAGES, SLABS, KernelConfig
-from cute_lce.kernels import gemm
+from cute_lce.kernels import gemm, pdl
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
 from cute_lce.kernels.rows import Compacted
@@ -156,6 +156,7 @@ class GemmSm100(gemm.Gemm):
         tokens: Compacted,
     ):
         config = self.config
+        pdl.begin()
         runs = self.counted(runs, tokens)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:

@@ -9,7 +9,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cute_lce.arch import WARPGROUP, WARPGROUP_REGISTERS, KernelConfig
-from cute_lce.kernels import gemm
+from cute_lce.kernels import gemm, pdl
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
 from cute_lce.kernels.rows import Compacted
@@ -112,6 +112,7 @@ class GemmSm90(gemm.Gemm):
         tokens: Compacted,
     ):
         config = self.config
+        pdl.begin()
         runs = self.counted(runs, tokens)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -36,11 +36,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
+from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import has_own_logits, has_slope, logit, numbers, slope_at
 from cute_lce.kernels.row_stats import fma, to_logits
-from cute_lce.kernels.rows import Compacted, computed, origin
+from cute_lce.kernels.rows import AT_ONCE, LANES, Compacted, computed, load_chunks, origin
 from cute_lce.maths import LOG2_E
 
 WARPS = 4
@@ -67,7 +68,7 @@ class KeepTensors(NamedTuple):
 class References:
     """K of every row that is computed, and zeros for `most_raised` and for the GEMM's counter.
 
-    A warp for each row, 8 elements a lane at once; a row whose target is not a class uses class 0. 4 d bytes
+    A warp for each row, 8 elements a lane and load; a row whose target is not a class uses class 0. 4 d bytes
     are read a row, and the rows of the weight that are samples from L1.
     """
 
@@ -88,7 +89,7 @@ class References:
     ):
         n = cute.size(target)
         self.kernel(hidden, weight, target, tokens, keep, progress, loss).launch(
-            grid=(cute.ceil_div(n, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(cute.ceil_div(n, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -102,6 +103,7 @@ class References:
         progress: cute.Tensor,  # (1,) int32
         loss,
     ):
+        pdl.begin()
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < computed(tokens):
@@ -112,15 +114,13 @@ class References:
             count = 1 + self.kept.samples
             totals = cute.make_rmem_tensor(count, Float32)
             totals.fill(0.0)
-            for chunk in cutlass.range(lane, cute.size(hidden, mode=[1]) // 8, 32, unroll=1):
-                a = cute.make_rmem_tensor(8, hidden.element_type)
-                cute.autovec_copy(adjacent(hidden, row, chunk * 8, 8), a)
+            chunks = cute.size(hidden, mode=[1]) // 8
+            for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
+                classes = [(weight, self._class(k, index, vocab)) for k in range(count)]
+                a, *b = load_chunks([(hidden, row), *classes], chunk, chunks, True)
                 for k in cutlass.range_constexpr(count):
-                    at = self._class(k, index, vocab)
-                    b = cute.make_rmem_tensor(8, weight.element_type)
-                    cute.autovec_copy(adjacent(weight, at, chunk * 8, 8), b)
-                    for i in cutlass.range_constexpr(8):
-                        totals[k] += a[i].to(Float32) * b[i].to(Float32)
+                    for i in cutlass.range_constexpr(8 * AT_ONCE):
+                        totals[k] += a[i].to(Float32) * b[k][i].to(Float32)
             for k in cutlass.range_constexpr(count):
                 totals[k] = cute.arch.warp_reduction(totals[k], lambda a, b: a + b)
             if lane == 0:
@@ -189,7 +189,7 @@ class Finish:
         where the vocabulary is whole; target_logit is by the launch's tokens."""
         grid = (cute.ceil_div(cute.size(target), ROWS), cute.ceil_div(keep.columns, COLUMNS), 1)
         self.kernel(keep, tokens, target, target_logit, shard_logit, row_max, row_sum, loss).launch(
-            grid=grid, block=(32 * WARPS, 1, 1), stream=stream
+            grid=grid, block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -204,6 +204,7 @@ class Finish:
         row_sums: cute.Tensor,
         loss,
     ):
+        pdl.begin()
         thread = cute.arch.thread_idx()[0]
         rows, columns, _ = cute.arch.block_idx()
         first, start = rows * ROWS, columns * COLUMNS

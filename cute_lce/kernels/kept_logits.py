@@ -19,6 +19,7 @@ from cutlass import Float16, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import TOPK_CLASSES, TOPK_TOKENS, LossArguments, units
+from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.epilogues.ids import integers, starts_of
 from cute_lce.kernels.epilogues.store import Output
@@ -89,10 +90,11 @@ class DlogitsOfKept:
     def __call__(self, tensors: KeptTensors, stream: cuda.CUstream):
         n, columns = tensors.dlogits.shape
         grid = (cute.ceil_div(n, ROWS), cute.ceil_div(columns, ELEMENTS * THREADS), 1)
-        self.kernel(tensors).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, tensors: KeptTensors):
+        pdl.begin()
         group, block, _ = cute.arch.block_idx()
         column = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS
         begin = group * ROWS

@@ -15,7 +15,7 @@ from cutlass import Float32, Float64, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import ELSEWHERE, IGNORED, MERGE_ROWS, REDUCTIONS, LossArguments
-from cute_lce.kernels import row_stats
+from cute_lce.kernels import pdl, row_stats
 
 WARPS = MERGE_ROWS // 32
 
@@ -43,10 +43,13 @@ class Localize:
     @cute.jit
     def __call__(self, tensors: LocalizeTensors, stream: cuda.CUstream):
         blocks = cute.ceil_div(cute.size(tensors.target), MERGE_ROWS)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(MERGE_ROWS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(MERGE_ROWS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, tensors: LocalizeTensors):
+        pdl.begin()
         row = cute.arch.block_idx()[0] * MERGE_ROWS + cute.arch.thread_idx()[0]
         if row == 0:
             tensors.header[0] = Float32(tensors.count)
@@ -103,10 +106,13 @@ class Merge:
 
         self.storage = SharedStorage
         blocks = cute.ceil_div(cute.size(tensors.local), MERGE_ROWS)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(MERGE_ROWS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(MERGE_ROWS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, tensors: MergeTensors):
+        pdl.begin()
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         blocks, n = cute.arch.grid_dim()[0], cute.size(tensors.local)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)

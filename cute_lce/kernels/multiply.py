@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import REDUCTIONS, LossArguments
+from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import adjacent
 
 THREADS = 128
@@ -51,10 +52,11 @@ class Multiply:
     @cute.jit
     def __call__(self, tensors: MultiplyTensors, stream: cuda.CUstream):
         rows = cute.size(tensors.dinput, mode=[0]) + cute.size(tensors.dweight, mode=[0])
-        self.kernel(tensors).launch(grid=(rows, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(grid=(rows, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, tensors: MultiplyTensors):
+        pdl.begin()
         row, n = cute.arch.block_idx()[0], cute.size(tensors.dinput, mode=[0])
         if row < n:
             factor = self._upstream(tensors, row)

@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import adjacent
 from cute_lce.kernels.rows import Compacted, origin
 
@@ -21,11 +22,12 @@ class Reduce:
         origin is the sum of its rows, rounded once, or 0 where compacted tokens are ignored."""
         blocks = cute.ceil_div(cute.size(out, mode=[1]), ELEMENTS * THREADS)
         self.kernel(out, sums, rows).launch(
-            grid=(rows.tokens, blocks, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(rows.tokens, blocks, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, out: cute.Tensor, sums: cute.Tensor, rows: Compacted):
+        pdl.begin()
         row, block, _ = cute.arch.block_idx()
         column = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS
         splits = cute.size(sums, mode=[0])

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_lce.arguments import COMPUTED_ROWS
+from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import adjacent
 
 WARPS, LANES = 16, 32
@@ -22,7 +23,7 @@ BLOCKS = 256
 """The most blocks: each reads all targets."""
 COPY_WARPS = 4
 AT_ONCE = 4
-"""Loads of 16 bytes that a lane has in flight while it copies a row."""
+"""Loads of 16 bytes that a lane has in flight of a row."""
 
 
 class Compacted(NamedTuple):
@@ -97,10 +98,11 @@ class Gather:
 
         self.storage = SharedStorage
         blocks = cutlass.min(cute.ceil_div(cute.size(tensors.target), LANES), BLOCKS)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, tensors: GatherTensors):
+        pdl.begin()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         n = cute.size(tensors.target)
         each = cute.ceil_div(cute.ceil_div(n, cute.arch.grid_dim()[0]), LANES) * LANES
@@ -172,10 +174,13 @@ class Copy:
     def __call__(self, tensors: GatherTensors, stream: cuda.CUstream):
         """What Gather copies of them; `count` and `source` are read."""
         blocks = cute.ceil_div(tensors.rows.tokens, COPY_WARPS)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(COPY_WARPS * LANES, 1, 1), stream=stream)
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(COPY_WARPS * LANES, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, tensors: GatherTensors):
+        pdl.begin()
         rows = tensors.rows
         row = cute.arch.block_idx()[0] * COPY_WARPS + cute.arch.warp_idx()
         if row < computed(rows):
@@ -199,14 +204,30 @@ def _copy_row(source: cute.Tensor, token: Int32, valid: Int32, out: cute.Tensor,
     lane = cute.arch.lane_idx()
     chunks = cute.size(source, mode=[1]) // 8
     for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
-        parts = cute.make_rmem_tensor((8, AT_ONCE), source.element_type)
+        (parts,) = load_chunks([(source, token)], chunk, chunks, valid != 0)
+        store_chunks(parts, out, row, chunk, chunks)
+
+
+@cute.jit
+def load_chunks(sources: list, chunk: Int32, chunks: Int32, valid: Boolean) -> list:
+    """Of (matrix, row) each: (8, AT_ONCE), of the row's `chunks` of 8 elements this one and every 32nd after
+    it, zeros where there are none or `valid` is not. All are in flight at once."""
+    found = [cute.make_rmem_tensor((8, AT_ONCE), matrix.element_type) for matrix, _ in sources]
+    for parts in found:
         parts.fill(0.0)
-        # All loads before the first store: the compiler cannot know that they do not overlap.
-        for i in cutlass.range_constexpr(AT_ONCE):
-            column = (chunk + i * LANES) * 8
-            if valid != 0 and chunk + i * LANES < chunks:
-                cute.autovec_copy(adjacent(source, token, column, 8), parts[None, i])
-        for i in cutlass.range_constexpr(AT_ONCE):
-            column = (chunk + i * LANES) * 8
-            if chunk + i * LANES < chunks:
-                cute.autovec_copy(parts[None, i], adjacent(out, row, column, 8))
+    for i in cutlass.range_constexpr(AT_ONCE):
+        column = (chunk + i * LANES) * 8
+        if valid and chunk + i * LANES < chunks:
+            for k in cutlass.range_constexpr(len(sources)):
+                matrix, row = sources[k]
+                cute.autovec_copy(adjacent(matrix, row, column, 8), found[k][None, i])
+    return found
+
+
+@cute.jit
+def store_chunks(parts: cute.Tensor, out: cute.Tensor, row: Int32, chunk: Int32, chunks: Int32):
+    """What `load_chunks` gave, to the same chunks of another row."""
+    for i in cutlass.range_constexpr(AT_ONCE):
+        column = (chunk + i * LANES) * 8
+        if chunk + i * LANES < chunks:
+            cute.autovec_copy(parts[None, i], adjacent(out, row, column, 8))

@@ -17,9 +17,9 @@ from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
-from cute_lce.kernels.adjacent import adjacent
+from cute_lce.kernels import pdl
 from cute_lce.kernels.row_stats import grad_scale
-from cute_lce.kernels.rows import Compacted, computed, origin
+from cute_lce.kernels.rows import AT_ONCE, LANES, Compacted, computed, load_chunks, origin, store_chunks
 
 WARPS = 4
 
@@ -51,7 +51,7 @@ class ScaleTensors(NamedTuple):
 
 
 class ScaleRows:
-    """A warp for each row, 8 elements a lane at once. Moves 4 bytes an element.
+    """A warp for each row, 8 elements a lane and load. Moves 4 bytes an element.
 
     Args:
         half: whether hidden is float16. Its weight_factor takes two kernels more, which read 2 bytes an
@@ -66,13 +66,18 @@ class ScaleRows:
         blocks = cute.ceil_div(cute.size(tensors.target), WARPS)
         if cutlass.const_expr(self.half):
             if tensors.wanted != 0:
-                self.start(tensors).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-                self.largest(tensors).launch(grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
-        self.kernel(tensors).launch(grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
+                self.start(tensors).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream, use_pdl=True)
+                self.largest(tensors).launch(
+                    grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
+                )
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def start(self, tensors: ScaleTensors):
         """The least that weight_factor may be."""
+        pdl.begin()
         if cute.arch.thread_idx()[0] == 0:
             tensors.weight_factor[0] = Float32(maths.HALF_LEAST / maths.HALF_LARGEST)
 
@@ -83,6 +88,7 @@ class ScaleRows:
 
         A maximum does not depend on its order, and the bits of non-negative numbers have theirs.
         """
+        pdl.begin()
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < computed(tensors.rows):
@@ -90,11 +96,11 @@ class ScaleRows:
             factor, valid = self._factor(tensors, row, token)
             if valid:
                 highest = Float32(0.0)
-                for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
-                    source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
-                    cute.autovec_copy(adjacent(tensors.hidden, token, chunk * 8, 8), source)
-                    for i in cutlass.range_constexpr(8):
-                        highest = cute.arch.fmax(highest, cute.math.absf(source[i].to(Float32)))
+                chunks = cute.size(tensors.hidden, mode=[1]) // 8
+                for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
+                    (parts,) = load_chunks([(tensors.hidden, token)], chunk, chunks, True)
+                    for i in cutlass.range_constexpr(8 * AT_ONCE):
+                        highest = cute.arch.fmax(highest, cute.math.absf(parts[i].to(Float32)))
                 highest = cute.arch.warp_reduction(highest, cute.arch.fmax)
                 if lane == 0:
                     highest *= factor * Float32(1 / maths.HALF_LARGEST)
@@ -109,6 +115,7 @@ class ScaleRows:
 
     @cute.kernel
     def kernel(self, tensors: ScaleTensors):
+        pdl.begin()
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < computed(tensors.rows):
@@ -122,13 +129,12 @@ class ScaleRows:
             if tensors.wanted != 0:
                 if cutlass.const_expr(self.half):
                     factor = factor / tensors.weight_factor[0]
-                for chunk in cutlass.range(lane, cute.size(tensors.hidden, mode=[1]) // 8, 32, unroll=1):
-                    source = cute.make_rmem_tensor(8, tensors.hidden.element_type)
-                    source.fill(0.0)
+                chunks = cute.size(tensors.hidden, mode=[1]) // 8
+                for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
+                    (parts,) = load_chunks([(tensors.hidden, token)], chunk, chunks, valid)
                     if valid:
-                        cute.autovec_copy(adjacent(tensors.hidden, token, chunk * 8, 8), source)
-                        source.store((source.load().to(Float32) * factor).to(tensors.hidden.element_type))
-                    cute.autovec_copy(source, adjacent(tensors.scaled, row, chunk * 8, 8))
+                        parts.store((parts.load().to(Float32) * factor).to(tensors.hidden.element_type))
+                    store_chunks(parts, tensors.scaled, row, chunk, chunks)
 
     @cute.jit
     def _factor(self, tensors: ScaleTensors, row: Int32, token: Int32):

@@ -23,11 +23,9 @@ from .faults import EmulatorError
 from .machine import Device
 from .memory import GlobalMemory
 from .program import Program, decode
+from .warp import PDL_ATTRIBUTE
 
-CLUSTER_ATTRIBUTE, PDL_ATTRIBUTE = (
-    4,
-    6,
-)  # cudaLaunchAttributeClusterDimension, ...ProgrammaticStreamSerialization
+CLUSTER_ATTRIBUTE = 4  # cudaLaunchAttributeClusterDimension
 
 
 @dataclass(frozen=True)
@@ -186,8 +184,10 @@ class Emulated:
         cluster, ids = (1, 1, 1), []
         for i in range(config.attribute_count):
             raw = ctypes.string_at(config.attributes + 72 * i, 72)
-            ids.append(int.from_bytes(raw[:4], "little"))
-            if ids[-1] == CLUSTER_ATTRIBUTE:
+            number, value = (int.from_bytes(raw[at : at + 4], "little") for at in (0, 8))
+            if number != PDL_ATTRIBUTE or value:
+                ids.append(number)
+            if number == CLUSTER_ATTRIBUTE:
                 x, y, z = (int.from_bytes(raw[8 + 4 * j : 12 + 4 * j], "little") for j in range(3))
                 cluster = (x, y, z)
         required = entry.directives.get("reqntid")
@@ -240,9 +240,10 @@ def run_ptx(
     ignore=(),
     resident: int = 16,
     per_sm: int = 1,
+    pdl: bool = False,
 ) -> Result:
     """Run the only kernel of a PTX module. args: a value for each parameter; CPU tensors stand for their
-    address."""
+    address. pdl: by programmatic dependent launch."""
     (program,) = decode(ptx).values()
     memory = GlobalMemory()
     _add_known(memory)
@@ -257,7 +258,8 @@ def run_ptx(
         raw = kind(value).tobytes() if kind else int(value).to_bytes(p.size, "little", signed=int(value) < 0)
         params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
     device = Device(memory, seed, ignore, resident, per_sm)
-    launch = Launch(program.name, grid, block, cluster, shared, params)
+    attributes = (PDL_ATTRIBUTE,) if pdl else ()
+    launch = Launch(program.name, grid, block, cluster, shared, params, attributes)
     device.launch(program, launch)
     return _result(device, [launch], [_by_warp(device.instructions)])
 

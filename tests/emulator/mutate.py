@@ -59,7 +59,7 @@ RULES: list[tuple[str, str, str | None]] = [
     (r"tcgen05\.dealloc\S* .*", "dealloc removed", None),
     (r"tcgen05\.relinquish\S*", "relinquish removed", None),
     (r"setmaxnreg\.dec\S* \d+", "setmaxnreg.dec removed", None),
-    (r"griddepcontrol\.\S*", "removed", None),
+    (r"griddepcontrol\.wait", "wait removed", None),
 ]
 # The same for arithmetic: operations and comparisons exchanged, operands dropped or swapped.
 ARITHMETIC: list[tuple[str, str, str | None]] = [
@@ -182,12 +182,16 @@ def survey(
     return verdicts
 
 
+def _shortened(mutation: Mutation) -> str:
+    statement = mutation.before
+    return statement if len(statement) < 90 else statement[:87] + "..."
+
+
 def _row(verdict: Verdict, reason: Callable[[Mutation], str | None]) -> str:
     m = verdict.mutation
-    statement = m.before if len(m.before) < 90 else m.before[:87] + "..."
     what = f"[{verdict.found}]" if verdict.found and verdict.found != "wrong result" else verdict.found
     found = what or "not found: " + (reason(m) or "?")
-    return f"| `{statement}` | {m.what} | {found} | {verdict.seed if verdict.found else ''} |"
+    return f"| `{_shortened(m)}` | {m.what} | {found} | {verdict.seed if verdict.found else ''} |"
 
 
 def table(subject_name: str, rows: list[str]) -> str:
@@ -208,15 +212,20 @@ def _sections(document: str) -> dict[str, list[str]]:
     return found
 
 
-def _merged(old: list[str], new: list[str], statements: str) -> list[str]:
-    """The old rows with those of `statements` exchanged for the new ones, which are as many."""
-    fresh = iter(new)
-    concerned = [re.search(statements, row.split("`")[1]) is not None for row in old]
-    if sum(concerned) != len(new):
-        raise ValueError(
-            f"{sum(concerned)} rows match {statements!r}, {len(new)} mutations: survey the whole kernel"
-        )
-    return [next(fresh) if hit else row for hit, row in zip(concerned, old, strict=True)]
+def _merged(old: list[str], new: list[str], everything: list[Mutation], statements: str) -> list[str]:
+    """The old rows, in the order of the kernel's present text, with those of `statements` exchanged for the
+    new ones. Registers may have other names now."""
+    fresh, before = iter(new), iter(_others(old, statements))
+    return [
+        next(fresh)
+        if re.search(statements, mutation.before)
+        else f"| `{_shortened(mutation)}` |" + next(before).split("` |", 1)[1]
+        for mutation in everything
+    ]
+
+
+def _others(rows: list[str], statements: str) -> list[str]:
+    return [row for row in rows if re.search(statements, row.split("`")[1]) is None]
 
 
 def main() -> None:
@@ -243,15 +252,22 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 emulated = subject.build(folder)
                 mine = subject.mutates(emulated.ptx)
+                everything = [m for m in mutations(emulated.ptx, subject.rules) if mine(m)]
+                statements = options.statements
+                unchanged = sum(re.search(statements, m.before) is None for m in everything)
+                if len(_others(rows, statements)) != unchanged:
+                    print(f"{subject.name}: others have come or gone, all are surveyed")
+                    statements = ""
                 verdicts = survey(
                     emulated,
                     subject.check,
                     subject.seeds,
-                    lambda m, mine=mine: mine(m) and re.search(options.statements, m.before) is not None,
+                    lambda m, mine=mine, statements=statements: (
+                        mine(m) and bool(re.search(statements, m.before))
+                    ),
                     subject.rules,
                 )
-            new = [_row(v, subject.reason) for v in verdicts]
-            rows = _merged(rows, new, options.statements) if options.statements else new
+            rows = _merged(rows, [_row(v, subject.reason) for v in verdicts], everything, statements)
             print(subject.name, *(v.found or "not found" for v in verdicts), flush=True)
         sections.append(table(subject.name, rows))
         missed = sum(1 for row in rows if "| not found: " in row)

@@ -647,6 +647,23 @@ def test_ignored_codes_must_exist():
         run("", ignore={"no-such-rule"})
 
 
+@pytest.mark.parametrize(
+    "access",
+    [
+        "ld.global.u32 %r1, [%d0];",
+        "st.global.u32 [%d0], %r0;",
+        "red.global.add.u32 [%d0], %r0;",
+        "cp.async.ca.shared.global [%r2], [%d0], 4; cp.async.wait_all;",
+    ],
+)
+def test_global_memory_before_the_launch_before_has_ended(access):
+    body, wait = "mov.u32 %r2, buffer; shl.b32 %r3, %r0, 2; add.u32 %r2, %r2, %r3;", "griddepcontrol.wait;"
+    fault(body + access + wait, "launch-order", pdl=True)
+    fault(body + f"setp.lt.u32 %p1, %r0, 32; @%p1 {wait}" + access, "launch-order", pdl=True)
+    run(body + wait + access, pdl=True)
+    run(body + access)
+
+
 def test_operands_that_lanes_must_share():
     fault("bar.sync %r0, 64;", "mismatch")
 

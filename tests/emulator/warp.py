@@ -21,6 +21,7 @@ from .program import BRANCH, COLLECTIVE, EXIT, NORMAL, NUMPY, VIEWS, Program, ne
 if TYPE_CHECKING:
     from .machine import CTA
 
+PDL_ATTRIBUTE = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 FULL = 0xFFFFFFFF
 LANES = np.arange(32)
 _ALL_TRUE, _ALL_FALSE = b"\1" * 32, b"\0" * 32
@@ -140,9 +141,16 @@ class Warp:
         self.clock = cta.cluster.ordering.new_clock(self.id)
         self.tensor_view = np.zeros(self.clock.shape[1], np.int32)  # what its tcgen05 operations may rely on
         self.blocked: Blocked | None = None
+        # Whether the launch before this one may still run.
+        self.may_be_early = PDL_ATTRIBUTE in cta.cluster.launch.attributes
         self.gave_up = False  # the next try_wait returns False instead of blocking
         self.done = False
         self.state: dict = {}  # what instructions keep from one execution to the next, by name
+
+    def check_launch_order(self) -> None:
+        """Before an access to global memory."""
+        if self.may_be_early:
+            raise Fault("launch-order", "global memory is accessed before griddepcontrol.wait")
 
     def _new_registers(self) -> Registers:
         program = self.program

@@ -31,6 +31,7 @@ def decode(d):
 
     def run(warp, lanes):
         cluster, active = warp.cta.cluster, lanes_array(warp.active)
+        warp.check_launch_order()
         to, start = destination(warp)[active], source(warp)[active]
         cta, _ = warp.cta.peer(int(to[0]))
         if cta is not warp.cta or (to >> 24 != to[0] >> 24).any():

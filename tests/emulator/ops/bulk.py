@@ -215,6 +215,7 @@ def _load(d, operands, rank):
 
     def run(warp, lanes):
         lane = issuing_lane(warp, uniform)
+        warp.check_launch_order()
         cluster, device = warp.cta.cluster, warp.cta.cluster.device
         target, offset = warp.cta.peer(int(destination(warp)[lane]))
         signal, signal_offset = warp.cta.peer(int(barrier(warp)[lane]))
@@ -296,6 +297,7 @@ def _store(d, operands, rank, reduction):
 
     def run(warp, lanes):
         lane = issuing_lane(warp, uniform)
+        warp.check_launch_order()
         device = warp.cta.cluster.device
         cta, offset = warp.cta.peer(int(source(warp)[lane]))
         if cta is not warp.cta:

@@ -43,12 +43,14 @@ def _nanosleep(d):
 
 @instruction("griddepcontrol")
 def _griddepcontrol(d):
-    """Programmatic dependent launch (PTX ISA 9.7.13). Launches run one after the other here, so both
-    forms only count."""
+    """Programmatic dependent launch (PTX ISA 9.7.13). Launches run one after the other here; a warp must not
+    rely on that before its wait."""
     form = d.mods.need("launch_dependents", "wait")
 
     def run(warp, lanes):
         warp.cta.cluster.device.counters[f"griddepcontrol.{form}"] += 1
+        if form == "wait":
+            warp.may_be_early = False
 
     return d.done(run)
 

@@ -102,6 +102,7 @@ def load_bytes(warp, space: str, addresses: np.ndarray, size: int) -> np.ndarray
                 )
             out[index] = params[offsets[:, None] + np.arange(size)]
         else:
+            warp.check_launch_order()
             for region, lanes, where in device.memory.locate(offsets, size):
                 data, at = region.at(where, size)
                 out[np.arange(len(addresses))[index][lanes]] = data[at]
@@ -120,6 +121,7 @@ def store_bytes(warp, space: str, addresses: np.ndarray, values: np.ndarray) -> 
         elif kind == "param":
             raise Fault("value", "store to kernel parameters")
         else:
+            warp.check_launch_order()
             for region, lanes, where in device.memory.locate(offsets, size):
                 data, at = region.at(where, size)
                 data[at] = values[index][lanes]
