@@ -228,6 +228,29 @@ def _others(rows: list[str], statements: str) -> list[str]:
     return [row for row in rows if re.search(statements, row.split("`")[1]) is None]
 
 
+def document(rows_of: dict[str, list[str]]) -> str:
+    """The page, of each kernel's rows."""
+    counts = {
+        name: (len(rows), sum("| not found: " not in row for row in rows)) for name, rows in rows_of.items()
+    }
+    summary = "\n".join(f"| {name} | {count} | {found} |" for name, (count, found) in counts.items())
+    text = f"""# Mutations of synchronisation that the emulator finds
+
+Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
+finds a fault or a wrong result. Of the small kernels of what is kept the arithmetic is altered too, and of
+the compaction's also what counts. There a result is wrong if the tests' comparison with float64 fails; of
+DlogitsOfKept, if a bit of a gradient differs. The codes are those of tests/emulator/faults.py. Made by
+`python3 -m tests.emulator.mutate`, which `--kernels` and `--statements` restrict to some rows;
+tests/emulator/test_mutations.py runs the same and fails when a mutation is missed that has no reason here.
+
+| kernel | mutations | found |
+|---|---|---|
+{summary}
+
+"""
+    return text + "\n".join(table(name, rows) for name, rows in rows_of.items())
+
+
 def main() -> None:
     import argparse
     import tempfile
@@ -244,51 +267,34 @@ def main() -> None:
     options = parser.parse_args()
     path = Path(__file__).parents[2] / "docs" / "emulator-mutations.md"
     old = _sections(path.read_text()) if path.exists() else {}
-    sections, counts = [], []
     modules = forward_kernels, backward_kernels, compaction_kernels, kept_logits_kernels
-    for subject in [*KERNELS, *(subject for module in modules for subject in module.subjects())]:
-        rows = old.get(subject.name, [])
-        if re.search(options.kernels, subject.name):
-            with tempfile.TemporaryDirectory() as folder:
-                emulated = subject.build(folder)
-                mine = subject.mutates(emulated.ptx)
-                everything = [m for m in mutations(emulated.ptx, subject.rules) if mine(m)]
-                statements = options.statements
-                unchanged = sum(re.search(statements, m.before) is None for m in everything)
-                if len(_others(rows, statements)) != unchanged:
-                    print(f"{subject.name}: others have come or gone, all are surveyed")
-                    statements = ""
-                verdicts = survey(
-                    emulated,
-                    subject.check,
-                    subject.seeds,
-                    lambda m, mine=mine, statements=statements: (
-                        mine(m) and bool(re.search(statements, m.before))
-                    ),
-                    subject.rules,
-                )
-            rows = _merged(rows, [_row(v, subject.reason) for v in verdicts], everything, statements)
-            print(subject.name, *(v.found or "not found" for v in verdicts), flush=True)
-        sections.append(table(subject.name, rows))
-        missed = sum(1 for row in rows if "| not found: " in row)
-        counts.append(f"| {subject.name} | {len(rows)} | {len(rows) - missed} |")
-    summary = "\n".join(counts)
-    text = f"""# Mutations of synchronisation that the emulator finds
-
-Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
-finds a fault or a wrong result. Of the small kernels of what is kept the arithmetic is altered too, and of
-the compaction's also what counts. There a result is wrong if the tests' comparison with float64 fails; of
-DlogitsOfKept, if a bit of a gradient differs. The codes are those of tests/emulator/faults.py. Made by
-`python3 -m tests.emulator.mutate`, which `--kernels` and `--statements` restrict to some rows;
-tests/emulator/test_mutations.py runs the same and fails when a mutation is missed that has no reason here.
-
-| kernel | mutations | found |
-|---|---|---|
-{summary}
-
-"""
-    path.write_text(text + "\n".join(sections))
-    print(f"wrote {path}")
+    subjects = [*KERNELS, *(subject for module in modules for subject in module.subjects())]
+    rows_of = {subject.name: old.get(subject.name, []) for subject in subjects}
+    for subject in subjects:
+        if not re.search(options.kernels, subject.name):
+            continue
+        rows = rows_of[subject.name]
+        with tempfile.TemporaryDirectory() as folder:
+            emulated = subject.build(folder)
+            mine = subject.mutates(emulated.ptx)
+            everything = [m for m in mutations(emulated.ptx, subject.rules) if mine(m)]
+            statements = options.statements
+            unchanged = sum(re.search(statements, m.before) is None for m in everything)
+            if len(_others(rows, statements)) != unchanged:
+                print(f"{subject.name}: others have come or gone, all are surveyed")
+                statements = ""
+            verdicts = survey(
+                emulated,
+                subject.check,
+                subject.seeds,
+                lambda m, mine=mine, statements=statements: mine(m) and bool(re.search(statements, m.before)),
+                subject.rules,
+            )
+        new = [_row(v, subject.reason) for v in verdicts]
+        rows_of[subject.name] = _merged(rows, new, everything, statements)
+        print(subject.name, *(v.found or "not found" for v in verdicts), flush=True)
+        # After each kernel: a survey of all takes an hour.
+        path.write_text(document(rows_of))
 
 
 if __name__ == "__main__":
