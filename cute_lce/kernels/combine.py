@@ -59,7 +59,8 @@ class Combine:
     shared memory -> warp 0 merges the 16 results, writes the rows' statistics and losses and, by shuffles,
     the block's loss and count -> the block that arrives last adds up all blocks in a fixed order, in float64,
     so that the result does not depend on which block is last.
-    Shared memory: 1 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once.
+    Shared memory: 1 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once;
+    a lane has AT_ONCE of them in flight, which in the end are the last one several times.
     """
 
     @cute.jit
@@ -97,15 +98,15 @@ class Combine:
             first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
             count = cute.size(tensors.partials, mode=[0])
             for number in cutlass.range(first, count, AT_ONCE * step, unroll=1):
-                # All loads before the first exponential.
-                maxima_of = cute.make_rmem_tensor(AT_ONCE, Float32)
-                sums_of = cute.make_rmem_tensor(AT_ONCE, Float32)
+                # All loads before the first exponential; the compiler would delay those under a condition.
+                own_maxima = cute.make_rmem_tensor(AT_ONCE, Float32)
+                own_sums = cute.make_rmem_tensor(AT_ONCE, Float32)
                 for i in cutlass.range_constexpr(AT_ONCE):
                     at = cutlass.min(number + i * step, count - 1)
-                    maxima_of[i], sums_of[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
+                    own_maxima[i], own_sums[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if number + i * step < count:
-                        row_max, row_sum = row_stats.merge(row_max, row_sum, maxima_of[i], sums_of[i])
+                        row_max, row_sum = row_stats.merge(row_max, row_sum, own_maxima[i], own_sums[i])
         for offset in cutlass.range_constexpr(2):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=COMBINE_ROWS << offset)
             other_sum = cute.arch.shuffle_sync_bfly(row_sum, offset=COMBINE_ROWS << offset)

@@ -65,21 +65,21 @@ class CombineMore:
             first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
             count = cute.size(tensors.partials, mode=[0])
             for number in cutlass.range(first, count, AT_ONCE * step, unroll=1):
-                # All loads before the first exponential.
-                maxima = cute.make_rmem_tensor(AT_ONCE, Float32)
+                # As there: all loads before the first exponential.
+                own_maxima = cute.make_rmem_tensor(AT_ONCE, Float32)
                 own_sums = cute.make_rmem_tensor(AT_ONCE, Float32)
                 more = cute.make_rmem_tensor((self.parts, AT_ONCE), Float32)
                 for i in cutlass.range_constexpr(AT_ONCE):
                     at = cutlass.min(number + i * step, count - 1)
-                    maxima[i], own_sums[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
+                    own_maxima[i], own_sums[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
                     given = numbers(loss.more_partials + 4 * ((Int64(at) * n + row) * self.parts), self.parts)
                     for part in cutlass.range_constexpr(self.parts):
                         more[part, i] = given[part]
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if number + i * step < count:
-                        self._add(sums, more[None, i], maxima[i], own_sums[i], row_max)
+                        self._add(sums, more[None, i], own_maxima[i], own_sums[i], row_max)
                         if cutlass.const_expr("argmax" in self.at):
-                            if maxima[i] == highest:
+                            if own_maxima[i] == highest:
                                 own_first = more[self.at["argmax"], i].bitcast(Int32)
                                 first_class = cutlass.min(first_class, own_first)
         for step in cutlass.range_constexpr(2):

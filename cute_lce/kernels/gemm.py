@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_lce.arch import EVICT_FIRST, KernelConfig
@@ -123,8 +123,10 @@ class Gemm:
         grid: GemmPlan,
         tokens: Compacted,
         stream: cuda.CUstream,
+        early: Boolean | bool = True,
     ):
-        """Launch grid.clusters clusters. tensors: what the epilogue reads and writes."""
+        """Launch grid.clusters clusters. tensors: what the epilogue reads and writes. early: by programmatic
+        dependent launch: CTAs take SMs as those of the launch before leave them."""
         config = self.config
         tiled_mma, operand_a, operand_b = self.operands(a, b)
         self.storage = self.storage_of(a.element_type, operand_a.slots.outer, operand_b.slots.outer)
@@ -152,7 +154,7 @@ class Gemm:
             cluster=(*self.cluster, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=True,
+            use_pdl=Int32(early),
         )
 
     @cute.jit

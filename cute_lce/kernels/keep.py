@@ -37,11 +37,11 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.kernels import pdl
-from cute_lce.kernels.adjacent import adjacent
+from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent, load_chunks
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import has_own_logits, has_slope, logit, numbers, slope_at
 from cute_lce.kernels.row_stats import fma, to_logits
-from cute_lce.kernels.rows import AT_ONCE, LANES, Compacted, computed, load_chunks, origin
+from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.maths import LOG2_E
 
 WARPS = 4
@@ -68,8 +68,8 @@ class KeepTensors(NamedTuple):
 class References:
     """K of every row that is computed, and zeros for `most_raised` and for the GEMM's counter.
 
-    A warp for each row, 8 elements a lane and load; a row whose target is not a class uses class 0. 4 d bytes
-    are read a row, and the rows of the weight that are samples from L1.
+    A warp for each row, a lane of which has AT_ONCE times 8 elements in flight; a row whose target is not a
+    class uses class 0. 4 d bytes are read a row, and the rows of the weight that are samples from L1.
     """
 
     def __init__(self, kept: maths.KeptRange):
@@ -115,8 +115,8 @@ class References:
             totals = cute.make_rmem_tensor(count, Float32)
             totals.fill(0.0)
             chunks = cute.size(hidden, mode=[1]) // 8
+            classes = [(weight, self._class(k, index, vocab)) for k in range(count)]
             for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
-                classes = [(weight, self._class(k, index, vocab)) for k in range(count)]
                 a, *b = load_chunks([(hidden, row), *classes], chunk, chunks, True)
                 for k in cutlass.range_constexpr(count):
                     for i in cutlass.range_constexpr(8 * AT_ONCE):

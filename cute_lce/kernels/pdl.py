@@ -1,8 +1,9 @@
-"""Programmatic dependent launch: the next launch of a stream is set up while this one runs.
+"""Programmatic dependent launch: the next of our launches of a stream is set up while this one runs.
 
-Every kernel is launched with `use_pdl=True`, so its CTAs may start once all of the launch before have
-signalled, and calls `begin` before it accesses global memory. What a launch waits for has itself waited for
-all before it, so the order of memory is that of launches without this.
+Kernels are launched with `use_pdl=True`, so that CTAs may start once all of the launch before have signalled.
+Every thread of every kernel calls `begin` before it accesses global memory, and at all: a launch has then
+ended only after all launches before it, so memory is ordered as without this. Launches of others, without the
+attribute, wait for the end of ours as ever.
 """
 
 import cutlass.cute as cute

@@ -15,15 +15,13 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_lce.arguments import COMPUTED_ROWS
 from cute_lce.kernels import pdl
-from cute_lce.kernels.adjacent import adjacent
+from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent, load_chunks, store_chunks
 
-WARPS, LANES = 16, 32
+WARPS = 16
 THREADS = WARPS * LANES
 BLOCKS = 256
 """The most blocks: each reads all targets."""
 COPY_WARPS = 4
-AT_ONCE = 4
-"""Loads of 16 bytes that a lane has in flight of a row."""
 
 
 class Compacted(NamedTuple):
@@ -206,28 +204,3 @@ def _copy_row(source: cute.Tensor, token: Int32, valid: Int32, out: cute.Tensor,
     for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
         (parts,) = load_chunks([(source, token)], chunk, chunks, valid != 0)
         store_chunks(parts, out, row, chunk, chunks)
-
-
-@cute.jit
-def load_chunks(sources: list, chunk: Int32, chunks: Int32, valid: Boolean) -> list:
-    """Of (matrix, row) each: (8, AT_ONCE), of the row's `chunks` of 8 elements this one and every 32nd after
-    it, zeros where there are none or `valid` is not. All are in flight at once."""
-    found = [cute.make_rmem_tensor((8, AT_ONCE), matrix.element_type) for matrix, _ in sources]
-    for parts in found:
-        parts.fill(0.0)
-    for i in cutlass.range_constexpr(AT_ONCE):
-        column = (chunk + i * LANES) * 8
-        if valid and chunk + i * LANES < chunks:
-            for k in cutlass.range_constexpr(len(sources)):
-                matrix, row = sources[k]
-                cute.autovec_copy(adjacent(matrix, row, column, 8), found[k][None, i])
-    return found
-
-
-@cute.jit
-def store_chunks(parts: cute.Tensor, out: cute.Tensor, row: Int32, chunk: Int32, chunks: Int32):
-    """What `load_chunks` gave, to the same chunks of another row."""
-    for i in cutlass.range_constexpr(AT_ONCE):
-        column = (chunk + i * LANES) * 8
-        if chunk + i * LANES < chunks:
-            cute.autovec_copy(parts[None, i], adjacent(out, row, column, 8))

@@ -18,8 +18,9 @@ from cutlass import Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import pdl
+from cute_lce.kernels.adjacent import AT_ONCE, LANES, load_chunks, store_chunks
 from cute_lce.kernels.row_stats import grad_scale
-from cute_lce.kernels.rows import AT_ONCE, LANES, Compacted, computed, load_chunks, origin, store_chunks
+from cute_lce.kernels.rows import Compacted, computed, origin
 
 WARPS = 4
 
@@ -51,7 +52,7 @@ class ScaleTensors(NamedTuple):
 
 
 class ScaleRows:
-    """A warp for each row, 8 elements a lane and load. Moves 4 bytes an element.
+    """A warp for each row, a lane with AT_ONCE times 8 elements in flight. Moves 4 bytes an element.
 
     Args:
         half: whether hidden is float16. Its weight_factor takes two kernels more, which read 2 bytes an

@@ -750,6 +750,17 @@ def test_paced(arch: str, how: str, splits: int, resident: int, monkeypatch):
         assert any(op.startswith("red.") for warp in counts.values() for op in warp), launched.kernel
 
 
+@pytest.mark.parametrize("need_dinput", [True, False])
+def test_dweight_alone_waits_for_its_sms(need_dinput: bool, monkeypatch):
+    """Its GEMM begins early only behind dinput's: what sums that over shards takes SMs first."""
+    narrow_plans(monkeypatch)
+    run = train(random_case(70, 72, 260, BF16), "sm_90a", need_dinput=need_dinput)
+    gemms = [
+        launch for result in run.emulator.results for launch in result.launches if "Gemm" in launch.kernel
+    ]
+    assert [launch.by_pdl for launch in gemms] == [True, True, *([True] if need_dinput else []), need_dinput]
+
+
 @hopper_first
 @pytest.mark.parametrize(
     ("dtype", "kept", "window"),

@@ -33,7 +33,7 @@ from .mutation_kernels import GLOBAL_FENCE, LOOP_FENCE, RELINQUISH, TAIL, TWO_FE
 # written again; two stripes, of which the second adds to the first's dinput.
 SIZES = {"sm_90a": (140, 136, 390, 260), "sm_100a": (280, 136, 520, 260)}
 KEPT = 384
-"""Those behind 256 are rescaled by another warp than the one that writes the target's entry."""
+"""Those from 256 on are rescaled by another warp than the one that writes the target's entry."""
 SMS = 2
 GEMMS = ("dlogits", "dinput", "dweight")
 ADDING = "dweight that adds"
@@ -104,8 +104,8 @@ SEVERAL_SPLITS = (
 
 
 def case(arch: str, keeps: bool) -> Case:
-    """Ignored rows; for what keeps also rows that rise above their reference in some columns, some of them with
-    a target near the last that are kept."""
+    """Ignored rows; for what keeps also rows that rise above their reference in some columns, some of them
+    with a target near the last that are kept."""
     from tests.emulated.forward import ignoring
 
     found = random_case(*SIZES[arch][:3], torch.bfloat16)

@@ -6,8 +6,8 @@ knows of (`run(..., ignore={"tcgen05-wait-ld"})`). The codes and what they mean 
 
 FAULTS = {
     "global-bounds": "a global access outside every registered tensor",
-    "launch-order": "a launch that may begin before the end of the one before it (programmatic dependent"
-    " launch) accessed global memory before griddepcontrol.wait",
+    "launch-order": "in a launch that may begin before the end of the one before it (programmatic dependent"
+    " launch) a warp accessed global memory before its griddepcontrol.wait, or a CTA had none",
     "shared-bounds": "an access outside the CTA's shared memory, or to a CTA that is not in the cluster",
     "tmem-bounds": "an access outside the TMEM columns that the CTA allocated, or to another warp's lanes",
     "misaligned": "an address that breaks the instruction's alignment rule",

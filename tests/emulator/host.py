@@ -23,9 +23,9 @@ from .faults import EmulatorError
 from .machine import Device
 from .memory import GlobalMemory
 from .program import Program, decode
-from .warp import PDL_ATTRIBUTE
 
 CLUSTER_ATTRIBUTE = 4  # cudaLaunchAttributeClusterDimension
+PDL_ATTRIBUTE = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Launch:
     shared: int  # dynamic shared memory, bytes
     params: np.ndarray = field(repr=False)
     attributes: tuple[int, ...] = ()
+
+    @property
+    def by_pdl(self) -> bool:
+        """Whether it may begin before the end of the launch before."""
+        return PDL_ATTRIBUTE in self.attributes
 
 
 @dataclass
@@ -185,7 +190,7 @@ class Emulated:
         for i in range(config.attribute_count):
             raw = ctypes.string_at(config.attributes + 72 * i, 72)
             number, value = (int.from_bytes(raw[at : at + 4], "little") for at in (0, 8))
-            if number != PDL_ATTRIBUTE or value:
+            if number != PDL_ATTRIBUTE or value:  # the DSL gives it to every launch, as 0 or 1
                 ids.append(number)
             if number == CLUSTER_ATTRIBUTE:
                 x, y, z = (int.from_bytes(raw[8 + 4 * j : 12 + 4 * j], "little") for j in range(3))

@@ -198,6 +198,11 @@ class Cluster:
 
     def _retire_cta(self, cta: CTA) -> None:
         cta.ended = True
+        if all(warp.may_be_early for warp in cta.warps):
+            raise Fault(
+                "launch-order",
+                f"CTA {cta.ctaid} has no griddepcontrol.wait: its launch may end before the one before it",
+            )
         cta.columns.release(cta)
         if cta.tmem is not None:
             cta.tmem.check_freed()

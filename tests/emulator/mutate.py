@@ -203,29 +203,32 @@ def table(subject_name: str, rows: list[str]) -> str:
     )
 
 
-def _sections(document: str) -> dict[str, list[str]]:
+def _sections(page: str) -> dict[str, list[str]]:
     """The rows of every kernel's table, by the kernel's name."""
     found = {}
-    for section in document.split("\n## ")[1:]:
+    for section in page.split("\n## ")[1:]:
         name = section[: section.index("\n")].rsplit(": ", 1)[0]
         found[name] = [line for line in section.split("\n") if line.startswith("| `")]
     return found
 
 
-def _merged(old: list[str], new: list[str], everything: list[Mutation], statements: str) -> list[str]:
-    """The old rows, in the order of the kernel's present text, with those of `statements` exchanged for the
-    new ones. Registers may have other names now."""
-    fresh, before = iter(new), iter(_others(old, statements))
+_ROW = re.compile(r"\| `(?P<statement>.*)` \| (?P<what>.*?) \| (?P<verdict>.*) \|")
+
+
+def _kept(old: list[str], others: list[Mutation], statements: str) -> list[str] | None:
+    """The old rows but those of `statements`, if they are of these mutations, in whose statements registers
+    may have other names; None: they are not."""
+    rows = [m for m in map(_ROW.fullmatch, old) if m and not re.search(statements, m["statement"])]
+    then = [(_unnamed(row["statement"]), row["what"]) for row in rows]
+    if then != [(_unnamed(_shortened(m)), m.what) for m in others]:
+        return None
     return [
-        next(fresh)
-        if re.search(statements, mutation.before)
-        else f"| `{_shortened(mutation)}` |" + next(before).split("` |", 1)[1]
-        for mutation in everything
+        f"| `{_shortened(m)}` | {m.what} | {row['verdict']} |" for m, row in zip(others, rows, strict=True)
     ]
 
 
-def _others(rows: list[str], statements: str) -> list[str]:
-    return [row for row in rows if re.search(statements, row.split("`")[1]) is None]
+def _unnamed(statement: str) -> str:
+    return re.sub(r"%[a-z]+\d+", "%", statement).removesuffix("...")[:60]
 
 
 def document(rows_of: dict[str, list[str]]) -> str:
@@ -273,25 +276,22 @@ def main() -> None:
     for subject in subjects:
         if not re.search(options.kernels, subject.name):
             continue
-        rows = rows_of[subject.name]
         with tempfile.TemporaryDirectory() as folder:
             emulated = subject.build(folder)
             mine = subject.mutates(emulated.ptx)
             everything = [m for m in mutations(emulated.ptx, subject.rules) if mine(m)]
-            statements = options.statements
-            unchanged = sum(re.search(statements, m.before) is None for m in everything)
-            if len(_others(rows, statements)) != unchanged:
-                print(f"{subject.name}: others have come or gone, all are surveyed")
-                statements = ""
-            verdicts = survey(
-                emulated,
-                subject.check,
-                subject.seeds,
-                lambda m, mine=mine, statements=statements: mine(m) and bool(re.search(statements, m.before)),
-                subject.rules,
+            chosen = [m for m in everything if re.search(options.statements, _shortened(m))]
+            kept = _kept(
+                rows_of[subject.name], [m for m in everything if m not in chosen], options.statements
             )
-        new = [_row(v, subject.reason) for v in verdicts]
-        rows_of[subject.name] = _merged(rows, new, everything, statements)
+            if kept is None:
+                print(f"{subject.name}: other statements have changed, all are surveyed")
+                chosen, kept = everything, []
+            verdicts = survey(
+                emulated, subject.check, subject.seeds, lambda m, some=chosen: m in some, subject.rules
+            )
+        fresh, before = iter([_row(v, subject.reason) for v in verdicts]), iter(kept)
+        rows_of[subject.name] = [next(fresh if m in chosen else before) for m in everything]
         print(subject.name, *(v.found or "not found" for v in verdicts), flush=True)
         # After each kernel: a survey of all takes an hour.
         path.write_text(document(rows_of))

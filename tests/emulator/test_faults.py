@@ -653,15 +653,39 @@ def test_ignored_codes_must_exist():
         "ld.global.u32 %r1, [%d0];",
         "st.global.u32 [%d0], %r0;",
         "red.global.add.u32 [%d0], %r0;",
-        "cp.async.ca.shared.global [%r2], [%d0], 4; cp.async.wait_all;",
     ],
 )
 def test_global_memory_before_the_launch_before_has_ended(access):
-    body, wait = "mov.u32 %r2, buffer; shl.b32 %r3, %r0, 2; add.u32 %r2, %r2, %r3;", "griddepcontrol.wait;"
-    fault(body + access + wait, "launch-order", pdl=True)
-    fault(body + f"setp.lt.u32 %p1, %r0, 32; @%p1 {wait}" + access, "launch-order", pdl=True)
-    run(body + wait + access, pdl=True)
-    run(body + access)
+    wait = "griddepcontrol.wait;"
+    fault(access + wait, "launch-order", pdl=True)
+    fault(f"setp.lt.u32 %p1, %r0, 32; @%p1 {wait}" + access, "launch-order", pdl=True)
+    fault(f"setp.ne.u32 %p1, %r0, 5; @%p1 {wait}" + access, "launch-order", pdl=True)
+    run(wait + access, pdl=True)
+    run(access)
+
+
+BULK_LOAD = """@%p1 mbarrier.arrive.expect_tx.shared.b64 %d3, [%r1], 16;
+@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+1024], [%d1], 16, [%r1];
+"""
+BULK_STORE = """@%p1 st.shared.v4.b32 [%r1+1024], {%r0, %r0, %r0, %r0};
+fence.proxy.async.shared::cta; bar.sync 0;
+@%p1 cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1+1024], 16;
+cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;
+"""
+
+
+@pytest.mark.parametrize("access", [BULK_LOAD, BULK_STORE], ids=["load", "store"])
+def test_a_bulk_copy_before_the_launch_before_has_ended(access):
+    fault(INIT.format(count=1) + access + "griddepcontrol.wait;", "launch-order", pdl=True)
+    run(
+        INIT.format(count=1) + "griddepcontrol.wait;" + access + (WAIT if "mbarrier" in access else ""),
+        pdl=True,
+    )
+
+
+def test_a_launch_that_does_not_wait_may_end_before_the_launch_before():
+    fault("griddepcontrol.launch_dependents;", "launch-order", pdl=True)
+    run("griddepcontrol.launch_dependents;")
 
 
 def test_operands_that_lanes_must_share():

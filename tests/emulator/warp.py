@@ -21,7 +21,6 @@ from .program import BRANCH, COLLECTIVE, EXIT, NORMAL, NUMPY, VIEWS, Program, ne
 if TYPE_CHECKING:
     from .machine import CTA
 
-PDL_ATTRIBUTE = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 FULL = 0xFFFFFFFF
 LANES = np.arange(32)
 _ALL_TRUE, _ALL_FALSE = b"\1" * 32, b"\0" * 32
@@ -142,7 +141,7 @@ class Warp:
         self.tensor_view = np.zeros(self.clock.shape[1], np.int32)  # what its tcgen05 operations may rely on
         self.blocked: Blocked | None = None
         # Whether the launch before this one may still run.
-        self.may_be_early = PDL_ATTRIBUTE in cta.cluster.launch.attributes
+        self.may_be_early = cta.cluster.launch.by_pdl
         self.gave_up = False  # the next try_wait returns False instead of blocking
         self.done = False
         self.state: dict = {}  # what instructions keep from one execution to the next, by name

@@ -225,6 +225,8 @@ class Backward:
                 stripe.dweight,
                 tokens,
                 stream,
+                # Else SMs that become free are for another stream's sum of dhidden over shards.
+                gradients.dhidden != 0,
             )
         if gradients.dhidden != 0:
             # Last: until here rows.hidden may lie where this writes.

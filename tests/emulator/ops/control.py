@@ -49,7 +49,7 @@ def _griddepcontrol(d):
 
     def run(warp, lanes):
         warp.cta.cluster.device.counters[f"griddepcontrol.{form}"] += 1
-        if form == "wait":
+        if form == "wait" and lanes is True and warp.mask == warp.live:
             warp.may_be_early = False
 
     return d.done(run)
