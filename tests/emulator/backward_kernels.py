@@ -349,6 +349,15 @@ def _rows_of_large_sums() -> Case:
     return case
 
 
+def _shares_of_either_sign() -> list[Case]:
+    """Rows of which a lane has all AT_ONCE parts, with features that cancel in the logits: without one of
+    each 8 that a warp has at once a reference is too high for bf16's range, in one case or the other."""
+    case = random_case(20, 1000, 200, torch.bfloat16, scale=0.5)
+    share = torch.tensor([0.5, -0.5]).repeat(500).bfloat16()
+    hidden, weight = case.input / 4 + 8, case.linear_weight
+    return [replace(case, input=hidden, linear_weight=weight + each) for each in (share, -share)]
+
+
 def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     """What tests/emulated/test_backward.py asks of what is kept, the rare branches first."""
     from tests.emulated import test_backward as asks
@@ -366,6 +375,7 @@ def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     else:
         heights = asks.NEIGHBOURS
         own = [(_rows_of_large_sums(), 1024), (_rows_at_the_bound_of_references(), 64)]
+        own += [(each, 200) for each in _shares_of_either_sign()]
     cases = [
         *((jumping(quiet, each, slice(0, None, 2)), 200) for each in heights),
         *own,
