@@ -188,7 +188,8 @@ class Rows(NamedTuple):
     after the last stripe's GEMM of dhidden, from Gradients.dhidden or, where this is the same, from the sums;
     0: not by this launch.
     accumulator (n, d) fp32: likewise, from this launch's sums, which need not be of compacted tokens: it
-    is then that of the launch's; 0: not by this launch.
+    is then that of the launch's; 0: not by this launch. in_order: whether its rows are the launch's compacted
+    tokens in their order.
     sums (n, d) fp32: dhidden's sum, of one split, by the operands' tokens, instead of Gradients.sums. Where
     the launch gathers and begins at token 0 the rows of ignored tokens are written, as zeros, and no launch
     adds to them. 0: there is none.
@@ -205,6 +206,7 @@ class Rows(NamedTuple):
     dhidden: Address = 0
     accumulator: Address = 0
     sums: Address = 0
+    in_order: Int32 = 0
 
 
 class GemmPlan(NamedTuple):
@@ -297,8 +299,9 @@ class Products(NamedTuple):
 
     dinput (n, d), dweight (vocab, d): accumulators fp32, contiguous; d is a multiple of 8. Of one that is not
     needed n or vocab is 0. dinput_out (n, d) is written, in the gradients' dtype; dweight_out (vocab, d) too,
-    or has the key's `added` dtype and is added to. target (n,), with a stride in elements of target_bytes, 4
-    or 8: where dinput's rows are ignored.
+    or has the key's `added` dtype and is added to. source (n,) int32: which token each row of dinput is, the
+    valid ones first; 0: rows are the tokens'. Then target (n,), with a stride in elements of target_bytes, 4
+    or 8, says which are ignored.
     """
 
     dinput: Address
@@ -311,6 +314,7 @@ class Products(NamedTuple):
     target: Address
     target_stride: Int64
     target_bytes: Int32
+    source: Address
 
 
 class Upstream(NamedTuple):

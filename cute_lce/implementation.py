@@ -162,12 +162,17 @@ class Backward(Protocol):
 
 
 class Accumulated(NamedTuple):
-    """What grad_in_forward returns: the loss, and both gradients of the sum of the rows' losses."""
+    """What grad_in_forward returns: the loss, and both gradients of the sum of the rows' losses.
+
+    source: (n,) int32, which token each row of dinput is, the valid ones first; the other rows hold anything.
+    None: rows are the tokens', and those of ignored ones 0.
+    """
 
     loss: Tensor
     num_valid: Tensor
     dinput: Tensor | None
     dweight: Tensor | None
+    source: Tensor | None = None
 
 
 class Implementation(Protocol):
@@ -207,6 +212,10 @@ class Implementation(Protocol):
     def grad_in_forward(self, operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
         """The loss and the accumulators that the request needs, contiguous, within limits.workspace, apart
         from copies of operands and gradients whose rows are padded. limits.window is the streaming path's."""
+        ...
+
+    def empty_source(self, hidden: Tensor, need_dinput: bool) -> Tensor:
+        """Uninitialised Accumulated.source of the shape that grad_in_forward's has; empty for None."""
         ...
 
     def scale_gradients(

@@ -22,9 +22,10 @@ class MultiplyTensors(NamedTuple):
     """Global memory that the kernel accesses.
 
     Read: dinput (n, d) and dweight (V, d) fp32, the accumulators, contiguous, d a multiple of 8; dloss (n,)
-    fp32 with any stride (0: one number); num_valid (1,) int64; target (n,) int64, or narrow_target int32,
-    with any stride. Written: the products, dinput_out in 16 bits and dweight_out in its type, to which
-    dweight's may be added instead. One that is not needed has no rows.
+    fp32 with any stride (0: one number); num_valid (1,) int64; source (n,) int32, at address 0 instead target
+    (n,) int64, or narrow_target int32, with any stride: arguments.Products. Written: the products, dinput_out
+    in 16 bits and dweight_out in its type, to which dweight's may be added instead. One that is not needed
+    has no rows.
     """
 
     dinput: cute.Tensor
@@ -36,6 +37,7 @@ class MultiplyTensors(NamedTuple):
     target: cute.Tensor
     narrow_target: cute.Tensor
     is_narrow: Boolean
+    source: cute.Tensor
     loss: LossArguments
 
 
@@ -59,23 +61,31 @@ class Multiply:
         pdl.begin()
         row, n = cute.arch.block_idx()[0], cute.size(tensors.dinput, mode=[0])
         if row < n:
-            factor = self._upstream(tensors, row)
-            # 0 times nan is nan: what flows into ignored rows, whose accumulators are 0, does not matter.
-            if self._is_ignored(tensors, row):
-                factor = Float32(0.0)
-            self._multiply(tensors.dinput, tensors.dinput_out, row, factor, False)
+            token, valid = self._token(tensors, row)
+            # 0 times nan is nan: what flows into ignored rows does not matter.
+            factor = Float32(0.0)
+            if valid:
+                factor = self._upstream(tensors, token)
+            self._multiply(tensors.dinput, row, valid, tensors.dinput_out, token, factor, False)
         else:
-            factor = self._upstream(tensors, Int32(0))
-            self._multiply(tensors.dweight, tensors.dweight_out, row - n, factor, self.adds)
+            factor, row = self._upstream(tensors, Int32(0)), row - n
+            self._multiply(tensors.dweight, row, Boolean(True), tensors.dweight_out, row, factor, self.adds)
 
     @cute.jit
-    def _is_ignored(self, tensors: MultiplyTensors, row: Int32) -> Boolean:
-        target = Int64(0)
-        if tensors.is_narrow:
-            target = Int64(tensors.narrow_target[row])
+    def _token(self, tensors: MultiplyTensors, row: Int32) -> tuple[Int32, Boolean]:
+        """(which token a row of dinput is, whether that is not ignored)."""
+        token, valid = row, Boolean(False)
+        if tensors.source.iterator.toint() != 0:
+            token = tensors.source[row]
+            valid = Int64(row) < tensors.num_valid[0]
         else:
-            target = tensors.target[row]
-        return target == tensors.loss.ignore_index
+            target = Int64(0)
+            if tensors.is_narrow:
+                target = Int64(tensors.narrow_target[row])
+            else:
+                target = tensors.target[row]
+            valid = target != tensors.loss.ignore_index
+        return token, valid
 
     @cute.jit
     def _upstream(self, tensors: MultiplyTensors, row: Int32) -> Float32:
@@ -91,22 +101,26 @@ class Multiply:
     def _multiply(
         self,
         source: cute.Tensor,
-        out: cute.Tensor,
         row: Int32,
+        valid: Boolean,
+        out: cute.Tensor,
+        out_row: Int32,
         factor: Float32,
         adds: cutlass.Constexpr[bool],
     ):
+        """A row of source, zeros unless `valid`, to one of out."""
         chunks = cute.size(source, mode=[1]) // ELEMENTS
         for first in cutlass.range(cute.arch.thread_idx()[0], chunks, THREADS * AT_ONCE, unroll=1):
             parts = cute.make_rmem_tensor((ELEMENTS, AT_ONCE), Float32)
+            parts.fill(0.0)
             before = cute.make_rmem_tensor((ELEMENTS, AT_ONCE), out.element_type)
             # All loads before the first store: the compiler cannot know that they do not overlap.
             for i in cutlass.range_constexpr(AT_ONCE):
                 chunk = first + i * THREADS
-                if chunk < chunks:
+                if valid and chunk < chunks:
                     cute.autovec_copy(adjacent(source, row, chunk * ELEMENTS, ELEMENTS), parts[None, i])
                     if cutlass.const_expr(adds):
-                        cute.autovec_copy(adjacent(out, row, chunk * ELEMENTS, ELEMENTS), before[None, i])
+                        cute.autovec_copy(adjacent(out, out_row, chunk * ELEMENTS, ELEMENTS), before[None, i])
             for i in cutlass.range_constexpr(AT_ONCE):
                 chunk = first + i * THREADS
                 if chunk < chunks:
@@ -115,4 +129,4 @@ class Multiply:
                         product = product + before[None, i].load().to(Float32)
                     rounded = cute.make_rmem_tensor(ELEMENTS, out.element_type)
                     rounded.store(product.to(out.element_type))
-                    cute.autovec_copy(rounded, adjacent(out, row, chunk * ELEMENTS, ELEMENTS))
+                    cute.autovec_copy(rounded, adjacent(out, out_row, chunk * ELEMENTS, ELEMENTS))

@@ -14,6 +14,7 @@ class Kernels:
     forward = staticmethod(forward.forward)
     backward = staticmethod(backward.backward)
     unpacked = staticmethod(packing.unpacked)
+    empty_source = staticmethod(grad_in_forward.empty_source)
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
     scale_gradients = staticmethod(multiply.scale_gradients)
     localize = staticmethod(merge.localize)

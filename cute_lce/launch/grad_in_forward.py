@@ -26,7 +26,7 @@ from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from ..plan import grad_in_forward as plans
 from ..plan.kernels import BackwardKey, ForwardKey
-from ..plan.memory import keep_workspace_bytes
+from ..plan.memory import keep_workspace_bytes, partials_in_rows
 from ..plan.problem import Problem, round_up
 from ..streaming import STREAMING
 from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, without_padding
@@ -56,13 +56,18 @@ class _Chunk:
         self.kept_scale, self.factor = (parts.reserve(4 * n) for _ in range(2))
         self.kept = parts.reserve(2 * n * self.pitch)
         self.weight_factor = parts.reserve(4 if problem.half else 0)
-        # The backward's lie where the forward's were.
+        # The backward's lie where the forward's were. Until dinput's GEMM writes the chunk's rows of its
+        # accumulator, the copied hidden states and, if there is room, the partials lie there.
         of_forward, of_backward = Parts(parts.nbytes), Parts(parts.nbytes)
-        self.partials = of_forward.reserve(4 * forward.workspace_floats)
+        copied, partials = 2 * n * d, 4 * forward.workspace_floats
+        self.in_rows = partials_in_rows(problem, n, partials)
+        self.partials = copied if self.in_rows else of_forward.reserve(partials)
         self.keep = of_forward.reserve(keep_workspace_bytes(n, vocab))
-        self.hidden = of_forward.reserve(2 * n * d)
+        self.hidden = 0 if problem.need_dinput else of_forward.reserve(copied)
         self.scaled = of_backward.reserve(2 * n * d if problem.need_dweight else 0)
-        self.sums = of_backward.reserve(4 * n * d * backward.splits if problem.need_dinput else 0)
+        # Several splits are summed to the accumulator.
+        self.splits = backward.splits if problem.need_dinput else 1
+        self.sums = of_backward.reserve(4 * n * d * self.splits if self.splits > 1 else 0)
         self.nbytes = max(of_forward.nbytes, of_backward.nbytes)
 
     def keep_outputs(self, start: int) -> KeepOutputs:
@@ -89,6 +94,11 @@ class _Chunk:
         )
 
 
+def empty_source(hidden: Tensor, need_dinput: bool) -> Tensor:
+    """See implementation.Implementation."""
+    return hidden.new_empty((hidden.shape[0] if need_dinput else 0,), dtype=torch.int32)
+
+
 def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
     """See implementation.Implementation. Allocates the accumulators, each row's loss, and a workspace."""
     n = operands.hidden.shape[0]
@@ -108,10 +118,12 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
 
     dinput = rows(n) if request.need_dinput else None
     dweight = rows(vocab) if request.need_dweight else None
+    source = None if dinput is None else empty_source(hidden, True)
     losses = torch.empty((n,), dtype=torch.float32, device=device)
     one = torch.ones((), dtype=torch.float32, device=device)
     parts = Parts()
-    # Chunks are of compacted tokens: once all valid ones are done, the others are empty.
+    # Chunks are of compacted tokens: once all valid ones are done, the others are empty. So are the rows of
+    # dinput's accumulator.
     compaction = Compaction(parts, n, target.dtype.itemsize)
     counters = COUNTERS * len(plan.tokens) if any(chunk.paced for chunk in chunks.values()) else 0
     progress = parts.reserve(4 * counters)
@@ -119,6 +131,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     begin = parts.reserve(max(chunk.nbytes for chunk in chunks.values()))
     scratch = torch.empty((parts.nbytes,), dtype=torch.uint8, device=device)
     compacted = compaction.rows(scratch.data_ptr())
+    if source is not None:
+        compacted = compacted._replace(source=source.data_ptr())
     start = scratch.data_ptr() + begin
     arguments = _per_row(loss)
     upstream = Upstream(dloss=one.data_ptr(), stride=0)
@@ -133,29 +147,30 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     first = 0
     for i, tokens in enumerate(plan.tokens):
         chunk = chunks[tokens]
-        places = compacted._replace(first=first, tokens=tokens, hidden=start + chunk.hidden)
+        own = 0 if dinput is None else dinput.data_ptr() + 4 * first * d
+        places = compacted._replace(first=first, tokens=tokens, hidden=own or start + chunk.hidden)
         if i > 0:
             places = places._replace(gathers=COPIES)
+        workspace = (own if chunk.in_rows else start) + chunk.partials
         chunk.forward(
             *(*operands, arguments),
-            *(outputs._replace(workspace=start + chunk.partials), places, chunk.grid),
+            *(outputs._replace(workspace=workspace), places, chunk.grid),
             chunk.keep_outputs(start),
         )
+        sums_are_rows = own and chunk.splits == 1
         gradients = Gradients(
             # Read for whether it is 0; what is written is the sums.
-            dhidden=0 if dinput is None else dinput.data_ptr(),
+            dhidden=own,
             dweight=0 if dweight is None else dweight.data_ptr(),
-            sums=start + chunk.sums,
+            sums=own if sums_are_rows else start + chunk.sums,
             adds=int(i > 0),
         )
-        places = places._replace(gathers=0, accumulator=gradients.dhidden)
-        source = chunk.gradient_operands(start)
-        groups = arguments, upstream, statistics, gradients, source, places, chunk.stripe
+        places = places._replace(gathers=0, accumulator=0 if sums_are_rows else own, in_order=1)
+        kept = chunk.gradient_operands(start)
+        groups = arguments, upstream, statistics, gradients, kept, places, chunk.stripe
         # The first chunk's zeroes the counters of all.
-        own = Counters(
-            address=scratch.data_ptr() + progress + 4 * COUNTERS * i, clears=0 if i > 0 else counters
-        )
-        chunk.backward(*operands, *groups, own)
+        address = scratch.data_ptr() + progress + 4 * COUNTERS * i
+        chunk.backward(*operands, *groups, Counters(address=address, clears=0 if i > 0 else counters))
         first += tokens
     count = scratch[compaction.count : compaction.count + 4].view(torch.int32)
     num_valid = count.sum(dtype=torch.int64)
@@ -163,7 +178,7 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     del scratch, count
     dinput = without_padding(dinput, features)
     dweight = without_padding(dweight, features)
-    return Accumulated(_reduced(losses, num_valid, loss.reduction), num_valid, dinput, dweight)
+    return Accumulated(_reduced(losses, num_valid, loss.reduction), num_valid, dinput, dweight, source)
 
 
 def _per_row(loss: LossOptions) -> LossArguments:

@@ -24,7 +24,7 @@ def scale_gradients(
 ) -> BothGradients:
     """See implementation.Implementation. What the kernel does not read, rows of no multiple of 32 bytes or
     what hooks made of saved tensors, torch multiplies."""
-    _, num_valid, dinput, dweight = accumulated
+    _, num_valid, dinput, dweight, source = accumulated
     found = [each for each in (dinput, dweight) if each is not None]
     if not found or dloss.dtype is not torch.float32 or not all(map(_is_read, found)):
         return STREAMING.scale_gradients(dloss, target, accumulated, loss, dtype, out)
@@ -45,6 +45,7 @@ def scale_gradients(
         target=target.data_ptr(),
         target_stride=target.stride(0),
         target_bytes=target.itemsize,
+        source=_address(source),
     )
     upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
     added = "" if dweight is None or out is None else dtype_name(out.dtype)

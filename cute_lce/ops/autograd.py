@@ -168,11 +168,11 @@ class AddingGradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):  # pyright: ignore[reportIncompatibleMethodOverride]
-        target, num_valid, *gradients = ctx.saved_tensors
+        target, num_valid, dinput, dweight, source = ctx.saved_tensors
 
         def run(needed: tuple[bool, bool], out: Tensor | None) -> BothGradients:
-            present = (tensor if need else None for tensor, need in zip(gradients, needed, strict=True))
-            accumulated = Accumulated(dloss, num_valid, *present)
+            present = dinput if needed[0] else None, dweight if needed[1] else None
+            accumulated = Accumulated(dloss, num_valid, *present, source)
             return ctx.prepared.scale_gradients(dloss, target, accumulated, ctx.loss, ctx.dtype, out)
 
         return add_gradients(ctx, dloss, (num_valid, num_valid), run)

@@ -79,10 +79,13 @@ def _fake_grad_in_forward(input, linear_weight, target, *arguments):
         num_valid,
         loss.new_empty(input.shape if need_dinput else (0,)),
         loss.new_empty(linear_weight.shape if need_dweight else (0,)),
+        implementation(input.device, input.dtype).empty_source(input, need_dinput),
     )
 
 
-def _fake_scale_gradients(dloss, target, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
+def _fake_scale_gradients(
+    dloss, target, num_valid, dinput_accumulator, dweight_accumulator, source, *arguments
+):
     _, (dtype, need_dinput, need_dweight) = loss_of(arguments)
     return (
         dloss.new_empty(dinput_accumulator.shape if need_dinput else (0,), dtype=dtype),
@@ -130,17 +133,20 @@ def grad_in_forward(input, linear_weight, target, *arguments):
     loss, (window, workspace, *needed) = loss_of(arguments)
     operands, request = Operands(input, linear_weight, target), Request(Limits(window, workspace), 0, *needed)
     given = look_up(operands, loss, request).grad_in_forward(operands, loss)
-    return given.loss, given.num_valid, *present(given[2:], given.loss, given.loss.dtype)
+    gradients = present((given.dinput, given.dweight), given.loss, given.loss.dtype)
+    (source,) = present((given.source,), given.loss, torch.int32)
+    return given.loss, given.num_valid, *gradients, source
 
 
 @define(schemas.SCALE_GRADIENTS, _fake_scale_gradients)
-def scale_gradients(dloss, target, num_valid, dinput_accumulator, dweight_accumulator, *arguments):
+def scale_gradients(dloss, target, num_valid, dinput_accumulator, dweight_accumulator, source, *arguments):
     loss, (dtype, need_dinput, need_dweight) = loss_of(arguments)
     accumulated = Accumulated(
         dloss,
         num_valid,
         dinput_accumulator if need_dinput else None,
         dweight_accumulator if need_dweight else None,
+        source if source is not None and source.shape[0] else None,
     )
     scaled = implementation(dloss.device, dtype).scale_gradients(dloss, target, accumulated, loss, dtype)
     return present(scaled, dloss, dtype)

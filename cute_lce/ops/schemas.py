@@ -34,11 +34,12 @@ BACKWARD = (
 )
 GRAD_IN_FORWARD = (
     f"grad_in_forward({OPERANDS}, {LOSS}, {LIMITS}, {NEEDED})"
-    " -> (Tensor loss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator)"
+    " -> (Tensor loss, Tensor num_valid, Tensor dinput_accumulator, Tensor dweight_accumulator, "
+    "Tensor source)"
 )
 SCALE_GRADIENTS = (
     "scale_gradients(Tensor dloss, Tensor target, Tensor num_valid, Tensor? dinput_accumulator, "
-    f"Tensor? dweight_accumulator, {LOSS}, ScalarType dtype, {NEEDED})"
+    f"Tensor? dweight_accumulator, Tensor? source, {LOSS}, ScalarType dtype, {NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight)"
 )
 

@@ -340,7 +340,8 @@ class LossGradientsFunction(GradInForwardFunction):
         dbias = (torch.where(num_valid > 0, dloss, 0) * dbias).to(dtype) if request.need_dbias else None
         needed = request.need_dinput, request.need_dweight
         if ctx.how.destination is None:
-            found = inner.scale_gradients(dloss, target, num_valid, dinput, dweight, *loss, dtype, *needed)
+            accumulators = num_valid, dinput, dweight, None
+            found = inner.scale_gradients(dloss, target, *accumulators, *loss, dtype, *needed)
             found = *(each if need else None for each, need in zip(found, needed, strict=True)), dbias
         else:
 

@@ -202,7 +202,8 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     split = [(gemm, faster_splits(gemm, d, chunk, vocab)[-1]) for gemm in gemms]
 
     def dinput_clocks(gemm: Gemm, splits: int) -> int:
-        return gemm.clocks(d, chunk, vocab, SUMS, splits) + sum_clocks(chunk, d, 1, splits)
+        found = gemm.clocks(d, chunk, vocab, SUMS, splits)
+        return found + sum_clocks(chunk, d, 1, splits) if splits > 1 else found
 
     dhidden, splits = min(split, key=lambda each: (dinput_clocks(*each), -each[0].columns))
     dweight = min(

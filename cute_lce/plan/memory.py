@@ -180,18 +180,29 @@ def chunk_forward_bytes(problem: Problem, chunk: int) -> int:
     return window_bytes(chunk) + keeping_bytes(chunk, problem.vocab) + chunk * problem.vocab // 8
 
 
+def partials_in_rows(problem: Problem, chunk: int, partials: int) -> bool:
+    """Whether the bytes of a chunk's partials lie in its rows of dinput's accumulator, behind the copy of its
+    hidden states, until dinput's GEMM writes these."""
+    return problem.need_dinput and partials <= 2 * chunk * problem.d
+
+
 def chunk_bytes(problem: Problem, chunk: int, partials: int, splits: int) -> int:
     """Bytes of the workspace of a chunk: what it keeps, its factors, and in the same memory first what only
-    its forward uses, `partials` bytes of it its plan's workspace, with a copy of its hidden states, then its
-    backward's scaled rows and sums of dhidden's `splits`."""
-    of_forward = partials + keep_workspace_bytes(chunk, problem.vocab) + 2 * chunk * problem.d
-    of_backward = chunk * problem.d * (2 * problem.need_dweight + 4 * splits * problem.need_dinput)
+    its forward uses, `partials` bytes of it its plan's workspace, then its backward's scaled rows and sums of
+    several splits of dhidden. Without dinput's accumulator also a copy of its hidden states."""
+    of_forward = keep_workspace_bytes(chunk, problem.vocab)
+    if not partials_in_rows(problem, chunk, partials):
+        of_forward += partials
+    if not problem.need_dinput:
+        of_forward += 2 * chunk * problem.d
+    sums = splits if problem.need_dinput and splits > 1 else 0
+    of_backward = chunk * problem.d * (2 * problem.need_dweight + 4 * sums)
     return 2 * chunk * round_up(problem.vocab, 8) + max(of_forward, of_backward) + 64 * chunk + 4 * KIB
 
 
 def accumulator_bytes(problem: Problem, chunks: int) -> int:
     """Bytes of what grad_in_forward allocates beside a chunk's workspace: both accumulators, the compaction,
-    each row's loss and statistics, and the chunks' counters."""
+    which is returned in part, each row's loss and statistics, and the chunks' counters."""
     n, d = problem.n, problem.d
     rows = problem.need_dinput * n + problem.need_dweight * problem.vocab
     return 4 * rows * d + 20 * n + 64 * chunks + 4 * KIB + compaction_bytes(problem, copies=False)

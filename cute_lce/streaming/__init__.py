@@ -14,6 +14,7 @@ class Streaming:
     unpacked = staticmethod(backward.unpacked)
     backward = staticmethod(backward.StreamingBackward)
     scale_gradients = staticmethod(grad_in_forward.scale_gradients)
+    empty_source = staticmethod(grad_in_forward.empty_source)
     grad_in_forward = staticmethod(grad_in_forward.grad_in_forward)
     localize = staticmethod(shards.localize)
     merge = staticmethod(shards.merge)

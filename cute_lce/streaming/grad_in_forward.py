@@ -25,6 +25,11 @@ from .rows import (
 )
 
 
+def empty_source(hidden: Tensor, need_dinput: bool) -> Tensor:
+    """None: rows are the tokens'."""
+    return hidden.new_empty((0,), dtype=torch.int32)
+
+
 @without_autocast
 def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> Accumulated:
     """Compute each chunk's logits once, and the loss and both gradients from them.
@@ -109,8 +114,12 @@ def scale_gradients(
     dinput = dweight = None
     if accumulated.dinput is not None:
         # 0 times nan is nan: what flows into ignored rows, whose accumulators are 0, does not matter.
-        factor = torch.where(is_ignored(target, loss.ignore_index), 0, upstream)
-        dinput = _multiplied(accumulated.dinput, factor.unsqueeze(1), dtype)
+        ignored = is_ignored(target, loss.ignore_index)
+        factor = torch.where(ignored, 0, upstream)
+        if accumulated.source is None:
+            dinput = _multiplied(accumulated.dinput, factor.unsqueeze(1), dtype)
+        else:
+            dinput = _scattered(accumulated.dinput, accumulated.source.long(), factor, ignored, dtype)
     if accumulated.dweight is not None and out is None:
         dweight = _multiplied(accumulated.dweight, upstream, dtype)
     elif accumulated.dweight is not None and out is not None:
@@ -127,10 +136,23 @@ def _multiplied(accumulator: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
     return out
 
 
-def _parts(out: Tensor) -> Iterator[slice]:
-    """Some rows at a time: on a CPU torch casts from a temporary in acc."""
+def _scattered(
+    accumulator: Tensor, source: Tensor, factor: Tensor, ignored: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The same for a row of each token of `source`, to the tokens' rows; zeros in ignored ones."""
+    out = accumulator.new_empty(accumulator.shape, dtype=dtype)
+    for part in _parts(out, at_once=False):
+        tokens = source[part]
+        product = accumulator[part] * factor[tokens].unsqueeze(1)
+        product.masked_fill_(ignored[tokens].unsqueeze(1), 0)
+        out.index_copy_(0, tokens, product.to(dtype))
+    return out
+
+
+def _parts(out: Tensor, *, at_once: bool = True) -> Iterator[slice]:
+    """Some rows at a time: on a CPU torch casts from a temporary in acc; at_once: all on other devices."""
     rows, columns = out.shape
-    step = rows if out.device.type != "cpu" else CPU_LOGITS_BYTES // max(columns * 8, 1)
-    step = max(step, 1)
+    at_once = at_once and out.device.type != "cpu"
+    step = max(rows if at_once else CPU_LOGITS_BYTES // max(columns * 8, 1), 1)
     for low in range(0, rows, step):
         yield slice(low, low + step)

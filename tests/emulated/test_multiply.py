@@ -36,21 +36,22 @@ def scaled(
     dtype: torch.dtype = BF16,
     out: Tensor | None = None,
     target: Tensor | None = None,
+    source: Tensor | None = None,
     launches: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """out: what dweight's product is added to; the sum is returned in its place. target: of dinput's rows;
-    None: none is ignored."""
+    """out: what dweight's product is added to; the sum is returned in its place. target: of the tokens;
+    None: none is ignored. source: Accumulated's."""
     rows = 0 if dinput is None else len(dinput)
     target = torch.zeros(rows, dtype=torch.int64) if target is None else target
     with device(arch, 2) as counts:
-        given = [None if each is None else known(each) for each in (dinput, dweight)]
+        given = [None if each is None else known(each) for each in (dinput, dweight, source)]
         accumulated = Accumulated(dloss, torch.tensor(valid).clone(), *given)
         # logit_scale is in the accumulators.
         loss = LossOptions(reduction, logit_scale=0.5)
         total = None if out is None else known(out)
         found = KERNELS.scale_gradients(known(dloss), known(target), accumulated, loss, dtype, total)
         assert sum("Multiply" in name for name in counts.launched) == launches == len(counts.launched)
-    for before, after in zip((dinput, dweight), given, strict=True):
+    for before, after in zip((dinput, dweight, source), given, strict=True):
         if before is not None and after is not None:
             assert torch.equal(before.nan_to_num(7), after.nan_to_num(7)), "it wrote to what it read"
     if total is None:
@@ -132,6 +133,32 @@ def test_what_flows_into_ignored_rows_does_not_matter(
     assert mine[1].isnan().all()
     good = [0, 2, 4, 5]
     assert_rounded(mine[good], want[good])
+
+
+@both
+@pytest.mark.parametrize("d", [72, 77])
+def test_rows_of_tokens_in_another_order(arch: str, d: int):
+    """The valid tokens' first; what the others hold does not matter, nor what flows into them. Features that
+    are no multiple of 8 are torch's."""
+    rows = accumulator(6, d)
+    rows[4:] = math.nan
+    source = torch.tensor([0, 2, 3, 5, 1, 4], dtype=torch.int32)
+    target = torch.tensor([7, -100, 7, 7, -100, 7])
+    dloss = torch.tensor([1.0, math.nan, 3.0, 4.0, math.inf, 6.0])
+    mine, _ = scaled(
+        dloss,
+        rows,
+        None,
+        arch=arch,
+        reduction="none",
+        valid=4,
+        target=target,
+        source=source,
+        launches=int(d % 8 == 0),
+    )
+    want = torch.zeros(6, d, dtype=torch.float64)
+    want[[0, 2, 3, 5]] = rows[:4].double() * torch.tensor([1.0, 3.0, 4.0, 6.0]).unsqueeze(1)
+    assert_rounded(mine, want)
 
 
 def test_ignore_index_is_compared_as_int64():

@@ -132,7 +132,8 @@ def test_the_backward_refuses_the_derivative_by_any_tensor(name):
 def test_scale_gradients_refuses_the_derivative_by_its_accumulators(name):
     operands = sample(requires_grad=False)
     loss, *saved = OPS.grad_in_forward(*operands, "mean", -100, 1.0, 0, 0, True, True)
-    given = dict(zip(["num_valid", "dinput_accumulator", "dweight_accumulator"], saved, strict=True))
+    names = ["num_valid", "dinput_accumulator", "dweight_accumulator", "source"]
+    given = dict(zip(names, saved, strict=True))
     given[name].requires_grad_()
     arguments = (torch.ones_like(loss), operands[2], *given.values(), "mean", -100, 1.0, torch.float32)
     for gradient in OPS.scale_gradients(*arguments, True, True):

@@ -110,10 +110,10 @@ def test_chunks_are_as_even_as_tiles_allow():
 @pytest.mark.parametrize(
     ("shape", "mb", "tokens", "rows"),
     [
-        ((32768, 4096, 262144), 8909, (7680,) * 4 + (2048,), 256),
+        ((32768, 4096, 262144), 8909, (8320,) * 3 + (7808,), 256),
         ((20480, 3584, 152064), 3072, (1920,) * 10 + (1280,), 128),
         # A row of dinput's tiles is more than a round.
-        ((8192, 40960, 32768), 8192, (4096, 4096), 256),
+        ((8192, 40960, 32768), 7200, (4096, 4096), 256),
     ],
 )
 def test_chunks_fill_the_rounds_of_wide_tiles(

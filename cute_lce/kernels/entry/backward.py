@@ -328,7 +328,9 @@ class Backward:
             only = cute.make_tensor(out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1)))
             self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream)
         if rows.accumulator != 0:
-            self.reduce(matrix(Float32, rows.accumulator, everything, d, d), sums, tokens, stream)
+            source = Int64(cutlass.select_(rows.in_order != 0, Int64(0), rows.source))
+            places = tokens._replace(source=vector(Int32, source, everything))
+            self.reduce(matrix(Float32, rows.accumulator, everything, d, d), sums, places, stream)
 
     def _row_factors(self, upstream: Upstream, loss) -> Upstream:
         """What the rows of float16's dlogits, or of what was kept, are multiplied by."""

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Numeric
 
 from cute_lce.arguments import LossArguments, Products, Upstream
-from cute_lce.kernels.entry.types import ADDED, ELEMENTS, example, matrix, strided
+from cute_lce.kernels.entry.types import ADDED, ELEMENTS, example, matrix, strided, vector
 from cute_lce.kernels.multiply import Multiply, MultiplyTensors
 
 
@@ -41,6 +41,7 @@ class Multiplying:
                 target=strided(products.target, n, products.target_stride, Int64),
                 narrow_target=strided(products.target, n, products.target_stride, Int32),
                 is_narrow=products.target_bytes == 4,
+                source=vector(Int32, products.source, n),
                 num_valid=num_valid,
                 loss=loss,
             ),
