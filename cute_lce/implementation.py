@@ -162,11 +162,9 @@ class Backward(Protocol):
 
 
 class Accumulated(NamedTuple):
-    """What grad_in_forward returns: the loss, and both gradients of the sum of the rows' losses.
-
-    source: (n,) int32, which token each row of dinput is, the valid ones first; the other rows hold anything.
-    None: rows are the tokens', and those of ignored ones 0.
-    """
+    """What grad_in_forward returns: the loss, and both gradients of the sum of the rows' losses. source (n,)
+    int32: which token each row of dinput is, the valid ones first; the others' rows hold anything. None: rows
+    are the tokens', and those of ignored ones 0."""
 
     loss: Tensor
     num_valid: Tensor
@@ -189,12 +187,9 @@ class Implementation(Protocol):
         may_accumulate: bool = False,
     ) -> tuple[str, int]:
         """(schedule, columns to keep): "recompute", "keep" or "grad_in_forward". Sizes may be symbolic.
-
-        may_accumulate: whether "auto" may become "grad_in_forward": a call that nothing intercepts.
-
-        Raises ValueError naming the least workspace_mb if the given one is too small, and naming schedule if
-        the requested one cannot serve the call.
-        """
+        may_accumulate: whether "auto" may become "grad_in_forward": a call that nothing intercepts. Raises
+        ValueError naming the least workspace_mb if the given one is too small, and naming schedule if the
+        requested one cannot serve the call."""
         ...
 
     def forward(self, operands: Operands, loss: LossOptions, request: Request) -> Forward: ...
@@ -228,10 +223,7 @@ class Implementation(Protocol):
         out: Tensor | None = None,
     ) -> BothGradients:
         """The accumulators times the upstream gradient, rounded once; zeros in ignored rows, whatever the
-        upstream gradient is. accumulated.loss is not read.
-
-        out: as in Backward, for dweight's.
-        """
+        upstream gradient is. accumulated.loss is not read. out: as in Backward, for dweight's."""
         ...
 
     def localize(

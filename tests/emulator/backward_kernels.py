@@ -462,6 +462,7 @@ def _products_are_right() -> bool:
             asks.test_ends_of_rows(d)
         asks.test_one_gradient_of_a_sum("dinput")
         asks.test_a_number_for_each_row(3)
+        asks.test_rows_of_tokens_in_another_order("sm_90a", 72)
         for dtype in (torch.int64, torch.int32):
             asks.test_what_flows_into_ignored_rows_does_not_matter("sm_90a", float("nan"), 2, dtype)
         for reduction in ("mean", "sum"):
