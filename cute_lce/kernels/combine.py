@@ -14,6 +14,8 @@ from cute_lce.kernels.rows import Compacted, computed, origin
 
 WARPS = 16
 LANES = 32
+STEP = WARPS * (LANES // COMBINE_ROWS)
+"""Lanes of a row: each has every STEP-th partial."""
 AT_ONCE = 8
 """Partials that a lane loads before it merges them."""
 
@@ -59,8 +61,8 @@ class Combine:
     shared memory -> warp 0 merges the 16 results, writes the rows' statistics and losses and, by shuffles,
     the block's loss and count -> the block that arrives last adds up all blocks in a fixed order, in float64,
     so that the result does not depend on which block is last.
-    Shared memory: 1 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once;
-    a lane has AT_ONCE of them in flight, which in the end are the last one several times.
+    Shared memory: 1 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once,
+    of which a lane has AT_ONCE in flight.
     """
 
     @cute.jit
@@ -95,17 +97,11 @@ class Combine:
         row_max, row_sum = -Float32.inf, Float32(0.0)
         is_computed = row < computed(tensors.rows)
         if is_computed:
-            first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
-            count = cute.size(tensors.partials, mode=[0])
-            for number in cutlass.range(first, count, AT_ONCE * step, unroll=1):
-                # All loads before the first exponential; the compiler would delay those under a condition.
-                own_maxima = cute.make_rmem_tensor(AT_ONCE, Float32)
-                own_sums = cute.make_rmem_tensor(AT_ONCE, Float32)
+            first, count = warp * (LANES // COMBINE_ROWS) + share, cute.size(tensors.partials, mode=[0])
+            for number in cutlass.range(first, count, AT_ONCE * STEP, unroll=1):
+                own_maxima, own_sums = load_partials(tensors.partials, number, row)
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    at = cutlass.min(number + i * step, count - 1)
-                    own_maxima[i], own_sums[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    if number + i * step < count:
+                    if number + i * STEP < count:
                         row_max, row_sum = row_stats.merge(row_max, row_sum, own_maxima[i], own_sums[i])
         for offset in cutlass.range_constexpr(2):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=COMBINE_ROWS << offset)
@@ -177,3 +173,14 @@ class Combine:
                 tensors.losses[0] = Float32(loss)
             if tensors.loss.reduction == REDUCTIONS["mean"]:
                 tensors.losses[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))
+
+
+@cute.jit
+def load_partials(partials: cute.Tensor, number: Int32, row: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """(maxima, sums) of a row's partials `number`, `number` + STEP, ..., AT_ONCE of them, all in flight
+    together. Behind the last one it is loaded again: the compiler would delay loads under a condition."""
+    maxima, sums = (cute.make_rmem_tensor(AT_ONCE, Float32) for _ in range(2))
+    for i in cutlass.range_constexpr(AT_ONCE):
+        at = cutlass.min(number + i * STEP, cute.size(partials, mode=[0]) - 1)
+        maxima[i], sums[i] = partials[at, row, 0], partials[at, row, 1]
+    return maxima, sums

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import COMBINE_ROWS, MORE_PARTS, NO_CLASS
 from cute_lce.kernels import pdl, row_stats
-from cute_lce.kernels.combine import AT_ONCE, LANES, WARPS, CombineTensors
+from cute_lce.kernels.combine import AT_ONCE, LANES, STEP, WARPS, CombineTensors, load_partials
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import computed, origin
 
@@ -62,21 +62,17 @@ class CombineMore:
         if row < computed(tensors.rows):
             highest = tensors.row_max[token]
             row_max = row_stats.finite_max(highest)
-            first, step = warp * (LANES // COMBINE_ROWS) + share, WARPS * (LANES // COMBINE_ROWS)
-            count = cute.size(tensors.partials, mode=[0])
-            for number in cutlass.range(first, count, AT_ONCE * step, unroll=1):
-                # As there: all loads before the first exponential.
-                own_maxima = cute.make_rmem_tensor(AT_ONCE, Float32)
-                own_sums = cute.make_rmem_tensor(AT_ONCE, Float32)
+            first, count = warp * (LANES // COMBINE_ROWS) + share, cute.size(tensors.partials, mode=[0])
+            for number in cutlass.range(first, count, AT_ONCE * STEP, unroll=1):
+                own_maxima, own_sums = load_partials(tensors.partials, number, row)
                 more = cute.make_rmem_tensor((self.parts, AT_ONCE), Float32)
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    at = cutlass.min(number + i * step, count - 1)
-                    own_maxima[i], own_sums[i] = tensors.partials[at, row, 0], tensors.partials[at, row, 1]
+                    at = cutlass.min(number + i * STEP, count - 1)
                     given = numbers(loss.more_partials + 4 * ((Int64(at) * n + row) * self.parts), self.parts)
                     for part in cutlass.range_constexpr(self.parts):
                         more[part, i] = given[part]
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    if number + i * step < count:
+                    if number + i * STEP < count:
                         self._add(sums, more[None, i], own_maxima[i], own_sums[i], row_max)
                         if cutlass.const_expr("argmax" in self.at):
                             if own_maxima[i] == highest:

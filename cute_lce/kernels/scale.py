@@ -67,12 +67,12 @@ class ScaleRows:
         blocks = cute.ceil_div(cute.size(tensors.target), WARPS)
         if cutlass.const_expr(self.half):
             if tensors.wanted != 0:
-                self.start(tensors).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream, use_pdl=True)
+                self.start(tensors).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream, use_pdl=True)
                 self.largest(tensors).launch(
-                    grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
+                    grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
                 )
         self.kernel(tensors).launch(
-            grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
+            grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -125,7 +125,7 @@ class ScaleRows:
             if lane == 0:
                 tensors.factor[row] = factor
             if row == 0:
-                for i in cutlass.range(lane, cute.size(tensors.counters), 32, unroll=1):
+                for i in cutlass.range(lane, cute.size(tensors.counters), LANES, unroll=1):
                     tensors.counters[i] = Int32(0)
             if tensors.wanted != 0:
                 if cutlass.const_expr(self.half):
