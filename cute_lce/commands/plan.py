@@ -161,7 +161,7 @@ def _show_chunks(gpu: Gpu, problem: Problem, chosen: grad_in_forward.GradInForwa
     rows = [
         ("schedule", "grad_in_forward"),
         ("chunks", f"{len(chosen.tokens)} of {tokens} tokens{last}"),
-        ("workspace", f"{chosen.bytes / 2**20:.2f} MiB at most, with the accumulators"),
+        ("workspace", f"{chosen.bytes / 2**20:.2f} MiB beyond the results, with the accumulators"),
         ("GEMM of logits", _describe(forwards.config)),
         ("GEMM of dinput", _describe(backwards.dhidden) if problem.need_dinput else "none"),
         ("splits of dinput", str(backwards.splits) if problem.need_dinput else "none"),

@@ -108,7 +108,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     hidden, weight, target = operands = aligned(operands)
     device, vocab, d = hidden.device, weight.shape[0], hidden.shape[1]
     half = hidden.dtype is torch.float16
-    problem = Problem(n, d, vocab, half, request.need_dinput, request.need_dweight)
+    adds = request.added is not None
+    problem = Problem(n, d, vocab, half, request.need_dinput, request.need_dweight, adds=adds)
     plan = plans.plan(gpu_of(device), problem, request.limits)
     names = dtype_name(hidden.dtype), dtype_name(target.dtype)
     chunks = {tokens: _Chunk(each, names, loss.terms, problem) for tokens, each in plan.chunks.items()}

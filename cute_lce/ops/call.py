@@ -53,8 +53,9 @@ def linear_cross_entropy(
     needs = needs_gradient(input, linear_weight)
     if not needs[1]:
         destination = None
+    added = None if destination is None else destination.out.dtype
     try:
-        how = needs, compute, destination is not None
+        how = needs, compute, added
         key = None if watched else key_of(input, linear_weight, target, loss, how)
     except RuntimeError:
         # A layout without strides, which is refused.
@@ -62,7 +63,7 @@ def linear_cross_entropy(
     call: _Call | None = prepared.cache.get(key) if key else None
     if call is None:
         operands = Operands(input, linear_weight, target)
-        call = _prepare(operands, needs, loss, compute, watched, destination is not None)
+        call = _prepare(operands, needs, loss, compute, watched, added)
         if key:
             prepared.remember(key, call)
     run = call.run if destination is None else functools.partial(call.run, destination)
@@ -85,14 +86,15 @@ def _prepare(
     loss: LossOptions,
     compute: ComputeOptions,
     watched: bool,
-    adds: bool,
+    added: torch.dtype | None,
 ) -> _Call:
-    """Check a call, choose its schedule, and bind what computes it."""
+    """Check a call, choose its schedule, and bind what computes it. added: of its Destination."""
     check_tensors(operands)
     hidden, weight, target = operands
     V, d = weight.shape
     limits = compute.limits
-    problem = Problem(target.numel(), d, V, hidden.dtype is torch.float16, *needs)
+    adds = added is not None
+    problem = Problem(target.numel(), d, V, hidden.dtype is torch.float16, *needs, adds=adds)
     schedule, kept_columns = implementation(hidden.device, hidden.dtype).choose(
         *(problem, hidden.dtype, hidden.device, compute.schedule, loss.reduction, limits),
         may_accumulate=not (watched or adds),
@@ -100,7 +102,9 @@ def _prepare(
     if compute.schedule == "auto" and schedule == "grad_in_forward" and not limits.workspace:
         # Asked for by name it may raise the default.
         limits = limits._replace(workspace=DEFAULT_WORKSPACE)
-    request = Request(limits, kept_columns, *needs, statistics=problem.wants_gradient, packs=not watched)
+    request = Request(
+        *(limits, kept_columns, *needs), statistics=problem.wants_gradient, packs=not watched, added=added
+    )
     run = _bind_op(schedule, request) if watched else _bind_eager(schedule, operands, request, adds)
     return _Call(run, hidden.dim() == 2)
 

@@ -12,9 +12,9 @@ from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, floor_seconds, sum
 from .gemm import cluster_count
 from .memory import (
     DEFAULT_WORKSPACE,
-    accumulator_bytes,
     chunk_bytes,
     chunk_forward_bytes,
+    grad_in_forward_bytes,
     refuse_workspace,
     usable,
     workspace_for,
@@ -50,8 +50,8 @@ class ChunkPlan(NamedTuple):
 
 
 class GradInForwardPlan(NamedTuple):
-    """tokens: of each chunk, in order. chunks: the plan of each of these numbers. bytes: of the accumulators
-    and of the workspace. clocks: predicted."""
+    """tokens: of each chunk, in order. chunks: the plan of each of these numbers. bytes: beyond the results.
+    clocks: predicted."""
 
     tokens: tuple[int, ...]
     chunks: dict[int, ChunkPlan]
@@ -164,12 +164,13 @@ def _choices(gpu: Gpu, problem: Problem, room: int | None = None) -> list[_Choic
             chunks.add(min(max(rounds * clusters // across, 1) * each.cluster_columns, n))
     for chunk in sorted(chunks):
         full, rest = divmod(n, chunk)
-        least = accumulator_bytes(problem, full + (rest > 0)) + chunk_bytes(problem, chunk, 0, 1)
+        count = full + (rest > 0)
+        least = grad_in_forward_bytes(problem, count, chunk_bytes(problem, chunk, 0, 1))
         if room is not None and least > room:
             continue
         passes = [_chunk(gpu, problem, chunk)] * full + ([_chunk(gpu, problem, rest)] if rest else [])
-        nbytes = accumulator_bytes(problem, len(passes)) + max(each.bytes for each in passes)
-        clocks = sum(each.clocks for each in passes) + (len(passes) - 1) * _added_clocks(gpu, problem)
+        nbytes = grad_in_forward_bytes(problem, count, max(each.bytes for each in passes))
+        clocks = sum(each.clocks for each in passes) + (count - 1) * _added_clocks(gpu, problem)
         found.append(_Choice(nbytes, clocks, chunk))
     return found
 

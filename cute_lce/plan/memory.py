@@ -206,3 +206,10 @@ def accumulator_bytes(problem: Problem, chunks: int) -> int:
     n, d = problem.n, problem.d
     rows = problem.need_dinput * n + problem.need_dweight * problem.vocab
     return 4 * rows * d + 20 * n + 64 * chunks + 4 * KIB + compaction_bytes(problem, copies=False)
+
+
+def grad_in_forward_bytes(problem: Problem, chunks: int, chunk: int) -> int:
+    """Bytes that grad_in_forward allocates beyond its results with chunks of `chunk` bytes: at the most the
+    accumulators. Until they are whole the gradients do not exist, whose memory chunks have."""
+    rows = problem.need_dinput * problem.n + (problem.need_dweight and not problem.adds) * problem.vocab
+    return accumulator_bytes(problem, chunks) + max(chunk - 2 * rows * problem.d, 0)

@@ -15,6 +15,7 @@ class Problem(NamedTuple):
     for grad_scale. need_dinput, need_dweight: which gradients are needed. keeps_logits: whether what is kept
     are logits, of which the backward makes dlogits, a stripe at a time or, with overwrites, all at once in
     their place. shard: whether the classes are a shard's, whose gradient by tokens is summed over the ranks.
+    adds: whether dweight is added to a tensor of the caller's, and is no result.
     """
 
     n: int
@@ -26,6 +27,7 @@ class Problem(NamedTuple):
     keeps_logits: bool = False
     shard: bool = False
     overwrites: bool = False
+    adds: bool = False
 
     @property
     def has_stripes_of_logits(self) -> bool:

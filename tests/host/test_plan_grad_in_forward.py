@@ -34,6 +34,7 @@ def problems(count: int, seed: int) -> list[Problem]:
             half=draw.random() < 0.3,
             need_dinput=needs[0],
             need_dweight=needs[1],
+            adds=needs[1] and draw.random() < 0.3,
         )
         for needs in (draw.choice(NEEDS) for _ in range(count))
     ]
@@ -68,18 +69,22 @@ def test_the_workspace_is_kept(problem: Problem):
 
 
 def allocated(problem: Problem, limits: Limits, reduction: str = "sum", asked: Asked | None = None) -> int:
-    """The peak bytes of launch's forward, no kernel launched: nothing of it is a result."""
+    """The peak bytes of launch's forward and backward beyond the gradients, no kernel launched."""
     dtype = torch.float16 if problem.half else torch.bfloat16
     hidden, weight = (
         torch.empty(rows, problem.d, dtype=dtype, device="meta") for rows in (problem.n, problem.vocab)
     )
     operands = Operands(hidden, weight, torch.empty(problem.n, dtype=torch.int64, device="meta"))
-    request = Request(limits, 0, problem.need_dinput, problem.need_dweight)
-    with planned_for(GPU, asked if asked is not None else Asked()), Allocations(*operands) as counted:
-        found = KERNELS.grad_in_forward(operands, LossOptions(reduction), request)
-    assert (found.dinput is not None) == problem.need_dinput
-    assert (found.dweight is not None) == problem.need_dweight
-    return counted.peak
+    out = torch.empty(weight.shape, device="meta") if problem.adds else None
+    added = None if out is None else out.dtype
+    request = Request(limits, 0, problem.need_dinput, problem.need_dweight, added=added)
+    loss, dloss = LossOptions(reduction), torch.empty((), device="meta")
+    with planned_for(GPU, asked if asked is not None else Asked()), Allocations(*operands, dloss) as counted:
+        found = KERNELS.grad_in_forward(operands, loss, request)
+        gradients = KERNELS.scale_gradients(dloss, operands.target, found, loss, dtype, out)
+    wanted = problem.need_dinput, problem.need_dweight and not problem.adds
+    assert tuple(each is not None for each in gradients) == wanted
+    return counted.peak - sum(each.nbytes for each in gradients if each is not None)
 
 
 def test_every_kernel_is_one_that_compile_compiles():
