@@ -328,8 +328,8 @@ def test_a_slow_workspace_is_logged_once_with_one_that_helps(caplog: pytest.LogC
     ("gpu", "problem", "mb", "wanted", "found"),
     [
         (H200._replace(model=1), Problem(640, 2880, 50257), 71, "auto", "keep"),
-        (H200, Problem(8192, 768, 50257), 289, "auto", "grad_in_forward"),
-        (H200, Problem(8192, 4096, 128256), 2260, "grad_in_forward", "grad_in_forward"),
+        (H200, Problem(14526, 768, 50257), 200, "auto", "grad_in_forward"),
+        (H200, Problem(12959, 512, 128256), 350, "grad_in_forward", "grad_in_forward"),
     ],
     ids=["all is kept", "auto's grad_in_forward", "grad_in_forward"],
 )
