@@ -20,7 +20,7 @@ from cute_lce import LinearCrossEntropy, linear_cross_entropy, options
 from cute_lce.arch import ARCHITECTURES, Gpu
 from cute_lce.launch import KERNELS, choose
 from cute_lce.ops.select import implementation
-from cute_lce.plan import backward, candidates, cost, forward, schedule
+from cute_lce.plan import backward, candidates, cost, forward, grad_in_forward, schedule
 from cute_lce.plan.memory import DEFAULT_WORKSPACE, usable, workspace_for
 from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem
 from tests import forked
@@ -462,7 +462,9 @@ def table() -> list[str]:
         cells = [", ".join(map(str, sizes)), f"{least / MIB:.0f}"]
         for mb in BUDGETS_MB:
             found = within(H200, problem, "auto", mb * MIB)
-            cells.append(f"{found.seconds / found.floor:.2f}" if mb * MIB >= least else "-")
+            cell = f"{found.seconds / found.floor:.2f}" if mb * MIB >= least else "-"
+            instead = grad_in_forward.predict_auto(H200, problem, Limits(workspace=mb * MIB))
+            cells.append(cell if instead is None else f"{cell}, {instead.seconds / found.floor:.2f}")
         found = within(H200, problem, "auto", 1 << 42)
         everything = workspace_for(candidates.Candidates(H200, problem).keeping(problem.vocab)[0].bytes)
         lines.append(
