@@ -96,7 +96,8 @@ def linear_cross_entropy(
             label_smoothing, a linear_bias or a z_loss.
             If nothing needs a gradient, every schedule is a forward that keeps nothing.
         workspace_mb: the most that the call, including its backward, may allocate beyond its results (the
-            loss and the gradients), in MiB (2**20 bytes). None means CUTE_LCE_WORKSPACE_MB in the
+            loss and the gradients), in MiB (2**20 bytes). The kernels' "grad_in_forward" uses the gradients'
+            memory in the forward, whether or not a backward follows. None means CUTE_LCE_WORKSPACE_MB in the
             environment, or 2304, raised automatically if a call needs more; a number is never raised. "auto"
             and "recompute" are predicted never to be slower with more. With the least that the kernels
             accept they are predicted to take at most 1.8 times as long as the matrix products alone, or 1.5

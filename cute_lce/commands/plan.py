@@ -40,6 +40,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--workspace-mb", type=float, help="the call's workspace_mb (2304)")
     command.add_argument("--frozen", choices=("hidden", "weight"), help="an operand that needs no gradient")
+    command.add_argument(
+        "--grad-weight-out", action="store_true", help="the call adds its gradient by weight to a buffer"
+    )
     command.add_argument("--sms", type=positive, help="number of SMs (that of a whole GPU)")
     command.set_defaults(run=run, refuse=command.error)
 
@@ -52,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     model = gpus.index(args.gpu or gpus[0])
     gpu = Gpu(args.arch, args.sms or architecture(args.arch).sms, model=model)
     needed = args.frozen != "hidden", args.frozen != "weight"
-    problem = Problem(args.n, args.d, args.vocab, args.dtype == "float16", *needed)
+    adds = args.grad_weight_out and needed[1]
+    problem = Problem(args.n, args.d, args.vocab, args.dtype == "float16", *needed, adds=adds)
     try:
         given = ComputeOptions(args.schedule, args.workspace_mb, args.window)
         limits = with_default_workspace(given).limits

@@ -42,6 +42,8 @@ def choose(
             _log_if_slow(gpu, known, schedule, known_limits, predicted, accumulates=True)
         return found
     known, known_limits = _known_sizes(problem), Limits(*map(_known, limits))
+    # Other schedules allocate the same.
+    known = known._replace(adds=False)
     call = gpu, known, schedule, known_limits
     found, kept = schedule_plan.choose(*call)
     accumulates = schedule == "auto" and may_accumulate

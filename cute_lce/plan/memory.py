@@ -209,7 +209,9 @@ def accumulator_bytes(problem: Problem, chunks: int) -> int:
 
 
 def grad_in_forward_bytes(problem: Problem, chunks: int, chunk: int) -> int:
-    """Bytes that grad_in_forward allocates beyond its results with chunks of `chunk` bytes: at the most the
-    accumulators. Until they are whole the gradients do not exist, whose memory chunks have."""
+    """Bytes that grad_in_forward allocates beyond its results with chunks of `chunk` bytes: the accumulators,
+    and what a chunk takes beyond the gradients. These do not exist before the accumulators are whole, and of
+    padded operands they have up to 7 features fewer."""
     rows = problem.need_dinput * problem.n + (problem.need_dweight and not problem.adds) * problem.vocab
-    return accumulator_bytes(problem, chunks) + max(chunk - 2 * rows * problem.d, 0)
+    gradients = 2 * rows * max(problem.d - 7, 0)
+    return accumulator_bytes(problem, chunks) + max(chunk - gradients, 0)

@@ -146,6 +146,8 @@ def _scattered(
         product = accumulator[part] * factor[tokens].unsqueeze(1)
         product.masked_fill_(ignored[tokens].unsqueeze(1), 0)
         out.index_copy_(0, tokens, product.to(dtype))
+        # Not beside the next part's.
+        del product
     return out
 
 

@@ -225,6 +225,10 @@ def test_plan_of_grad_in_forward(frozen, capsys):
         assert (table[f"GEMM of {name}"] == "none") == (f"{name} bound by" not in table) == (frozen == other)
     assert cli.main(f"{argv} --workspace-mb 10".split()) == 1
     assert "want at least" in capsys.readouterr().err
+    # A gradient that is added leaves its chunks less memory, where there is one.
+    assert cli.main(f"{argv} --workspace-mb 8000 --grad-weight-out".split()) == 0
+    _, table = printed_tables(capsys)
+    assert (int(table["chunks"].split()[0]) > int(count)) == (frozen != "weight")
 
 
 def test_plan_is_that_of_the_gpu(capsys):

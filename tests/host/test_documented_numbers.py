@@ -805,8 +805,7 @@ def by_use() -> list[tuple[str, str]]:
     for file, workspace, schedule in (
         ("h200_tables.json", 1126, "auto"),
         ("h200_tables.json", 5632, "auto"),
-        ("h200_grad_in_forward.json", 5837, "grad_in_forward"),
-        ("h200_grad_in_forward.json", 8909, "grad_in_forward"),
+        ("h100_grad_in_forward.json", 5837, "grad_in_forward"),
     ):
         record = get(file, workspace_mb=workspace, schedule=schedule, **both, **long)
         (line,) = (row for _, rows in tables_of(ARGUMENTS) for row in rows if row[0] == str(workspace))
