@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_lce.plan.kernels import BackwardKey
 
-from .backward_kernels import FIRST_OF_VALID
+from .backward_kernels import FIRST_OF_VALID, poisoned
 from .host import Emulated
 from .mutate import ARITHMETIC
 from .mutation_kernels import Subject
@@ -26,11 +26,12 @@ VOCAB, WINDOW = 201, 128
 
 
 @contextlib.contextmanager
-def _narrow() -> Iterator[None]:
+def narrow() -> Iterator[None]:
+    """Narrow tiles, and what nobody writes is nan."""
     from tests.device import forget_plans
     from tests.emulated.backward import narrow_plans
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, poisoned():
         narrow_plans(patch)
         yield
     forget_plans()
@@ -66,7 +67,7 @@ def _expected(which: str) -> Run:
     from tests.emulated.token_stats import check
 
     numbers = _numbers(which)
-    with _narrow():
+    with narrow():
         found = run(numbers, "sm_90a", VOCAB, window=WINDOW)
     check(numbers, found)
     return found
@@ -77,7 +78,7 @@ def _gradients(which: str, seed: int) -> tuple[Tensor | None, ...]:
     from tests.emulated.token_stats import run
 
     numbers, stats = _numbers(which), _expected(which).stats
-    with _narrow():
+    with narrow():
         found = run(numbers, "sm_90a", stats=stats, kept_columns=VOCAB, window=WINDOW, seed=seed)
     return found.gradients
 

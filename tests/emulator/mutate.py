@@ -9,6 +9,7 @@ mutation counts as found when some seed gives a fault or a wrong result.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -115,8 +116,15 @@ def mutations(ptx: str, rules: list[tuple[str, str, str | None]] = RULES) -> lis
 
 def entry_of(ptx: str, line: int) -> str:
     """The name of the kernel that a line of a module is in."""
-    names = re.findall(r"\.visible \.entry (\w+)", "\n".join(ptx.split("\n")[:line]))
+    names = [name for first, name in _entries(ptx) if first <= line]
     return names[-1] if names else ""
+
+
+@functools.lru_cache(maxsize=4)
+def _entries(ptx: str) -> list[tuple[int, str]]:
+    """The line in which each kernel of a module begins, and its name."""
+    found = re.finditer(r"\.visible \.entry (\w+)", ptx)
+    return [(ptx.count("\n", 0, each.start()) + 1, each[1]) for each in found]
 
 
 def apply(ptx: str, mutation: Mutation) -> str:
@@ -242,7 +250,8 @@ def document(rows_of: dict[str, list[str]]) -> str:
 Each kernel's PTX with one synchronisation instruction removed or altered, run with the seeds 0 to 5 until one
 finds a fault or a wrong result. Of the small kernels of what is kept the arithmetic is altered too, and of
 the compaction's also what counts. There a result is wrong if the tests' comparison with float64 fails; of
-DlogitsOfKept, if a bit of a gradient differs. The codes are those of tests/emulator/faults.py. Made by
+DlogitsOfKept and the kernels of terms, if a bit of a number or of a gradient differs. In the latter's GEMMs
+one of every few statements is altered. The codes are those of tests/emulator/faults.py. Made by
 `python3 -m tests.emulator.mutate`, which `--kernels` and `--statements` restrict to some rows;
 tests/emulator/test_mutations.py runs the same and fails when a mutation is missed that has no reason here.
 
@@ -259,7 +268,7 @@ def main() -> None:
     import tempfile
     from pathlib import Path
 
-    from . import backward_kernels, compaction_kernels, forward_kernels, kept_logits_kernels
+    from . import backward_kernels, compaction_kernels, forward_kernels, kept_logits_kernels, term_kernels
     from .mutation_kernels import KERNELS
 
     parser = argparse.ArgumentParser(description="write docs/emulator-mutations.md")
@@ -270,7 +279,7 @@ def main() -> None:
     options = parser.parse_args()
     path = Path(__file__).parents[2] / "docs" / "emulator-mutations.md"
     old = _sections(path.read_text()) if path.exists() else {}
-    modules = forward_kernels, backward_kernels, compaction_kernels, kept_logits_kernels
+    modules = forward_kernels, backward_kernels, compaction_kernels, kept_logits_kernels, term_kernels
     subjects = [*KERNELS, *(subject for module in modules for subject in module.subjects())]
     rows_of = {subject.name: old.get(subject.name, []) for subject in subjects}
     for subject in subjects:

@@ -11,13 +11,14 @@ import torch
 
 from . import hopper_forward
 from .host import Emulated, build, known_allocations
-from .mutate import RULES, Mutation, entry_of
+from .mutate import RULES, Mutation, entry_of, mutations
 
 
 @dataclass(frozen=True)
 class Subject:
     """reasons: (pattern of the statement, what was done, why it cannot be found); `check` runs it and
-    compares; `entries` says of a kernel's name whether it is mutated, `rules` how."""
+    compares; `entries` says of a kernel's name whether it is mutated, `rules` how. every: of how many
+    mutations one is tried."""
 
     name: str
     build: Callable[[str], Emulated]
@@ -28,10 +29,13 @@ class Subject:
     reasons: list[tuple[str, str, str]] = field(default_factory=list)
     entries: Callable[[str], bool] = lambda name: True
     rules: list[tuple[str, str, str | None]] = field(default_factory=lambda: RULES)
+    every: int = 1
 
     def mutates(self, ptx: str) -> Callable[[Mutation], bool]:
-        """Whether a mutation is of one of the subject's kernels."""
-        return lambda mutation: self.entries(entry_of(ptx, mutation.line))
+        """Whether a mutation is of one of the subject's kernels, and tried."""
+        own = [each for each in mutations(ptx, self.rules) if self.entries(entry_of(ptx, each.line))]
+        tried = {(each.line, each.what) for each in own[:: self.every]}
+        return lambda mutation: (mutation.line, mutation.what) in tried
 
     def reason(self, mutation: Mutation) -> str | None:
         for pattern, what, why in self.reasons:

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulator import backward_kernels, compaction_kernels, forward_kernels, kept_logits_kernels, mutate
+from tests.emulator import (
+    backward_kernels,
+    compaction_kernels,
+    forward_kernels,
+    kept_logits_kernels,
+    mutate,
+    term_kernels,
+)
 from tests.emulator.mutation_kernels import KERNELS
 
 BACKWARD = backward_kernels.subjects()
 COMPACTION = compaction_kernels.subjects()
 KEPT_LOGITS = kept_logits_kernels.subjects()
+TERMS = term_kernels.subjects()
 HOPPER_FORWARDS = [subject for subject in KERNELS if subject.name.startswith("the Hopper forward")]
-LONG = [*HOPPER_FORWARDS, *forward_kernels.subjects(), *BACKWARD, *COMPACTION, *KEPT_LOGITS]
+LONG = [*HOPPER_FORWARDS, *forward_kernels.subjects(), *BACKWARD, *COMPACTION, *KEPT_LOGITS, *TERMS]
 SHORT = [subject for subject in KERNELS if subject not in HOPPER_FORWARDS]
 # A GEMM that counts its tokens or adds is sampled of Hopper: Blackwell's others have its pipelines. Of kept
 # logits the kernel with all terms takes long to compile.
