@@ -360,13 +360,18 @@ def _rows_of_large_sums() -> Case:
 
 
 def _shares_of_either_sign() -> list[Case]:
-    """Rows of which a lane has all AT_ONCE parts, and some lanes one more, with features that cancel in the
-    logits: without one of each 8 that a warp has at once a reference is too high for bf16's range, in one
-    case or the other."""
-    case = random_case(20, 1160, 200, torch.bfloat16, scale=0.5)
-    share = torch.tensor([0.5, -0.5]).repeat(580).bfloat16()
-    hidden, weight = case.input / 4 + 8, case.linear_weight
-    return [replace(case, input=hidden, linear_weight=weight + each) for each in (share, -share)]
+    """Rows with features that cancel in the logits. Of the first a lane has all AT_ONCE parts: without one of
+    each 8 that a warp has at once a reference is too high for bf16's range, in one case or the other. Of the
+    others some lanes have one more part, which cancels their first."""
+    found = []
+    for features in (1000, 1160):
+        case = random_case(20, features, 200, torch.bfloat16, scale=0.5)
+        share = torch.tensor([0.5, -0.5]).repeat(features // 2).bfloat16()
+        if features > 1024:
+            share[: features - 1024], share[1024:] = 0.5, -0.5
+        hidden, weight = case.input / 4 + 8, case.linear_weight
+        found += [replace(case, input=hidden, linear_weight=weight + each) for each in (share, -share)]
+    return found
 
 
 def _right_by_the_tests(seed: int, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -559,7 +564,7 @@ def subjects() -> list[Subject]:
         _arithmetic("References", 80, 6, [SAME_LANES, CLASS_0, EITHER_INTEGER, MINUS_ONE, ONE_PAST]),
         _arithmetic("Finish", 40, 1, [ONE_LARGE_TERM]),
         _arithmetic("Finish", 40, 0, [], _right_in_float16, torch.float16),
-        _arithmetic("ScaleRows", 60, 7, [SAME_LANES, AFTER_COUNTERS, ONLY_FLOAT16, ONE_PAST]),
+        _arithmetic("ScaleRows", 60, 8, [SAME_LANES, AFTER_COUNTERS, ONLY_FLOAT16, ONE_PAST]),
         _arithmetic("Reduce", 40, 3, [SEVERAL_SPLITS, NONE_IGNORED], _sum_of_splits_is_right),
         _multiply(),
     ]
