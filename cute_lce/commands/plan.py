@@ -207,7 +207,9 @@ def _show_prediction(
         most = _times(predicted, schedule.HELPFUL * predicted.best)
         rows.append(("least workspace", f"{least:.2f} MiB"))
         rows.append(("helpful workspace", f"{helpful:.2f} MiB, from which it is at most {most}"))
-    instead = grad_in_forward.predict_auto(gpu, problem, limits) if args.schedule == "auto" else None
+    instead = None
+    if args.schedule == "auto" and not problem.adds:
+        instead = grad_in_forward.predict_auto(gpu, problem, limits)
     if instead is not None:
         calls = 'eager calls with "mean" or "sum"' if problem.need_dweight else "eager calls"
         text = f'{instead.seconds * 1e3:.3f} ms, {_times(predicted, instead.seconds)}: "auto" in {calls}'

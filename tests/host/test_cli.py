@@ -197,6 +197,8 @@ def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule,
         ("--n 8192 --workspace-mb 358 --frozen weight", "eager calls"),
         ("--n 32768 --workspace-mb 5837 --schedule keep", None),
         ("--n 32768 --workspace-mb 5837 --window 8192", None),
+        ("--n 32768 --workspace-mb 5837 --grad-weight-out", None),
+        ("--n 8192 --workspace-mb 358 --frozen weight --grad-weight-out", "eager calls"),
         ("--n 1024", None),
     ],
 )
