@@ -83,11 +83,13 @@ def _gradients(which: str, seed: int) -> tuple[Tensor | None, ...]:
     return found.gradients
 
 
-def _build(which: str) -> Callable[[str], Emulated]:
+def kernels_of(run: Callable[[], Run], kind: type) -> Callable[[str], Emulated]:
+    """How a Subject builds those of the one key of a kind that a run has asked for."""
+
     def build(folder: str) -> Emulated:
         from tests.emulated.forward import emulated
 
-        (key,) = (key for key in _expected(which).emulator.keys if isinstance(key, BackwardKey))
+        (key,) = (key for key in run().emulator.keys if isinstance(key, kind))
         return emulated(key)
 
     return build
@@ -128,7 +130,8 @@ def subjects() -> list[Subject]:
     return [
         Subject(
             f"arithmetic of DlogitsOfKept, {which}",
-            *(_build(which), _check(which), range(1), least, missed),
+            kernels_of(functools.partial(_expected, which), BackwardKey),
+            *(_check(which), range(1), least, missed),
             [EVERY_TOKEN, ONE_MORE, FIRST_OF_VALID, NEVER_NEGATIVE, THE_LARGEST],
             entries=lambda entry: "DlogitsOfKept" in entry,
             rules=ARITHMETIC,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 
 from .host import Emulated
-from .kept_logits_kernels import narrow
+from .kept_logits_kernels import kernels_of, narrow
 from .mutate import ARITHMETIC
 from .mutation_kernels import Subject
 
@@ -96,16 +95,6 @@ def _expected(call: Call) -> Run:
     return found
 
 
-def _build(call: Call, kind: type) -> Callable[[str], Emulated]:
-    def build(folder: str) -> Emulated:
-        from tests.emulated.forward import emulated
-
-        (key,) = (key for key in _expected(call).emulator.keys if isinstance(key, kind))
-        return emulated(key)
-
-    return build
-
-
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two tensors have the same bits."""
     if a is None or b is None:
@@ -133,7 +122,8 @@ def _subject(
 
     return Subject(
         f"arithmetic of {name}",
-        *(_build(calls[0], kind), check, range(1), least, missed),
+        kernels_of(functools.partial(_expected, calls[0]), kind),
+        *(check, range(1), least, missed),
         [ARRIVALS, EXACTLY_FOUR],
         entries=lambda found: re.search(entry, found) is not None,
         rules=FLOATING,

@@ -82,6 +82,8 @@ def allocated(problem: Problem, limits: Limits, reduction: str = "sum", asked: A
     with planned_for(GPU, asked if asked is not None else Asked()), Allocations(*operands, dloss) as counted:
         found = KERNELS.grad_in_forward(operands, loss, request)
         gradients = KERNELS.scale_gradients(dloss, operands.target, found, loss, dtype, out)
+    assert (found.dinput is not None) == problem.need_dinput
+    assert (found.dweight is not None) == problem.need_dweight
     wanted = problem.need_dinput, problem.need_dweight and not problem.adds
     assert tuple(each is not None for each in gradients) == wanted
     return counted.peak - sum(each.nbytes for each in gradients if each is not None)
@@ -105,6 +107,13 @@ def test_a_default_is_enough_to_come_near_the_best():
     plan, best = (plans.plan(GPU, problem, Limits(workspace=w)) for w in (0, 1 << 60))
     assert plan.bytes > 4 * (problem.n + problem.vocab) * problem.d
     assert plan.clocks <= 1.11 * best.clocks
+
+
+def test_chunks_are_as_even_as_tiles_allow():
+    problem = Problem(32768, 4096, 262144, adds=True)
+    plan = plans.plan(GPU, problem, Limits(workspace=int(5.7 * 1024) * MIB))
+    assert len(plan.tokens) > 8
+    assert plan.tokens[-1] > plan.tokens[0] // 2
 
 
 @pytest.mark.parametrize(
