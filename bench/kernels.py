@@ -75,7 +75,7 @@ class Calibration:
         if self.windows:
             yield "forward", self.chosen_forward[0], True
             return
-        tokens, dhidden, dweight = self.found.gemms.configs
+        tokens, dhidden, dweight = self.found.gemms(self.shape.vocab).configs
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
             configs = forward.configs_for(self.gpu, self.shape.n, kind == "keep", 0)
@@ -97,7 +97,7 @@ class Calibration:
 
     def configs_of(self, kind: str, config: KernelConfig) -> BackwardConfigs:
         """Of a backward's pass."""
-        tokens, dhidden, dweight = self.found.gemms.configs
+        tokens, dhidden, dweight = self.found.gemms(self.shape.vocab).configs
         if kind == "dweight":
             return tokens, dhidden, config
         if kind == "logits" and config == tokens:

@@ -168,9 +168,9 @@ class Tilings:
     tokens: of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by hidden; narrow
         ones of a kind first.
     dweight: of the gradient by weight's GEMM.
-    dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. One goes
-        with the tilings of `tokens` whose clusters have as many columns.
-    forward: more of a forward's that keeps nothing.
+    dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. Each goes
+        with one of `tokens` (Configs.pairs), which is used where logits are computed again.
+    forward: more of a forward's; of those that keep, the ones that take turns.
     """
 
     tokens: tuple[Tiling, ...]
@@ -249,7 +249,7 @@ _TILING = tuple(Tiling.__dataclass_fields__)
 
 class Configs(NamedTuple):
     """What a call chooses from: configurations of GEMMs whose B are tokens, narrow tiles first, of the
-    gradient by weight's, and more of the gradient by hidden's and of a forward's that keeps nothing."""
+    gradient by weight's, and more of the gradient by hidden's and of a forward's."""
 
     tokens: tuple[KernelConfig, ...]
     dweight: tuple[KernelConfig, ...]
@@ -257,8 +257,9 @@ class Configs(NamedTuple):
     forward: tuple[KernelConfig, ...] = ()
 
     def forwards(self, keeps: bool) -> tuple[KernelConfig, ...]:
-        """Those of a forward."""
-        return self.tokens if keeps else (*self.tokens, *self.forward)
+        """Those of a forward. One that keeps has all of a tile's 128 rows in one warpgroup."""
+        more = (each for each in self.forward if each.pingpong) if keeps else self.forward
+        return *self.tokens, *more
 
     def pairs_for(self, tokens: int) -> list[tuple[KernelConfig, KernelConfig]]:
         """Of `pairs` those for so many tokens: the narrowest that holds all of them, or all."""
@@ -267,12 +268,19 @@ class Configs(NamedTuple):
     @property
     def pairs(self) -> list[tuple[KernelConfig, KernelConfig]]:
         """Those of the backward's GEMMs whose B are tokens: of the logits, and of the gradient by hidden."""
+        own = {dhidden: self._tokens_beside(dhidden) for dhidden in self.dhidden}
         return [
             (tokens, dhidden)
             for tokens in self.tokens
-            for dhidden in (tokens, *self.dhidden)
-            if dhidden.cluster_columns == tokens.cluster_columns
+            for dhidden in (tokens, *(each for each in self.dhidden if own[each] == tokens))
         ]
+
+    def _tokens_beside(self, dhidden: KernelConfig) -> KernelConfig:
+        """Of the logits' GEMM, where the gradient by hidden has this one of its own: the narrowest that takes
+        as many tokens at once, or the widest."""
+        alike = [each for each in self.tokens if each.cluster_n == dhidden.cluster_n]
+        wide = (each for each in alike if each.cluster_columns >= dhidden.cluster_columns)
+        return next(wide, alike[-1])
 
     def within(self, columns: int) -> Configs:
         """Without tiles of tokens that are wider; 0: all."""
@@ -405,9 +413,9 @@ _SM_90A = Architecture(
                 replace(_HOPPER, tile_n=128),
                 _HOPPER_SHARED,
             ),
-            dhidden=_widths(_HOPPER_TALL, 128, 160, 176),
-            # Widths between, whose results could not be stored in boxes of 16 tokens; one that asks little of
-            # L2; and one tile for as many tokens as two of 104.
+            # In steps of 8, so that some width divides nearly any number of tokens well.
+            dhidden=_widths(_HOPPER_TALL, *range(104, 193, 8)),
+            # Widths between; one that asks little of L2; and one tile for as many tokens as two of 104.
             forward=(
                 *_widths(_HOPPER_PAIR, 120, 136, 152, 168),
                 _HOPPER,

@@ -26,7 +26,9 @@ class DataSheet:
         half of L2, which the windows in flight want too. panel_beside: the same of a forward's clusters with
         tiles of tokens side by side.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
-        tokens side by side.
+        tokens side by side. beside_keeping: the same where 16-bit results are stored. beside_sliced: the same
+        of the gradients' GEMMs, with operands that come in slices of 64 columns, since their rows are not
+        along k.
     write_share: of the data sheet's DRAM rate, that writes reach.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
         DRAM keep theirs.
@@ -41,6 +43,8 @@ class DataSheet:
     panel_beside: int
     l2_bytes_per_clock: float
     beside: float
+    beside_keeping: float
+    beside_sliced: float
     write_share: float
     sustained: float
 
@@ -53,8 +57,10 @@ H200 = DataSheet(
     l2=60 * MIB,
     panel=22 * MIB,
     panel_beside=22 * MIB,
-    l2_bytes_per_clock=42,
-    beside=42,
+    l2_bytes_per_clock=43,
+    beside=43,
+    beside_keeping=43,
+    beside_sliced=43,
     write_share=0.65,
     sustained=0.847,
 )
@@ -66,8 +72,10 @@ H100 = DataSheet(
     l2=50 * MIB,
     panel=12 * MIB,
     panel_beside=5 * MIB,
-    l2_bytes_per_clock=35,
-    beside=40,
+    l2_bytes_per_clock=36.5,
+    beside=41,
+    beside_keeping=40,
+    beside_sliced=36.5,
     write_share=0.75,
     sustained=0.95,
 )
@@ -81,6 +89,8 @@ B200 = DataSheet(
     panel_beside=55 * MIB,
     l2_bytes_per_clock=72,
     beside=72,
+    beside_keeping=72,
+    beside_sliced=72,
     write_share=0.65,
     sustained=0.847,
 )

@@ -1,8 +1,8 @@
 """Time and memory of one call, beside a floor that is measured in alternation with it.
 
-On a GPU a call is timed by CUDA events, behind a pass over a buffer larger than the L2 cache, so that it
-finds none of its operands there and the host has the time of that pass to enqueue it. On a CPU it is timed by
-the wall clock.
+On a GPU a call is timed by CUDA events, behind passes over a buffer larger than the L2 cache, so that it
+finds none of its operands there, and as many of them that the host enqueues a short call while they run. On a
+CPU it is timed by the wall clock.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # Several times the L2 cache of any current GPU (H100: 50 MB, B200: 126 MB).
+MOST_FLUSHES = 32
+AHEAD = 4
+"""A call's first kernels take at least one part in so many of its time; the host enqueues the others then."""
+LONG_MS = 5.0
+"""Calls of which that part is longer than any host needs."""
 Call = Callable[[], object]
 
 
@@ -47,13 +52,40 @@ def _turns(count: int, reps: int, draw: random.Random) -> Iterator[Sequence[int]
         yield range(count) if count <= 2 else draw.sample(range(count), count)
 
 
+def flushes(host_ms: Sequence[float], call_ms: Sequence[float], flush_ms: float) -> int:
+    """How many passes over the buffer go before each of several calls, the same number for all of them: while
+    they run, and the first part of a call (AHEAD), the host enqueues it. host_ms: of each, until it returns."""
+    ahead = max(host - call / AHEAD for host, call in zip(host_ms, call_ms, strict=True))
+    return min(max(1, math.ceil(ahead / flush_ms)), MOST_FLUSHES)
+
+
+def _flushes_before(calls: Sequence[Call], device: torch.device, flush: torch.Tensor) -> int:
+    """`flushes` of these calls, which have run before."""
+    host_ms, call_ms = [0.0], [0.0]
+    for call in calls:
+        took = time_back_to_back(call, 1, device)
+        if took >= LONG_MS:
+            continue
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            call()
+            taken.append((time.perf_counter() - start) * 1e3)
+            torch.cuda.synchronize(device)
+        host_ms.append(statistics.median(taken))
+        call_ms.append(took)
+    flush.zero_()
+    return flushes(host_ms, call_ms, time_back_to_back(flush.zero_, 3, device))
+
+
 def _time_in_turn(
-    calls: Sequence[Call], reps: int, device: torch.device, draw: random.Random
+    calls: Sequence[Call], reps: int, device: torch.device, draw: random.Random, passes: int = 1
 ) -> list[list[float]]:
     """Time each of `calls` `reps` times, one after the other in turn; milliseconds, a list for each call.
 
     On a GPU, if there are more than two, the first, the floor, runs before each of them too, untimed: behind
-    a call that leaves the GPU cool, or hot, another would be faster, or slower, by up to 10%.
+    a call that leaves the GPU cool, or hot, another would be faster, or slower, by up to 10%. passes: over
+    the buffer, before each call.
     """
     if device.type != "cuda":
         times: list[list[float]] = [[] for _ in calls]
@@ -70,7 +102,8 @@ def _time_in_turn(
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             if len(calls) > 2:
                 calls[0]()
-            flush.zero_()
+            for _ in range(passes):
+                flush.zero_()
             start.record()
             calls[i]()
             end.record()
@@ -85,7 +118,7 @@ def time_interleaved(
     """Time several calls in alternation, so that a drift of clock or power limit affects all of them.
 
     Args:
-        calls: The functions to time, the floor first. Each is called twice before anything counts.
+        calls: The functions to time, the floor first. Each is called some times before anything counts.
         device: Where they run.
         budget_s: About how long all the timed repetitions may take together, in seconds. At least one
             repetition of each call is timed in each run.
@@ -95,12 +128,14 @@ def time_interleaved(
     for call in calls:
         call()
     synchronize(device)
-    draw = random.Random(0)
+    draw, passes = random.Random(0), 1
+    if device.type == "cuda":
+        passes = _flushes_before(calls, device, torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device))
     estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device, draw))
     reps = max(1, min(max_reps, int(budget_s * 1e3 / runs / max(estimate_ms, 1e-3))))
     medians: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
-        for found, times in zip(medians, _time_in_turn(calls, reps, device, draw), strict=True):
+        for found, times in zip(medians, _time_in_turn(calls, reps, device, draw, passes), strict=True):
             found.append(statistics.median(times))
     return [Timing.of_runs(found) for found in medians]
 

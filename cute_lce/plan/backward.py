@@ -20,7 +20,7 @@ def plan(gpu: Gpu, problem: Problem, kept: int, limits: Limits) -> BackwardPlan:
     limits.window: columns of a stripe; 0: chosen. limits.workspace: bytes; 0: the default.
     """
     candidates, chosen = backward_within(gpu, problem, kept, limits)
-    return build(gpu, problem, kept, candidates.gemms.configs, chosen)
+    return build(gpu, problem, kept, candidates.gemms(kept).configs, chosen)
 
 
 def build(

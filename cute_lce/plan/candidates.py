@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..arch import Gpu
 from ..arguments import KEPT_TILE
-from .cost import DWEIGHT, EXPONENTIALS, Gemm, Gemms, chunk_clocks, split_clocks, stripe_clocks, sum_clocks
+from .cost import DWEIGHT, EXPONENTIALS, Gemm, Gemms, chunk_clocks, split_clocks, stripe_clocks
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -48,15 +48,24 @@ class Candidates:
 
     def __init__(self, gpu: Gpu, problem: Problem, window: int = 0):
         self.problem, self.window = problem, window
+        dweight = _dweight(gpu, problem, window)
         tokens, dhidden, self._splits = _tokens(gpu, problem, window)
-        self.gemms = Gemms(tokens, dhidden, _dweight(gpu, problem, window))
+        self._computing = Gemms(tokens, dhidden, dweight)
+        tokens, dhidden, self._kept_splits = _tokens(gpu, problem, window, all_is_kept=True)
+        self._keeping_all = Gemms(tokens, dhidden, dweight)
         # Clocks of a column of the vocabulary, were every round full: of its logits, and in the gradients.
         area = problem.n * problem.d
-        self._logits = tokens.least(area)
-        self._gradients = dhidden.least(area) * problem.need_dinput
-        self._gradients += self.gemms.dweight.least(area) * problem.need_dweight
+        self._logits = self._computing.tokens.least(area)
+        dhiddens = self._computing.dhidden, self._keeping_all.dhidden
+        self._gradients = min(each.least(area) for each in dhiddens) * problem.need_dinput
+        self._gradients += dweight.least(area) * problem.need_dweight
         self._stripes: dict[tuple[int, int, bool], int] = {}
         self._keeping: dict[int, list[Candidate]] = {}
+
+    def gemms(self, kept: int) -> Gemms:
+        """Of those that find `kept` columns kept."""
+        all_is_kept = kept == self.problem.vocab and not self.problem.has_stripes_of_logits
+        return self._keeping_all if all_is_kept else self._computing
 
     def keeping(self, kept: int) -> list[Candidate]:
         """Those that find `kept` columns kept: by rising bytes, each faster than all before it."""
@@ -103,8 +112,10 @@ class Candidates:
     def _kept_only(self) -> list[Candidate]:
         problem, kept = self.problem, self.problem.vocab
         found = []
-        for splits in self._splits:
-            clocks = self._kept_stripe(kept, splits) + self._sums(1, splits)
+        dhidden = self._keeping_all.dhidden
+        for splits in self._kept_splits:
+            clocks = stripe_clocks(self._keeping_all, problem, kept, splits, is_kept=True)
+            clocks += dhidden.sums(problem.n, problem.d, 1, splits) if problem.need_dinput else 0
             found.append(Candidate(clocks, backward_bytes(problem, 0, kept, splits), 0, splits))
         return found
 
@@ -167,7 +178,7 @@ class Candidates:
                 yield Candidate(clocks, level, stripe.columns, chunk.splits, chunk.chunk)
 
     def _chunks(self) -> Iterator[Candidate]:
-        problem, gemms = self.problem, self.gemms
+        problem, gemms = self.problem, self._computing
         n, d, vocab = problem.n, problem.d, problem.vocab
         for count in steps(ceil_div(n, gemms.tokens.columns), CHUNK_STEPS):
             chunk = min(count * gemms.tokens.columns, n)
@@ -183,8 +194,8 @@ class Candidates:
         vocab = problem.vocab
         for columns in self._widths(vocab, STRIPE_STEPS):
             full, rest = divmod(vocab, columns)
-            clocks = full * stripe_clocks(self.gemms, problem, columns, 1)
-            clocks += stripe_clocks(self.gemms, problem, rest, 1) if rest else 0
+            clocks = full * stripe_clocks(self._computing, problem, columns, 1)
+            clocks += stripe_clocks(self._computing, problem, rest, 1) if rest else 0
             yield Candidate(clocks, sweeps_bytes(self.problem, 0, 1, columns), columns)
 
     def _widths(self, left: int, fine: int) -> list[int]:
@@ -199,17 +210,19 @@ class Candidates:
         key = columns, splits, of_logits
         clocks = self._stripes.get(key)
         if clocks is None:
-            clocks = stripe_clocks(self.gemms, self.problem, columns, splits, is_kept=of_logits)
+            clocks = stripe_clocks(self._computing, self.problem, columns, splits, is_kept=of_logits)
             self._stripes[key] = clocks
         return clocks
 
     def _kept_stripe(self, kept: int, splits: int) -> int:
         """Clocks of the stripe that was kept."""
-        return stripe_clocks(self.gemms, self.problem, kept, splits, is_kept=True)
+        return stripe_clocks(self._computing, self.problem, kept, splits, is_kept=True)
 
     def _sums(self, stripes: int, splits: int) -> int:
         problem = self.problem
-        return sum_clocks(problem.n, problem.d, stripes, splits) if problem.need_dinput else 0
+        if not problem.need_dinput:
+            return 0
+        return self._computing.dhidden.sums(problem.n, problem.d, stripes, splits)
 
 
 @functools.lru_cache(maxsize=64)
@@ -226,17 +239,24 @@ def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
     return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT))
 
 
-def _tokens(gpu: Gpu, problem: Problem, window: int) -> tuple[Gemm, Gemm, list[int]]:
+def _tokens(
+    gpu: Gpu, problem: Problem, window: int, *, all_is_kept: bool = False
+) -> tuple[Gemm, Gemm, list[int]]:
     """The configurations with which the GEMMs of logits and of dhidden take the fewest clocks over the whole
     vocabulary, and the numbers of dhidden's splits to consider.
 
-    Where a tile holds all tokens, it is the narrowest of these, and the weight is read once. An explicit
+    all_is_kept: without the GEMM of logits. Otherwise the tiles of both are as wide, since chunks of tokens
+    are whole tiles. Where a tile holds all tokens, it is the narrowest of these, and the weight is read once. An explicit
     window fixes the order of a row's additions: no other splits than its stripes."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     found = []
     for pair in gpu.row.configs_for(n, window, gpu.columns).pairs_for(n):
         tokens, dhidden = (Gemm(gpu, config, n * d * vocab) for config in pair)
-        clocks, splits = tokens.clocks(vocab, n, d, EXPONENTIALS), [1]
+        clocks, splits = 0, [1]
+        if not all_is_kept:
+            if tokens.columns != dhidden.columns:
+                continue
+            clocks = tokens.clocks(vocab, n, d, EXPONENTIALS)
         if problem.need_dinput and not window:
             splits = faster_splits(dhidden, d, n, vocab)
         if problem.need_dinput:

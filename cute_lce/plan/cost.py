@@ -53,18 +53,35 @@ SUMMED_PER_CLOCK = 160
 """Elements of the fp32 sum of dinput that a stripe reads and writes in a clock: 8 bytes each at half of
 DRAM's rate. An H100's estimate."""
 SUM_BYTES_PER_CLOCK = 14000
-"""Bytes of the partial sums of splits that a GPU writes or reads in a clock, mostly in L2."""
+"""Bytes of the partial sums of splits that a GPU writes or reads in a clock, in L2."""
+SUMS_IN_L2 = 0.5
+"""The share of L2 that holds such sums. What is beyond it is read from DRAM, and written there while MMAs
+wait, if epilogues do not hide: dinput of 588 to 3705 tokens on an H100 took 60,000 to 240,000 clocks more
+than without this (bench/results/tuning/h100_kernels.json)."""
+
+
+TOGETHER = 40
+"""The power in which a tile's clocks of MMAs and of L2 are added. Where both are nearly equal, each waits for
+the other now and then, up to 2% of them."""
+
+
+def _longer(mma: float, l2: float) -> float:
+    """Clocks of a tile, of its MMAs' and L2's."""
+    most = max(mma, l2)
+    return most * (1 + (min(mma, l2) / most) ** TOGETHER) ** (1 / TOGETHER)
 
 
 class Epilogue(NamedTuple):
     """clocks: of a tile, for each of its columns; scarce: where more than SCARCE_REGISTERS of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
-    exposed: clocks of one that does not hide, for each column of its tile."""
+    exposed: clocks of one that does not hide, for each column of its tile. beside: the DataSheet's field that
+    says what L2 gives to its GEMM in clusters with tiles side by side."""
 
     clocks: float
     scarce: float
     stored: int
     exposed: float = 3.2
+    beside: str = "beside"
 
 
 RESUMED_CLOCKS = 2500
@@ -72,10 +89,11 @@ RESUMED_CLOCKS = 2500
 that it holds lose none."""
 SCARCE_REGISTERS = 160
 STATISTICS = Epilogue(65.0, 80.0, 0, exposed=5.6)
-EXPONENTIALS = Epilogue(90.0, 126.0, 2)
+EXPONENTIALS = Epilogue(90.0, 126.0, 2, beside="beside_keeping")
 """Of a forward that keeps, and of dlogits."""
-DINPUT, SUMS = Epilogue(60.0, 60.0, 2), Epilogue(120.0, 120.0, 4)
-DWEIGHT = Epilogue(22.4, 22.4, 2)
+DINPUT = Epilogue(60.0, 60.0, 2, beside="beside_sliced")
+SUMS = Epilogue(120.0, 120.0, 4, beside="beside_sliced")
+DWEIGHT = Epilogue(22.4, 22.4, 2, beside="beside_sliced")
 
 
 def is_scattered(columns: int, windows: int, tiles: int, clusters: int, most: int) -> bool:
@@ -91,7 +109,8 @@ def dinput_epilogue(splits: int) -> Epilogue:
 
 class Rates:
     """What a GPU keeps up in calls of one size. clock: of SMs, in Hz. read, write: bytes of DRAM a clock; l2:
-    bytes that an SM loads from L2 and stores in a clock; l2_beside: in clusters with tiles side by side.
+    bytes that an SM loads from L2 and stores in a clock; beside: in clusters with tiles side by side, by the
+    sheet's fields.
 
     macs: n d V of the call, whose GEMMs follow one another.
     """
@@ -103,7 +122,9 @@ class Rates:
         self.clock = slower * CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
         self.read = READ_SHARE * sheet.memory / self.clock
         self.write = sheet.write_share * sheet.memory / self.clock
-        self.l2, self.l2_beside = sheet.l2_bytes_per_clock / slower, sheet.beside / slower
+        self.l2 = sheet.l2_bytes_per_clock / slower
+        fields = "beside", "beside_keeping", "beside_sliced"
+        self.beside = {name: getattr(sheet, name) / slower for name in fields}
 
 
 class Gemm:
@@ -119,9 +140,13 @@ class Gemm:
         multiplied = 2 * own_m * own_n / config.row.dense_flops_per_clock
         loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m)
         self._mma = multiplied * MMA_CLOCKS * (EASED if loaded <= EASY_BYTES * multiplied else 1.0)
-        l2 = self.rates.l2_beside if config.cluster_n > 1 else self.rates.l2
-        self._loaded, self._stored = loaded / l2, own_m * own_n / l2
+        alone = config.cluster_n == 1
+        self._loaded, self._stored = (
+            {name: moved / (self.rates.l2 if alone else rate) for name, rate in self.rates.beside.items()}
+            for moved in (loaded, own_m * own_n)
+        )
         self._panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
+        self._held = SUMS_IN_L2 * gpu.sheet.l2
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
         self._tiles: dict[tuple[int, Epilogue], float] = {}
@@ -138,7 +163,7 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
-        mma, l2 = depth * self._mma, depth * self._loaded + epilogue.stored * self._stored
+        mma, l2 = depth * self._mma, self._l2(depth, epilogue)
         bound = "MMAs" if mma >= l2 else "L2"
         if tile > max(mma, l2) and not self._exposes:
             bound = "epilogues"
@@ -149,7 +174,7 @@ class Gemm:
     def least(self, macs: int) -> float:
         """Clocks that no GEMM of as many multiply-adds, or part of one, is below."""
         per_tile = self.rows * self.columns * self.clusters
-        return macs * max(self._mma, self._loaded) / per_tile
+        return macs * max(self._mma, min(self._loaded.values())) / per_tile
 
     def tile(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks between a cluster's tiles of this depth."""
@@ -160,12 +185,17 @@ class Gemm:
 
     def _tile(self, depth: int, epilogue: Epilogue) -> float:
         config, depth = self.config, self._depth(depth)
-        tile = max(depth * self._mma, depth * self._loaded + epilogue.stored * self._stored)
+        tile = _longer(depth * self._mma, self._l2(depth, epilogue))
         scarce = config.accumulator_registers > SCARCE_REGISTERS
         own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
+
+    def _l2(self, depth: int, epilogue: Epilogue) -> float:
+        """Clocks in which L2 moves what a tile loads and stores. depth: whole k tiles."""
+        name = epilogue.beside
+        return depth * self._loaded[name] + epilogue.stored * self._stored[name]
 
     def _exposed(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile's epilogue in which no MMA runs. depth: of the tile, whole k tiles."""
@@ -204,6 +234,18 @@ class Gemm:
             combined += 2 * LAUNCH_CLOCKS + int(4 * n * d / self.rates.read)
         return START_CLOCKS + combined + int(max(rounds * tile, moved))
 
+    def sums(self, n: int, d: int, stripes: int, splits: int) -> int:
+        """Clocks of the fp32 sums of dinput: of every stripe's pass over them, and of adding up the splits."""
+        passes = (stripes - 1) * splits * n * d // SUMMED_PER_CLOCK
+        if splits == 1:
+            return passes
+        summed = 4 * splits * n * d
+        beyond = max(summed - self._held, 0)
+        moved = 2 * summed / SUM_BYTES_PER_CLOCK + beyond / self.rates.read
+        if self._exposes:
+            moved += beyond / self.rates.write
+        return passes + LAUNCH_CLOCKS + int(moved)
+
     def _depth(self, k: int) -> int:
         """A k rounded up to whole k tiles."""
         return -(-k // self.config.tile_k) * self.config.tile_k
@@ -213,15 +255,9 @@ class Gemm:
         return 2 * k * (m + n) / self.rates.read + stored * m * n / self.rates.write
 
 
-def sum_clocks(n: int, d: int, stripes: int, splits: int) -> int:
-    """Clocks of the fp32 sums of dinput: of every stripe's pass over them, and of adding up the splits."""
-    passes = (stripes - 1) * splits * n * d // SUMMED_PER_CLOCK
-    return passes + (LAUNCH_CLOCKS + 8 * splits * n * d // SUM_BYTES_PER_CLOCK if splits > 1 else 0)
-
-
 def split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:
     """Clocks of an (m, n) GEMM of dinput in `splits` of k, which are then added up."""
-    return gemm.clocks(m, n, k, dinput_epilogue(splits), splits) + sum_clocks(n, m, 1, splits)
+    return gemm.clocks(m, n, k, dinput_epilogue(splits), splits) + gemm.sums(n, m, 1, splits)
 
 
 def forward_seconds(gpu: Gpu, problem: Problem, plan: ForwardPlan) -> float:
@@ -244,7 +280,7 @@ def backward_seconds(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> float:
         for stripe in plan.stripes
     )
     if problem.need_dinput:
-        total += sum_clocks(problem.n, problem.d, len(plan.stripes), plan.splits)
+        total += gemms.dhidden.sums(problem.n, problem.d, len(plan.stripes), plan.splits)
     return total / gemms.tokens.rates.clock
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..arch import Gpu
 from . import backward, forward, schedule
 from .candidates import Candidate, faster_splits
-from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, floor_seconds, sum_clocks
+from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, floor_seconds
 from .gemm import cluster_count
 from .memory import (
     DEFAULT_WORKSPACE,
@@ -24,7 +24,7 @@ from .problem import Limits, Problem, ceil_div, round_up, steps
 
 CHUNK_STEPS = 4
 """How many sizes of chunks are considered until they have doubled."""
-ADDED = Epilogue(45.0, 45.0, 4)
+ADDED = Epilogue(45.0, 45.0, 4, beside="beside_sliced")
 """Of dweight's GEMM where TMA copies or adds its fp32 product to memory: twice as many bytes as a 16-bit
 product's pass through shared memory. What L2 reads for an addition comes on top (`_added_clocks`)."""
 ADDED_SHARE = 0.75
@@ -203,8 +203,7 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     split = [(gemm, faster_splits(gemm, d, chunk, vocab)[-1]) for gemm in gemms]
 
     def dinput_clocks(gemm: Gemm, splits: int) -> int:
-        found = gemm.clocks(d, chunk, vocab, SUMS, splits)
-        return found + sum_clocks(chunk, d, 1, splits) if splits > 1 else found
+        return gemm.clocks(d, chunk, vocab, SUMS, splits) + gemm.sums(chunk, d, 1, splits)
 
     dhidden, splits = min(split, key=lambda each: (dinput_clocks(*each), -each[0].columns))
     dweight = min(

@@ -165,14 +165,23 @@ def test_what_adds_does_not_spill(arch: str, config: KernelConfig, added: str):
 @pytest.mark.parametrize(
     ("tile_n", "accesses"),
     [
-        (128, 2),
+        (136, 2),
+        (192, 6),
+        pytest.param(104, 0, marks=pytest.mark.emulator_full),
+        pytest.param(112, 0, marks=pytest.mark.emulator_full),
+        pytest.param(120, 4, marks=pytest.mark.emulator_full),
+        pytest.param(128, 2, marks=pytest.mark.emulator_full),
+        pytest.param(144, 2, marks=pytest.mark.emulator_full),
+        pytest.param(152, 4, marks=pytest.mark.emulator_full),
         pytest.param(160, 14, marks=pytest.mark.emulator_full),
+        pytest.param(168, 19, marks=pytest.mark.emulator_full),
         pytest.param(176, 19, marks=pytest.mark.emulator_full),
+        pytest.param(184, 8, marks=pytest.mark.emulator_full),
     ],
 )
 def test_tall_tiles_of_dhidden(tile_n: int, accesses: int):
     configs = architecture("sm_90a").configs[-1]
-    (pair,) = [pair for pair in configs.pairs if pair[0] != pair[1] and pair[0].tile_n == tile_n]
+    (pair,) = [pair for pair in configs.pairs if pair[0] != pair[1] and pair[1].tile_n == tile_n]
     found = cubin.kernels(BackwardKey(*pair, configs.dweight[-1])).values()
     gemms = sorted(
         (each for each in found if "Gemm" in each.name), key=lambda each: int(each.name.rsplit("_", 1)[1])

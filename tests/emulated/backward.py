@@ -77,7 +77,14 @@ def narrow_plans(
         patch.setattr(candidates, "LEAST_DEPTH", 1)
         patch.setattr(candidates.Candidates, "_two_sweeps", lambda self: ())
         tokens = candidates._tokens
-        patch.setattr(candidates, "_tokens", lambda *call: (*tokens(*call)[:2], [splits]))
+        patch.setattr(candidates, "_tokens", lambda *call, **kept: (*tokens(*call, **kept)[:2], [splits]))
+
+
+def half_boxes(patch: pytest.MonkeyPatch, tile_n: int) -> None:
+    """Forwards with tiles of so many tokens, an odd multiple of 8, side by side."""
+    chosen = forward_plans.choose_config
+    changed = {"tile_n": tile_n, "cluster_m": 1, "cluster_n": 2}
+    patch.setattr(forward_plans, "choose_config", lambda *call: replace(chosen(*call), **changed))
 
 
 @dataclass

@@ -22,11 +22,11 @@ from cute_lce.launch import KERNELS, Kernels
 from cute_lce.launch.backward import KernelBackward
 from cute_lce.launch.steps import COUNTERS
 from cute_lce.ops import plain, select
-from cute_lce.plan.kernels import BackwardKey, Key
-from cute_lce.plan.problem import NO_LIMITS, Limits, Problem
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from cute_lce.plan.problem import NO_LIMITS, Limits, Problem, round_up
 from tests import passes
 from tests.device import forget_plans, two_sweeps
-from tests.emulated.backward import Run, check, device, narrow_plans, train
+from tests.emulated.backward import Run, check, device, half_boxes, narrow_plans, train
 from tests.emulated.forward import Emulator, ignoring, minus_infinity, rows, scaled
 from tests.emulator import known_allocations
 from tests.gpu import sanitize
@@ -572,17 +572,22 @@ def test_tall_tiles_of_dhidden(shape: tuple[int, int, int], how: str, splits: in
 @pytest.mark.parametrize(
     ("tile_n", "how"),
     [
-        (160, "recompute"),
+        (152, "recompute"),
+        (104, "keep"),
+        pytest.param(136, "keep", marks=full),
+        pytest.param(136, "fp16", marks=full),
+        pytest.param(160, "recompute", marks=full),
         pytest.param(160, "keep", marks=full),
         pytest.param(176, "keep", marks=full),
         pytest.param(176, "fp16", marks=full),
     ],
 )
 def test_tiles_that_ask_little_of_l2(tile_n: int, how: str, as_planned, monkeypatch):
-    """At their widths: dhidden in tiles of 256 rows, dweight in tiles of 128 x 256 that two CTAs share."""
+    """At their widths, of which some end with half a box: dhidden in tiles of 256 rows, dweight in tiles of
+    128 x 256 that two CTAs share."""
     row = architecture("sm_90a")
     many = row.tilings[-1]
-    pair = replace(many.tokens[0], tile_n=tile_n)
+    pair = replace(many.tokens[0], tile_n=round_up(tile_n, 16))
     only = replace(
         many,
         tokens=(pair,),
@@ -596,6 +601,24 @@ def test_tiles_that_ask_little_of_l2(tile_n: int, how: str, as_planned, monkeypa
     monkeypatch.setattr(Configs, "pairs", every)
     dloss = torch.linspace(1, 2, 199).double()
     case, run = run_how(how, lambda dtype: ignoring(random_case(199, 264, 300, dtype)), "sm_90a", dloss=dloss)
+    check(case, run, dloss=dloss)
+
+
+@pytest.mark.parametrize(
+    ("tile_n", "how"),
+    [
+        (40, "keep"),
+        (56, "keep"),
+        pytest.param(40, "fp16 keep", marks=full),
+        pytest.param(56, "keep, stripes", marks=full),
+    ],
+)
+def test_what_is_kept_in_tiles_that_end_with_half_a_box(tile_n: int, how: str, monkeypatch):
+    half_boxes(monkeypatch, tile_n)
+    dloss = torch.linspace(1, 2, 187).double()
+    case, run = run_how(how, lambda dtype: ignoring(random_case(187, 72, 300, dtype)), "sm_90a", dloss=dloss)
+    assert run.kept_columns > 0
+    assert tile_n in {key.config.tile_n for key in run.emulator.keys if isinstance(key, ForwardKey)}
     check(case, run, dloss=dloss)
 
 

@@ -16,7 +16,7 @@ from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from cute_lce.plan.problem import round_up
 from tests.device import forget_plans
 from tests.emulated import token_stats
-from tests.emulated.backward import narrow_plans
+from tests.emulated.backward import half_boxes, narrow_plans
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import PLAIN, Numbers, given_ids
 from tests.logit_terms import LogCap
@@ -106,6 +106,15 @@ def test_losses(which, kept, arch):
         if getattr(numbers, name) is not None:
             with pytest.raises(AssertionError):
                 token_stats.check(replace(numbers, **{name: changed}), found)
+
+
+@pytest.mark.parametrize("tile_n", [40, pytest.param(56, marks=full)])
+def test_tiles_that_end_with_half_a_box(tile_n, monkeypatch):
+    half_boxes(monkeypatch, tile_n)
+    numbers = Numbers(ignoring(random_case(187, 72, 201, BF16, scale=3.0)), RL, RL)
+    found = run(numbers, "sm_90a", 201)
+    assert tile_n in {key.config.tile_n for key in found.emulator.keys if isinstance(key, ForwardKey)}
+    token_stats.check(numbers, found)
 
 
 @pytest.mark.parametrize(

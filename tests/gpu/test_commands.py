@@ -91,6 +91,7 @@ def test_each_of_several_timed_calls_follows_the_floor():
     order: list[int] = []
     several = [functools.partial(order.append, i) for i in range(4)]
     time_interleaved(several, torch.device("cuda"), budget_s=0.001, runs=2, max_reps=1)
-    timed = order[len(several) :]
+    # Each has run before, and how long the host takes for it was looked at.
+    timed = order[5 * len(several) :]
     assert timed[::2] == [0] * (len(timed) // 2)
     assert sorted(timed[1::2]) == sorted(list(range(4)) * 3)

@@ -78,6 +78,15 @@ def test_interleaved_times_alternate_and_tell_slow_from_fast():
     assert len(order) >= 2 * (2 + 3)
 
 
+def test_the_host_has_time_to_enqueue_a_short_call():
+    # Of 5, 0.5 and 0.1 ms, for which the host takes 0.3, 0.3 and 0.05; a pass over the buffer takes 0.1 ms.
+    assert timing.flushes([0.3], [5.0], 0.1) == 1
+    assert timing.flushes([0.3], [0.5], 0.1) == 2
+    assert timing.flushes([0.05, 0.3], [0.1, 0.4], 0.1) == 2
+    assert timing.flushes([0.05], [0.1], 0.1) == 1
+    assert timing.flushes([60.0], [0.1], 0.1) == timing.MOST_FLUSHES
+
+
 def test_sustained_calls_are_back_to_back_and_in_random_order():
     order = []
     calls = [functools.partial(order.append, name) for name in ("a", "b", "c")]

@@ -297,6 +297,7 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     named = [line.split()[2].partition("(")[0] for line in lines[:-1]]
     assert named == [type(key).__name__ for key in keys]
     row, most = architecture("sm_90a"), Gpu("sm_90a", 1).serving((), keeps=True).columns
+    keeping = {config for configs in row.configs for config in configs.within(most).forwards(True)}
     found = {
         (tokens, dhidden, dweight)
         for configs in row.configs
@@ -304,7 +305,7 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     }
     wanted = {
         "Sideways": 1,
-        "ForwardKey": len(row.forward_configs) + sum(each.tile_n <= most for each in row.token_configs),
+        "ForwardKey": len(row.forward_configs) + len(keeping),
         "BackwardKey": len(found),
     }
     wanted["MultiplyKey"] = 1

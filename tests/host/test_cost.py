@@ -220,12 +220,13 @@ def test_no_gemm_is_below_the_least():
 
 
 def test_more_stripes_and_splits_cost_more_in_sums():
-    for stripes in (1, 2, 10):
-        clocks = [cost.sum_clocks(4096, 4096, stripes, splits) for splits in (1, 2, 4, 9)]
+    for gemm in gemms():
+        for stripes in (1, 2, 10):
+            clocks = [gemm.sums(4096, 4096, stripes, splits) for splits in (1, 2, 4, 9)]
+            assert all(more > fewer for fewer, more in pairwise(clocks))
+        clocks = [gemm.sums(4096, 4096, stripes, 1) for stripes in (1, 2, 4, 9)]
+        assert clocks[0] == 0
         assert all(more > fewer for fewer, more in pairwise(clocks))
-    clocks = [cost.sum_clocks(4096, 4096, stripes, 1) for stripes in (1, 2, 4, 9)]
-    assert clocks[0] == 0
-    assert all(more > fewer for fewer, more in pairwise(clocks))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -388,16 +388,13 @@ def calls_of_every_kernel(gpu: Gpu, half: bool) -> Iterator[Call]:
     """Of random calls those that are planned with configurations that none before them has: three of a
     backward, or one of the forward that keeps nothing or everything."""
     draw, seen = random.Random(2), set()
-    for _ in range(3000):
+    for _ in range(12000):
         n, d, V = (int(2 ** draw.uniform(*ends)) for ends in ((0, 16), (3, 11), (7, 18.5)))
         call = Call(n, 8 * d, V, 1 << 42, 0, half, *draw.choice(NEEDS))
         found = candidates.Candidates(gpu, call.problem)
         asked = {
-            found.gemms.configs,
-            *(
-                (forward.choose_config(gpu, n, call.d, V, keeps, 0), keeps)
-                for keeps in (False, True)[: 1 if half else 2]
-            ),
+            *(found.gemms(kept).configs for kept in (0, V)),
+            *((forward.choose_config(gpu, n, call.d, V, keeps, 0), keeps) for keeps in (False, True)),
         }
         if not asked <= seen:
             seen |= asked

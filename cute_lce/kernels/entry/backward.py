@@ -300,7 +300,7 @@ class Backward:
             transposed(matrices.classes),
             matrices.dlogits,
             DhiddenTensors(
-                out=output(parts.out),
+                out=output(parts.out, self.dhidden.config.tile_n),
                 n=cute.size(matrices.hidden, mode=[0]),
                 sums=parts.sums,
                 factor=matrices.factor,

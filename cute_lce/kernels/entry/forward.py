@@ -140,7 +140,8 @@ class Forward:
             kept = self._keep_tensors(keep, hidden.element_type, n)
             if outputs.finishes == 0:
                 self.references(hidden, weight, target, tokens, kept, space.progress, loss, stream)
-                keeping = KeepForwardTensors(forward=tensors, keep=kept, out=output(kept.kept))
+                out = output(kept.kept, self.gemm.config.tile_n)
+                keeping = KeepForwardTensors(forward=tensors, keep=kept, out=out)
                 self._statistics(hidden, weight, keeping, combined, space.progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(
@@ -151,7 +152,8 @@ class Forward:
                 clear(space.progress, stream)
             if cutlass.const_expr(self.keeps_logits):
                 kept = matrix(Float16, keep.kept, n, keep.columns, keep.pitch)
-                notes = Notes(output(kept), notes_of(keep.workspace, keep.columns, n), keep.columns)
+                out = output(kept, self.gemm.config.tile_n)
+                notes = Notes(out, notes_of(keep.workspace, keep.columns, n), keep.columns)
                 tensors = KeepLogitsTensors(forward=tensors, keep=notes)
             self._statistics(hidden, weight, tensors, combined, space.progress, grid, stream)
 

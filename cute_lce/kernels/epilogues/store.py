@@ -34,10 +34,12 @@ BLOCK = 8  # rows and columns that stmatrix moves at once: 16 bytes a line
 
 class Output(NamedTuple):
     """A 16-bit matrix in global memory to which boxes are copied: TMA's copy, and the matrix as its
-    coordinates."""
+    coordinates. narrow: the copy of the first BLOCK rows of a box, the last of a tile whose columns are not
+    whole boxes; None: all are."""
 
     tma: cute.CopyAtom
     coords: cute.Tensor
+    narrow: cute.CopyAtom | None = None
 
 
 class Accumulator(NamedTuple):
@@ -58,9 +60,13 @@ class Staging(NamedTuple):
     barrier: Int32
 
 
-def output(matrix: cute.Tensor) -> Output:
-    """On the host: the copy of boxes to a row-major matrix, whose rows begin at multiples of 16 bytes."""
-    return Output(*_boxes(cpasync.CopyBulkTensorTileS2GOp(), matrix))
+def output(matrix: cute.Tensor, columns: int = BOX_ROWS) -> Output:
+    """On the host: the copy of boxes to a row-major matrix, whose rows begin at multiples of 16 bytes.
+    columns: of a tile that is stored transposed."""
+    op, narrow = cpasync.CopyBulkTensorTileS2GOp(), None
+    if columns % BOX_ROWS:
+        narrow, _ = _boxes(op, matrix, BLOCK)
+    return Output(*_boxes(op, matrix), narrow)
 
 
 def accumulator(matrix: cute.Tensor, adds: Int32) -> Accumulator:
@@ -70,14 +76,14 @@ def accumulator(matrix: cute.Tensor, adds: Int32) -> Accumulator:
     return Accumulator(tma, adding, coords, adds)
 
 
-def _boxes(op, matrix: cute.Tensor):
-    layout = _box_layout(matrix.element_type)
+def _boxes(op, matrix: cute.Tensor, rows: int = BOX_ROWS):
+    layout = _box_layout(matrix.element_type, rows)
     return cpasync.make_tiled_tma_atom(op, matrix, layout, layout.outer.shape)
 
 
-def _box_layout(kind) -> cute.ComposedLayout:
+def _box_layout(kind, rows: int) -> cute.ComposedLayout:
     columns = LINE * 8 // kind.width
-    lines = cute.make_layout((BOX_ROWS, columns), stride=(columns, 1))
+    lines = cute.make_layout((rows, columns), stride=(columns, 1))
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, lines)
 
 
@@ -240,7 +246,8 @@ def store_columns(
     at = within // BOX_COLUMNS * BOX_BYTES + line * LINE + ((within % BOX_COLUMNS // BLOCK) ^ line) * 16
     for i in cutlass.range_constexpr(owned.start, owned.stop):
         elements = fragment.shared(i)
-        assert len(elements) % 4 == 0, "whole boxes"
+        groups = -(-len(elements) // 4)  # of 16 columns, or of the 8 that are left
+        assert len(elements) % 4 == 0 or out.narrow is not None, "whole boxes"
         number = slab * fragment.owned + i
         boxes = staging.boxes + number % BOXES * (WARPS * BOX_BYTES)
         # Of an odd number of groups a tile's first takes the boxes of the last of the tile before.
@@ -257,13 +264,17 @@ def store_columns(
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
         # Each warp copies one box: 16 of the columns, 64 of the group's rows.
-        if warp < len(elements) // 2:
-            _copy(
-                out,
-                boxes + warp * BOX_BYTES,
-                first_column + fragment.offset(elements.start) + BOX_ROWS * (warp // 2),
-                first_row - warp * fragment.warp_rows + apart * (warp % 2),
-            )
+        if warp < 2 * groups:
+            box = boxes + warp * BOX_BYTES
+            at_row = first_column + fragment.offset(elements.start) + BOX_ROWS * (warp // 2)
+            at_column = first_row - warp * fragment.warp_rows + apart * (warp % 2)
+            if cutlass.const_expr(len(elements) % 4 != 0):
+                if warp // 2 == groups - 1:
+                    _copy(out, box, at_row, at_column, rows=BLOCK)
+                else:
+                    _copy(out, box, at_row, at_column)
+            else:
+                _copy(out, box, at_row, at_column)
         # A group even without a copy: `pending` counts groups.
         if lane == 0:
             cute.arch.cp_async_bulk_commit_group()
@@ -276,10 +287,13 @@ def _copy(
     row: Int32,
     column: Int32,
     streams: cutlass.Constexpr[bool] = False,
+    rows: cutlass.Constexpr[int] = BOX_ROWS,
 ):
-    """Start the copy of a box to the matrix, by lane 0. streams: through L2, as soon as it has room."""
+    """Start the copy of a box to the matrix, by lane 0. streams: through L2, as soon as it has room. rows: of
+    the box."""
     if cute.arch.lane_idx() == 0:
-        _start(out.tma, out.coords, box, row, column, streams)
+        tma = out.tma if cutlass.const_expr(rows == BOX_ROWS) else out.narrow
+        _start(tma, out.coords, box, row, column, streams, rows)
 
 
 @cute.jit
@@ -290,10 +304,11 @@ def _start(
     row: Int32,
     column: Int32,
     streams: cutlass.Constexpr[bool] = False,
+    rows: cutlass.Constexpr[int] = BOX_ROWS,
 ):
     """Start one of TMA's operations on a box: a copy in this thread, an addition in one of the warp's."""
     kind = tma.value_type
-    layout = _box_layout(kind).outer
+    layout = _box_layout(kind, rows).outer
     address = cute.make_ptr(kind, box, cute.AddressSpace.smem, assumed_align=1024)
     swizzled = cute.recast_ptr(address, cute.make_swizzle(3, 4, 3), kind)
     source = cute.make_tensor(swizzled, layout)
