@@ -29,6 +29,8 @@ class DataSheet:
         tokens side by side. beside_keeping: the same where 16-bit results are stored. beside_sliced: the same
         of the gradients' GEMMs, with operands that come in slices of 64 columns, since their rows are not
         along k.
+    missed: what a forward's loads of the weight take longer, as a share of their time in L2, since one of the
+        clusters that share them waits for DRAM: this over the number of these clusters.
     write_share: of the data sheet's DRAM rate, that writes reach.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
         DRAM keep theirs.
@@ -45,6 +47,7 @@ class DataSheet:
     beside: float
     beside_keeping: float
     beside_sliced: float
+    missed: float
     write_share: float
     sustained: float
 
@@ -61,6 +64,7 @@ H200 = DataSheet(
     beside=43,
     beside_keeping=43,
     beside_sliced=43,
+    missed=0.0,
     write_share=0.65,
     sustained=0.847,
 )
@@ -73,9 +77,10 @@ H100 = DataSheet(
     panel=12 * MIB,
     panel_beside=5 * MIB,
     l2_bytes_per_clock=36.5,
-    beside=41,
-    beside_keeping=40,
-    beside_sliced=36.5,
+    beside=43,
+    beside_keeping=40.5,
+    beside_sliced=37.5,
+    missed=0.3,
     write_share=0.75,
     sustained=0.95,
 )
@@ -91,6 +96,7 @@ B200 = DataSheet(
     beside=72,
     beside_keeping=72,
     beside_sliced=72,
+    missed=0.0,
     write_share=0.65,
     sustained=0.847,
 )

@@ -54,7 +54,7 @@ def _turns(count: int, reps: int, draw: random.Random) -> Iterator[Sequence[int]
 
 def flushes(host_ms: Sequence[float], call_ms: Sequence[float], flush_ms: float) -> int:
     """How many passes over the buffer go before each of several calls, the same number for all of them: while
-    they run, and the first part of a call (AHEAD), the host enqueues it. host_ms: of each, until it returns."""
+    they run, and the first part of a call (AHEAD), the host enqueues it. host_ms: until each returns."""
     ahead = max(host - call / AHEAD for host, call in zip(host_ms, call_ms, strict=True))
     return min(max(1, math.ceil(ahead / flush_ms)), MOST_FLUSHES)
 

@@ -246,8 +246,8 @@ def _tokens(
     vocabulary, and the numbers of dhidden's splits to consider.
 
     all_is_kept: without the GEMM of logits. Otherwise the tiles of both are as wide, since chunks of tokens
-    are whole tiles. Where a tile holds all tokens, it is the narrowest of these, and the weight is read once. An explicit
-    window fixes the order of a row's additions: no other splits than its stripes."""
+    are whole tiles. Where a tile holds all tokens, it is the narrowest of these, and the weight is read once.
+    An explicit window fixes the order of a row's additions: no other splits than its stripes."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     found = []
     for pair in gpu.row.configs_for(n, window, gpu.columns).pairs_for(n):

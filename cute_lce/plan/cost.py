@@ -146,10 +146,12 @@ class Gemm:
             for moved in (loaded, own_m * own_n)
         )
         self._panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
+        # Of what a k tile loads, the weight's part.
+        self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
         self._held = SUMS_IN_L2 * gpu.sheet.l2
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
-        self._tiles: dict[tuple[int, Epilogue], float] = {}
+        self._tiles: dict[tuple[int, Epilogue, int], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
@@ -165,7 +167,7 @@ class Gemm:
         tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
         mma, l2 = depth * self._mma, self._l2(depth, epilogue)
         bound = "MMAs" if mma >= l2 else "L2"
-        if tile > max(mma, l2) and not self._exposes:
+        if tile > _longer(mma, l2) and not self._exposes:
             bound = "epilogues"
         if self._moved(m, n, k, epilogue.stored) > rounds * tile:
             bound = "DRAM"
@@ -176,16 +178,24 @@ class Gemm:
         per_tile = self.rows * self.columns * self.clusters
         return macs * max(self._mma, min(self._loaded.values())) / per_tile
 
-    def tile(self, depth: int, epilogue: Epilogue) -> float:
-        """Clocks between a cluster's tiles of this depth."""
-        found = self._tiles.get((depth, epilogue))
+    def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0) -> float:
+        """Clocks between a cluster's tiles of this depth. sharing: of a forward's, columns of tiles that read
+        a row of the weight before it leaves L2; 0: what L2 misses is not looked at."""
+        found = self._tiles.get((depth, epilogue, sharing))
         if found is None:
-            found = self._tiles[depth, epilogue] = self._tile(depth, epilogue)
+            found = self._tiles[depth, epilogue, sharing] = self._tile(depth, epilogue, sharing)
         return found
 
-    def _tile(self, depth: int, epilogue: Epilogue) -> float:
+    def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
+        """Clocks between a forward's tiles. columns: of tiles."""
+        return self.tile(d, epilogue, min(columns, self.group(d)))
+
+    def _tile(self, depth: int, epilogue: Epilogue, sharing: int) -> float:
         config, depth = self.config, self._depth(depth)
-        tile = _longer(depth * self._mma, self._l2(depth, epilogue))
+        l2 = self._l2(depth, epilogue)
+        if sharing:
+            l2 += depth * self._loaded[epilogue.beside] * self._missed / sharing
+        tile = _longer(depth * self._mma, l2)
         scarce = config.accumulator_registers > SCARCE_REGISTERS
         own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
         if config.turns > 1:
@@ -223,8 +233,9 @@ class Gemm:
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""
         share = kept / vocab
-        tile = self.tile(d, STATISTICS) * (1 - share) + self.tile(d, EXPONENTIALS) * share
         columns, windows, tiles = -(-n // self.columns), partials // self.partials, -(-vocab // self.rows)
+        tile = self.of_forward(d, STATISTICS, columns) * (1 - share)
+        tile += self.of_forward(d, EXPONENTIALS, columns) * share
         tile *= self.scattered(d, columns, windows, tiles)
         idle = 1 - columns * tiles / (self.clusters * rounds)
         moved = 2 * (n + vocab) * d / self.rates.read * (1 + IDLE * idle) + 2 * n * kept / self.rates.write
@@ -235,7 +246,7 @@ class Gemm:
         return START_CLOCKS + combined + int(max(rounds * tile, moved))
 
     def sums(self, n: int, d: int, stripes: int, splits: int) -> int:
-        """Clocks of the fp32 sums of dinput: of every stripe's pass over them, and of adding up the splits."""
+        """Clocks of dinput's fp32 sums: of every stripe's pass over them, and of adding up the splits."""
         passes = (stripes - 1) * splits * n * d // SUMMED_PER_CLOCK
         if splits == 1:
             return passes

@@ -128,7 +128,7 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
     def cost(config: KernelConfig) -> tuple[float, int, int]:
         gemm = Gemm(gpu, config, n * d * vocab)
         columns = ceil_div(n, gemm.columns)
-        clocks = columns * gemm.tile(d, epilogue) / gemm.rows
+        clocks = columns * gemm.of_forward(d, epilogue, columns) / gemm.rows
         tiles = ceil_div(vocab, gemm.rows)
         windows = min(tiles, max(1, PARTIAL_BYTES // max(8 * n * gemm.partials, 1)))
         clocks *= gemm.scattered(d, columns, windows, tiles)

@@ -131,7 +131,8 @@ def tile_clocks(gpu: Gpu, kind: str, n: int, d: int, vocab: int, config: KernelC
     """Predicted, of the GEMM alone."""
     gemm = cost.Gemm(gpu, config, n * d * vocab)
     if kind == "forward":
-        return ceil_div(n, gemm.columns) * gemm.tile(d, cost.STATISTICS) / gemm.rows
+        columns = ceil_div(n, gemm.columns)
+        return columns * gemm.of_forward(d, cost.STATISTICS, columns) / gemm.rows
     if kind == "dinput":
         return gemm.clocks(d, n, vocab, cost.DINPUT)
     return gemm.clocks(vocab, d, n, cost.DWEIGHT)

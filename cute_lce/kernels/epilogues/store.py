@@ -66,7 +66,8 @@ def output(matrix: cute.Tensor, columns: int = BOX_ROWS) -> Output:
     op, narrow = cpasync.CopyBulkTensorTileS2GOp(), None
     if columns % BOX_ROWS:
         narrow, _ = _boxes(op, matrix, BLOCK)
-    return Output(*_boxes(op, matrix), narrow)
+    tma, coords = _boxes(op, matrix)
+    return Output(tma, coords, narrow)
 
 
 def accumulator(matrix: cute.Tensor, adds: Int32) -> Accumulator:
