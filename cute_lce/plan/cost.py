@@ -52,14 +52,8 @@ PARTIAL_CLOCKS = 18
 SUMMED_PER_CLOCK = 160
 """Elements of the fp32 sum of dinput that a stripe reads and writes in a clock: 8 bytes each at half of
 DRAM's rate. An H100's estimate."""
-SUM_BYTES_PER_CLOCK = 14000
-"""Bytes of the partial sums of splits that a GPU writes or reads in a clock, in L2."""
-SUMS_IN_L2 = 0.5
-"""The share of L2 that holds such sums. What is beyond it is read from DRAM, and written there while MMAs
-wait, if epilogues do not hide: dinput of 588 to 3705 tokens on an H100 took 60,000 to 240,000 clocks more
-than without this (bench/results/tuning/h100_kernels.json)."""
-
-
+SUMS_SHARE = 0.7
+"""Of the rate at which DRAM is read, that of the short kernel which adds up the sums of splits."""
 TOGETHER = 40
 """The power in which a tile's clocks of MMAs and of L2 are added. Where both are nearly equal, each waits for
 the other now and then, up to 2% of them."""
@@ -148,7 +142,6 @@ class Gemm:
         self._panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
         # Of what a k tile loads, the weight's part.
         self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
-        self._held = SUMS_IN_L2 * gpu.sheet.l2
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
         self._tiles: dict[tuple[int, Epilogue, int], float] = {}
@@ -246,15 +239,15 @@ class Gemm:
         return START_CLOCKS + combined + int(max(rounds * tile, moved))
 
     def sums(self, n: int, d: int, stripes: int, splits: int) -> int:
-        """Clocks of dinput's fp32 sums: of every stripe's pass over them, and of adding up the splits."""
+        """Clocks of dinput's fp32 sums: of every stripe's pass over them, and of adding up the splits, which
+        are read from DRAM, and written while MMAs wait if epilogues do not hide."""
         passes = (stripes - 1) * splits * n * d // SUMMED_PER_CLOCK
         if splits == 1:
             return passes
         summed = 4 * splits * n * d
-        beyond = max(summed - self._held, 0)
-        moved = 2 * summed / SUM_BYTES_PER_CLOCK + beyond / self.rates.read
+        moved = summed / (SUMS_SHARE * self.rates.read)
         if self._exposes:
-            moved += beyond / self.rates.write
+            moved += summed / self.rates.write
         return passes + LAUNCH_CLOCKS + int(moved)
 
     def _depth(self, k: int) -> int:
