@@ -75,16 +75,17 @@ class Calibration:
         if self.windows:
             yield "forward", self.chosen_forward[0], True
             return
-        tokens, dhidden, dweight = self.found.gemms(self.shape.vocab).configs
+        _, dhidden, dweight = self.found.gemms(self.shape.vocab).configs
+        logits, *_ = self.found.gemms(0).configs
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
             configs = forward.configs_for(self.gpu, self.shape.n, kind == "keep", 0)
             for config in self._some(configs, chosen):
                 yield kind, config, config == chosen
         if keeps:
-            for config in self._some(self.configs.tokens, tokens):
+            for config in self._some(self.configs.tokens, logits):
                 yield "dinput", config, config == dhidden
-                yield "logits", config, config == tokens
+                yield "logits", config, config == logits
             for config in self.configs.dhidden:
                 yield "dinput", config, config == dhidden
             for config in self.configs.dweight:
@@ -97,7 +98,8 @@ class Calibration:
 
     def configs_of(self, kind: str, config: KernelConfig) -> BackwardConfigs:
         """Of a backward's pass."""
-        tokens, dhidden, dweight = self.found.gemms(self.shape.vocab).configs
+        kept = 0 if kind == "logits" else self.shape.vocab
+        tokens, dhidden, dweight = self.found.gemms(kept).configs
         if kind == "dweight":
             return tokens, dhidden, config
         if kind == "logits" and config == tokens:

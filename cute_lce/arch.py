@@ -168,8 +168,8 @@ class Tilings:
     tokens: of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by hidden; narrow
         ones of a kind first.
     dweight: of the gradient by weight's GEMM.
-    dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. Each goes
-        with one of `tokens` (Configs.pairs), which is used where logits are computed again.
+    dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. Each is
+        compiled beside one of `tokens` (Configs.pairs), which is launched only if it is as wide.
     forward: more of a forward's; of those that keep, the ones that take turns.
     """
 
@@ -268,16 +268,11 @@ class Configs(NamedTuple):
     @property
     def pairs(self) -> list[tuple[KernelConfig, KernelConfig]]:
         """Those of the backward's GEMMs whose B are tokens: of the logits, and of the gradient by hidden."""
-        own = {dhidden: self._tokens_beside(dhidden) for dhidden in self.dhidden}
-        return [
-            (tokens, dhidden)
-            for tokens in self.tokens
-            for dhidden in (tokens, *(each for each in self.dhidden if own[each] == tokens))
-        ]
+        return _pairs(self)
 
     def _tokens_beside(self, dhidden: KernelConfig) -> KernelConfig:
-        """Of the logits' GEMM, where the gradient by hidden has this one of its own: the narrowest that takes
-        as many tokens at once, or the widest."""
+        """Of the logits' GEMM, which is compiled beside this one of the gradient by hidden: the narrowest
+        that takes as many tokens at once, or the widest."""
         alike = [each for each in self.tokens if each.cluster_n == dhidden.cluster_n]
         wide = (each for each in alike if each.cluster_columns >= dhidden.cluster_columns)
         return next(wide, alike[-1])
@@ -290,6 +285,16 @@ class Configs(NamedTuple):
             tuple(each for each in some if each.tile_n <= columns) for some in (self.tokens, self.forward)
         )
         return self._replace(tokens=tokens, forward=forward)
+
+
+@functools.cache
+def _pairs(configs: Configs) -> list[tuple[KernelConfig, KernelConfig]]:
+    own = {dhidden: configs._tokens_beside(dhidden) for dhidden in configs.dhidden}
+    return [
+        (tokens, dhidden)
+        for tokens in configs.tokens
+        for dhidden in (tokens, *(each for each in configs.dhidden if own[each] == tokens))
+    ]
 
 
 class Gpu(NamedTuple):
@@ -362,8 +367,8 @@ _HOPPER_WIDE = replace(_HOPPER, tile_n=256, pingpong=False, cluster_m=1)
 would only hold up; its epilogue does not hide."""
 _HOPPER_SHARED = replace(_HOPPER_WIDE, cluster_m=2)
 _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
-"""_HOPPER_SHARED and _HOPPER_TALL ask the least of L2: 32 bytes a clock, 28 with wider tiles of tokens. Their
-epilogues do not hide either."""
+"""_HOPPER_SHARED and _HOPPER_TALL ask the least of L2: 32 bytes a clock, with fewer or more tokens 36 to 27.
+Their epilogues do not hide either."""
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,

@@ -1,11 +1,11 @@
 """GPUs for which plans are made: their peaks by the data sheet, and what was measured of their L2 and clocks.
 
 GPUs of one architecture run the same kernels and differ in memory and L2, on which the best tiles depend: an
-H100 has five sixths of an H200's L2, and its SMs load 5% to 17% less from it in a clock.
+H100 has five sixths of an H200's L2, and its SMs load up to 15% less from it in a clock.
 
-The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_tiles.json there
-and, of writes, to bench/results/h100_random11.json (tests/host/test_cost.py); what a B200's sheet does not
-say is a guess.
+The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json and
+h100_tiles.json there and, of writes, to an earlier bench/results/h100_random11.json
+(tests/host/test_cost.py); what a B200's sheet does not say is a guess.
 """
 
 from __future__ import annotations

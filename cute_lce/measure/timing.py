@@ -22,8 +22,7 @@ FLUSH_BYTES = 256 * 2**20  # Several times the L2 cache of any current GPU (H100
 MOST_FLUSHES = 32
 AHEAD = 4
 """A call's first kernels take at least one part in so many of its time; the host enqueues the others then."""
-LONG_MS = 5.0
-"""Calls of which that part is longer than any host needs."""
+HOST_RUNS = 3
 Call = Callable[[], object]
 
 
@@ -60,21 +59,26 @@ def flushes(host_ms: Sequence[float], call_ms: Sequence[float], flush_ms: float)
 
 
 def _flushes_before(calls: Sequence[Call], device: torch.device, flush: torch.Tensor) -> int:
-    """`flushes` of these calls, which have run before."""
-    host_ms, call_ms = [0.0], [0.0]
+    """`flushes` of these calls, which have run before; each runs HOST_RUNS times more."""
+    host_ms, call_ms = [], []
     for call in calls:
-        took = time_back_to_back(call, 1, device)
-        if took >= LONG_MS:
-            continue
         taken = []
-        for _ in range(3):
+        for _ in range(HOST_RUNS - 1):
+            torch.cuda.synchronize(device)
             start = time.perf_counter()
             call()
             taken.append((time.perf_counter() - start) * 1e3)
-            torch.cuda.synchronize(device)
-        host_ms.append(statistics.median(taken))
-        call_ms.append(took)
-    flush.zero_()
+        torch.cuda.synchronize(device)
+        # Of the GPU alone: behind passes during which the host enqueues the call.
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(MOST_FLUSHES):
+            flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        host_ms.append(statistics.median_low(taken))
+        call_ms.append(begin.elapsed_time(end))
     return flushes(host_ms, call_ms, time_back_to_back(flush.zero_, 3, device))
 
 
@@ -118,7 +122,8 @@ def time_interleaved(
     """Time several calls in alternation, so that a drift of clock or power limit affects all of them.
 
     Args:
-        calls: The functions to time, the floor first. Each is called some times before anything counts.
+        calls: The functions to time, the floor first. Each is called twice before anything counts, on a GPU
+            HOST_RUNS times more.
         device: Where they run.
         budget_s: About how long all the timed repetitions may take together, in seconds. At least one
             repetition of each call is timed in each run.
@@ -131,7 +136,7 @@ def time_interleaved(
     draw, passes = random.Random(0), 1
     if device.type == "cuda":
         passes = _flushes_before(calls, device, torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device))
-    estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device, draw))
+    estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device, draw, passes))
     reps = max(1, min(max_reps, int(budget_s * 1e3 / runs / max(estimate_ms, 1e-3))))
     medians: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):

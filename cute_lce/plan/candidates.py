@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..arch import Gpu
 from ..arguments import KEPT_TILE
-from .cost import DWEIGHT, EXPONENTIALS, Gemm, Gemms, chunk_clocks, split_clocks, stripe_clocks
+from .cost import DWEIGHT, EXPONENTIALS, Gemm, Gemms, chunk_clocks, gemm_of, split_clocks, stripe_clocks
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -51,8 +51,10 @@ class Candidates:
         dweight = _dweight(gpu, problem, window)
         tokens, dhidden, self._splits = _tokens(gpu, problem, window)
         self._computing = Gemms(tokens, dhidden, dweight)
-        tokens, dhidden, self._kept_splits = _tokens(gpu, problem, window, all_is_kept=True)
-        self._keeping_all = Gemms(tokens, dhidden, dweight)
+        self._keeping_all, self._kept_splits = self._computing, self._splits
+        if problem.need_dinput and not problem.has_stripes_of_logits:
+            tokens, dhidden, self._kept_splits = _tokens(gpu, problem, window, all_is_kept=True)
+            self._keeping_all = Gemms(tokens, dhidden, dweight)
         # Clocks of a column of the vocabulary, were every round full: of its logits, and in the gradients.
         area = problem.n * problem.d
         self._logits = self._computing.tokens.least(area)
@@ -64,8 +66,7 @@ class Candidates:
 
     def gemms(self, kept: int) -> Gemms:
         """Of those that find `kept` columns kept."""
-        all_is_kept = kept == self.problem.vocab and not self.problem.has_stripes_of_logits
-        return self._keeping_all if all_is_kept else self._computing
+        return self._keeping_all if kept == self.problem.vocab else self._computing
 
     def keeping(self, kept: int) -> list[Candidate]:
         """Those that find `kept` columns kept: by rising bytes, each faster than all before it."""
@@ -234,7 +235,7 @@ def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
     """The configuration with which dweight's GEMM takes the fewest clocks over the whole vocabulary."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     gemms = [
-        Gemm(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window, gpu.columns).dweight
+        gemm_of(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window, gpu.columns).dweight
     ]
     return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT))
 
@@ -245,13 +246,14 @@ def _tokens(
     """The configurations with which the GEMMs of logits and of dhidden take the fewest clocks over the whole
     vocabulary, and the numbers of dhidden's splits to consider.
 
-    all_is_kept: without the GEMM of logits. Otherwise the tiles of both are as wide, since chunks of tokens
-    are whole tiles. Where a tile holds all tokens, it is the narrowest of these, and the weight is read once.
-    An explicit window fixes the order of a row's additions: no other splits than its stripes."""
+    all_is_kept: without the GEMM of logits. Otherwise the tiles of both are as wide: of the candidates that
+    the pair is for, some have chunks of tokens, which are whole tiles. Where a tile holds all tokens, it is
+    the narrowest of these, and the weight is read once. An explicit window fixes the order of a row's
+    additions: no other splits than its stripes."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     found = []
     for pair in gpu.row.configs_for(n, window, gpu.columns).pairs_for(n):
-        tokens, dhidden = (Gemm(gpu, config, n * d * vocab) for config in pair)
+        tokens, dhidden = (gemm_of(gpu, config, n * d * vocab) for config in pair)
         clocks, splits = 0, [1]
         if not all_is_kept:
             if tokens.columns != dhidden.columns:
@@ -262,7 +264,7 @@ def _tokens(
         if problem.need_dinput:
             clocks += split_clocks(dhidden, d, n, vocab, splits[-1])
         # Of equally fast ones the widest.
-        found.append((clocks, -tokens.columns, tokens, dhidden, splits))
+        found.append((clocks, -dhidden.columns, tokens, dhidden, splits))
     *_, tokens, dhidden, splits = min(found, key=lambda each: each[:2])
     return tokens, dhidden, splits
 

@@ -4,15 +4,18 @@ Plans of a call are compared in clocks of an SM, whole ones, so that a sum is th
 `*_seconds` convert them at the rate that the SMs keep up in a call of its size.
 
 A GEMM takes its rounds, one tile after another, or its share of DRAM's rate. A tile takes its MMAs' clocks or
-those of what it loads from L2 and stores; its epilogue hides behind the next tile's MMAs, and where it is
-longer, tile and epilogue alternate between two warpgroups.
+those of what it loads from L2 and stores, a little more where these are alike, and in a forward of what L2
+misses; its epilogue hides behind the next tile's MMAs, and where it is longer, tile and epilogue alternate
+between two warpgroups.
 
-The constants were fitted to bench/results/tuning/h200_kernels.json (tests/host/test_cost.py) and are used for
-every architecture, relative to a GPU's data sheet, which has what differs from GPU to GPU (data_sheets.py).
+The constants were fitted to bench/results/tuning/h200_kernels.json and h100_kernels.json there
+(tests/host/test_cost.py) and are used for every architecture, relative to a GPU's data sheet, which has what
+differs from GPU to GPU (data_sheets.py).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -257,6 +260,10 @@ class Gemm:
     def _moved(self, m: int, n: int, k: int, stored: int) -> float:
         """Clocks in which DRAM moves operands and product."""
         return 2 * k * (m + n) / self.rates.read + stored * m * n / self.rates.write
+
+
+gemm_of = functools.lru_cache(maxsize=1024)(Gemm)
+"""A Gemm, built once."""
 
 
 def split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..arch import Gpu
 from . import backward, forward, schedule
 from .candidates import Candidate, faster_splits
-from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, floor_seconds
+from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, floor_seconds, gemm_of
 from .gemm import cluster_count
 from .memory import (
     DEFAULT_WORKSPACE,
@@ -22,8 +22,8 @@ from .memory import (
 from .plans import BackwardPlan, ForwardPlan
 from .problem import Limits, Problem, ceil_div, round_up, steps
 
-CHUNK_STEPS = 4
-"""How many sizes of chunks are considered until they have doubled."""
+CHUNK_STEPS, UNITS = 4, (128, 160, 192)
+"""How many sizes of chunks are considered until they have doubled, of whole tiles of these widths."""
 ADDED = Epilogue(45.0, 45.0, 4, beside="beside_sliced")
 """Of dweight's GEMM where TMA copies or adds its fp32 product to memory: twice as many bytes as a 16-bit
 product's pass through shared memory. What L2 reads for an addition comes on top (`_added_clocks`)."""
@@ -150,15 +150,17 @@ def _choices(gpu: Gpu, problem: Problem, room: int | None = None) -> list[_Choic
     """Sizes of chunks, whatever the workspace; room: but for those that need more bytes at the least."""
     n, found = problem.n, []
     configs = gpu.row.configs_for(n, 0)
-    # Whole tiles of the widest clusters, or of those that dinput's GEMM has to itself.
-    units = {each.cluster_columns for each in (configs.tokens[-1], *configs.dhidden)}
+    # Whole tiles of the widest clusters, or of some of those that dinput's GEMM has to itself: others divide
+    # nearly the same chunks.
+    wide = [each for each in configs.dhidden if each.tile_n in UNITS]
+    units = {each.cluster_columns for each in (configs.tokens[-1], *wide)}
     chunks = {
         min(round_up(ceil_div(n, count), unit), n)
         for unit in units
         for count in steps(ceil_div(n, unit), CHUNK_STEPS)
     }
     # Sizes that fill the rounds of dinput's tiles; what is left is a smaller chunk.
-    for each in configs.dhidden:
+    for each in wide:
         across, clusters = ceil_div(problem.d, each.cluster_rows), cluster_count(each, gpu.sms)
         for rounds in steps(ceil_div(across * ceil_div(n, each.cluster_columns), clusters), CHUNK_STEPS):
             chunks.add(min(max(rounds * clusters // across, 1) * each.cluster_columns, n))
@@ -189,14 +191,14 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
     macs = problem.n * d * vocab
     limits = Limits(workspace=chunk_forward_bytes(problem, chunk))
     forwards = forward.plan(gpu, chunk, d, vocab, limits, kept=vocab)
-    gemm = Gemm(gpu, forwards.config, macs)
+    gemm = gemm_of(gpu, forwards.config, macs)
     partials = forwards.gemm.windows * gemm.partials
     clocks = LAUNCH_CLOCKS + gemm.forward(forwards.rounds, chunk, d, vocab, partials, vocab)
     configs = gpu.row.configs_for(chunk, 0)
     # No logits are computed again.
     least = WIDE if chunk >= MANY else 0
     gemms = {
-        Gemm(gpu, dhidden, macs): tokens
+        gemm_of(gpu, dhidden, macs): tokens
         for tokens, dhidden in configs.pairs_for(chunk)
         if dhidden.tile_n >= least
     }
@@ -207,7 +209,7 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
 
     dhidden, splits = min(split, key=lambda each: (dinput_clocks(*each), -each[0].columns))
     dweight = min(
-        (Gemm(gpu, config, macs) for config in configs.dweight),
+        (gemm_of(gpu, config, macs) for config in configs.dweight),
         key=lambda gemm: gemm.clocks(vocab, d, chunk, ADDED),
     )
     # The factors, and the scaled rows.

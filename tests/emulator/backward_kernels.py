@@ -38,6 +38,7 @@ SMS = 2
 GEMMS = ("dlogits", "dinput", "dweight")
 ADDING = "dweight that adds"
 COUNTED = "dinput that counts its tokens"
+HALF_BOXES = "keeps in tiles that end with half a box"
 NUMBERS = {"dlogits": 2, "dinput": 4, "dweight": 5, ADDING: 5, COUNTED: 4}
 """The numbers of a backward's kernels: Gather, clear, the logits, ScaleRows, dinput, dweight, three of
 Reduce."""
@@ -140,17 +141,19 @@ def poisoned() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _emulating(arch: str, seed: int, compacts: bool = False) -> Iterator:
+def _emulating(arch: str, seed: int, compacts: bool = False, tile_n: int = 0) -> Iterator:
     """launch/ runs the emulator, with narrow tiles, and what nobody writes is nan.
 
     compacts: whether backwards compact tokens, which then have two tiles of three on Hopper, three of five on
-    Blackwell.
+    Blackwell. tile_n: of forwards, see `half_boxes`; 0: the others'.
     """
     from tests.device import forget_plans
-    from tests.emulated.backward import device, narrow_plans
+    from tests.emulated.backward import device, half_boxes, narrow_plans
 
     with pytest.MonkeyPatch.context() as patch, poisoned():
         narrow_plans(patch)
+        if tile_n:
+            half_boxes(patch, tile_n)
         # Of all tokens, the last stripe's dinput goes through boxes, not to the sum.
         patch.setattr(backward, "compacts", lambda *_: compacts)
         with device(arch, SMS, seed) as counts:
@@ -158,10 +161,10 @@ def _emulating(arch: str, seed: int, compacts: bool = False) -> Iterator:
     forget_plans()
 
 
-def _keep(arch: str, seed: int) -> tuple[Key, list[Tensor]]:
+def _keep(arch: str, seed: int, tile_n: int = 0) -> tuple[Key, list[Tensor]]:
     """(key, results) of a forward that keeps: the statistics, what is kept, and the rows' factors."""
     this = case(arch, True)
-    with _emulating(arch, seed) as counts:
+    with _emulating(arch, seed, tile_n=tile_n) as counts:
         results = passes.forward(KERNELS, this, kept_columns=KEPT)
     *statistics, kept, kept_scale = (tensor for tensor in results if tensor is not None)
     # Of compacted tokens, in whole k tiles.
@@ -250,7 +253,8 @@ def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
 RUNS: dict[
     str, tuple[Callable[[str, int], tuple[Key, list[Tensor]]], Callable[[str, list[Tensor]], None]]
 ] = {
-    "keep": (_keep, _check_keep),
+    "keeps": (_keep, _check_keep),
+    HALF_BOXES: (functools.partial(_keep, tile_n=40), _check_keep),
     ADDING: (_adding, _check_adding),
     COUNTED: (_counted, lambda arch, results: _check_backward(arch, results[:2])),
     **dict.fromkeys(GEMMS, (_backward, _check_backward)),
@@ -308,11 +312,13 @@ def _subject(arch: str, which: str, **options) -> Subject:
         return _same(run(arch, seed)[1], _expected(arch, run, right)[1])
 
     def mine(entry: str) -> bool:
-        if which == "keep":
+        if which == HALF_BOXES:
+            return "Gemm" in entry
+        if which == "keeps":
             return "Gemm" in entry or "Finish" in entry
         return re.search(rf"Gemm.*_{NUMBERS[which]}$", entry) is not None
 
-    name = "the forward that keeps" if which == "keep" else f"the backward's GEMM of {which}"
+    name = f"the forward that {which}" if "keeps" in which else f"the backward's GEMM of {which}"
     place = "Blackwell" if arch.startswith("sm_10") else "Hopper"
     kind, seeds = (CountingSubject, range(1)) if which == COUNTED else (Subject, range(6))
     return kind(f"{name}, {place}", build, check, seeds, entries=mine, **options)
@@ -542,10 +548,12 @@ def subjects() -> list[Subject]:
         _subject(arch, COUNTED, least_mutations=15, missed=8, reasons=[FIRST_OF_VALID, ROUNDED_UP])
         for arch in ("sm_90a", "sm_100a")
     ]
-    for which in (name for name in RUNS if name != COUNTED):
+    reasons = [TAIL, GLOBAL_FENCE, LOOP_FENCE]
+    found.append(_subject("sm_90a", HALF_BOXES, least_mutations=20, missed=3, reasons=reasons))
+    for which in (name for name in RUNS if name not in (COUNTED, HALF_BOXES)):
         tail, missed = (SLOWER_THAN_A_PEER, 3) if which == ADDING else (TAIL, 2)
         reasons = [tail, GLOBAL_FENCE]
-        if which in ("keep", "dlogits"):
+        if which in ("keeps", "dlogits"):
             reasons, missed = [*reasons, LOOP_FENCE], 3
         elif which == "dweight":
             missed = 3

@@ -22,9 +22,9 @@ TERMS = term_kernels.subjects()
 HOPPER_FORWARDS = [subject for subject in KERNELS if subject.name.startswith("the Hopper forward")]
 LONG = [*HOPPER_FORWARDS, *forward_kernels.subjects(), *BACKWARD, *COMPACTION, *KEPT_LOGITS, *TERMS]
 SHORT = [subject for subject in KERNELS if subject not in HOPPER_FORWARDS]
-# A GEMM that counts its tokens or adds is sampled of Hopper: Blackwell's others have its pipelines. Of kept
-# logits the kernel with all terms takes long to compile.
-VARIANTS = ("counts its tokens, Blackwell", "that adds, Blackwell")
+# A GEMM that counts its tokens or adds is sampled of Hopper: Blackwell's others have its pipelines, and what
+# keeps in whole boxes those of half ones. Of kept logits the kernel with all terms takes long to compile.
+VARIANTS = ("counts its tokens, Blackwell", "that adds, Blackwell", f"{backward_kernels.HALF_BOXES}, Hopper")
 SAMPLED = [
     *HOPPER_FORWARDS,
     *(subject for subject in BACKWARD if not subject.name.endswith(VARIANTS)),

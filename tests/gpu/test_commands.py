@@ -13,6 +13,7 @@ import torch
 
 from cute_lce import cli
 from cute_lce.commands import calls
+from cute_lce.measure import timing
 from cute_lce.measure.timing import time_interleaved
 from tests.gpu.test_forward import needs_kernels
 
@@ -92,6 +93,6 @@ def test_each_of_several_timed_calls_follows_the_floor():
     several = [functools.partial(order.append, i) for i in range(4)]
     time_interleaved(several, torch.device("cuda"), budget_s=0.001, runs=2, max_reps=1)
     # Each has run before, and how long the host takes for it was looked at.
-    timed = order[5 * len(several) :]
+    timed = order[(1 + timing.HOST_RUNS) * len(several) :]
     assert timed[::2] == [0] * (len(timed) // 2)
     assert sorted(timed[1::2]) == sorted(list(range(4)) * 3)

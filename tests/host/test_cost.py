@@ -116,14 +116,15 @@ def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
 
 @cache
 def timed_by_h100() -> dict[tuple, list[Timed]]:
-    """The same of an H100, of those that plans choose among now."""
+    """The same of an H100, before dinput and forwards that keep had widths in steps of 8."""
     gpu = GPU._replace(model=1)
     found: dict[tuple, list[Timed]] = defaultdict(list)
     for row in records.read([MEASURED.with_name("h100_kernels.json")]):
-        kind, n, d, vocab = each = row["pass"], row["n"], row["d"], row["vocab"]
+        kind, n, *_ = each = row["pass"], row["n"], row["d"], row["vocab"]
         configs = gpu.row.configs_for(n, 0)
         among = {
             "forward": configs.forwards(False),
+            "keep": configs.forwards(True),
             "dinput": (*configs.tokens, *configs.dhidden),
             "dweight": configs.dweight,
         }.get(kind, configs.tokens)

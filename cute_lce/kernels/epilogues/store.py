@@ -3,7 +3,8 @@ dhidden directly.
 
 A 16-bit result is rounded, stored to a box in shared memory by stmatrix, which can transpose, and copied from
 there by TMA, which leaves out what lies outside the matrix. A box is 16 rows of the matrix and 64 columns, a
-line of 128 bytes each, with the 128-byte swizzle: 16-byte chunk c of line i lies at c ^ (i % 8). Of an fp32
+line of 128 bytes each, with the 128-byte swizzle: 16-byte chunk c of line i lies at c ^ (i % 8). Where a
+tile's columns become rows, its last box may have 8, which a copy of its own takes. Of an fp32
 matrix it has 32 columns, and TMA can add it to what is there: in L2, to each element once in a launch, so
 that the sum's order is that of the launches.
 
