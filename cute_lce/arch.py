@@ -270,13 +270,6 @@ class Configs(NamedTuple):
         """Those of the backward's GEMMs whose B are tokens: of the logits, and of the gradient by hidden."""
         return _pairs(self)
 
-    def _tokens_beside(self, dhidden: KernelConfig) -> KernelConfig:
-        """Of the logits' GEMM, which is compiled beside this one of the gradient by hidden: the narrowest
-        that takes as many tokens at once, or the widest."""
-        alike = [each for each in self.tokens if each.cluster_n == dhidden.cluster_n]
-        wide = (each for each in alike if each.cluster_columns >= dhidden.cluster_columns)
-        return next(wide, alike[-1])
-
     def within(self, columns: int) -> Configs:
         """Without tiles of tokens that are wider; 0: all."""
         if not columns:
@@ -289,12 +282,13 @@ class Configs(NamedTuple):
 
 @functools.cache
 def _pairs(configs: Configs) -> list[tuple[KernelConfig, KernelConfig]]:
-    own = {dhidden: configs._tokens_beside(dhidden) for dhidden in configs.dhidden}
-    return [
-        (tokens, dhidden)
-        for tokens in configs.tokens
-        for dhidden in (tokens, *(each for each in configs.dhidden if own[each] == tokens))
-    ]
+    """One of dhidden's own is beside the narrowest that takes as many tokens at once, or the widest."""
+    found = {tokens: [tokens] for tokens in configs.tokens}
+    for own in configs.dhidden:
+        alike = [each for each in configs.tokens if each.cluster_n == own.cluster_n]
+        wide = (each for each in alike if each.cluster_columns >= own.cluster_columns)
+        found[next(wide, alike[-1])].append(own)
+    return [(tokens, own) for tokens, beside in found.items() for own in beside]
 
 
 class Gpu(NamedTuple):
