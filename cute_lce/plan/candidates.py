@@ -113,10 +113,8 @@ class Candidates:
     def _kept_only(self) -> list[Candidate]:
         problem, kept = self.problem, self.problem.vocab
         found = []
-        dhidden = self._keeping_all.dhidden
         for splits in self._kept_splits:
-            clocks = stripe_clocks(self._keeping_all, problem, kept, splits, is_kept=True)
-            clocks += dhidden.sums(problem.n, problem.d, 1, splits) if problem.need_dinput else 0
+            clocks = self._kept_stripe(kept, splits) + self._sums(1, splits, kept)
             found.append(Candidate(clocks, backward_bytes(problem, 0, kept, splits), 0, splits))
         return found
 
@@ -217,13 +215,12 @@ class Candidates:
 
     def _kept_stripe(self, kept: int, splits: int) -> int:
         """Clocks of the stripe that was kept."""
-        return stripe_clocks(self._computing, self.problem, kept, splits, is_kept=True)
+        return stripe_clocks(self.gemms(kept), self.problem, kept, splits, is_kept=True)
 
-    def _sums(self, stripes: int, splits: int) -> int:
-        problem = self.problem
-        if not problem.need_dinput:
-            return 0
-        return self._computing.dhidden.sums(problem.n, problem.d, stripes, splits)
+    def _sums(self, stripes: int, splits: int, kept: int = 0) -> int:
+        """kept: columns that these candidates find kept."""
+        problem, dhidden = self.problem, self.gemms(kept).dhidden
+        return dhidden.sums(problem.n, problem.d, stripes, splits) if problem.need_dinput else 0
 
 
 @functools.lru_cache(maxsize=64)
