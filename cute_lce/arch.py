@@ -391,7 +391,7 @@ _SM_90A = Architecture(
         (160, "softcap entropy total logits argmax bias_gradient"),
         (176, "topk gap uniform shared linear_bias"),
     ),
-    kept_columns=((176, ""), (160, "argmax"), (128, "softcap entropy total logits kept_logits")),
+    kept_columns=((192, ""), (160, "argmax"), (128, "softcap entropy total logits kept_logits")),
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
@@ -414,12 +414,8 @@ _SM_90A = Architecture(
             ),
             # In steps of 8, so that some width divides nearly any number of tokens well.
             dhidden=_widths(_HOPPER_TALL, *range(104, 193, 8)),
-            # Widths between; one that asks little of L2; and one tile for as many tokens as two of 104.
-            forward=(
-                *_widths(_HOPPER_PAIR, 120, 136, 152, 168),
-                _HOPPER,
-                replace(_HOPPER, tile_n=208, pingpong=False),
-            ),
+            # Widths between, and wider ones, which ask less of L2.
+            forward=(*_widths(_HOPPER_PAIR, 120, 136, 152, 168, 184, 200), *_widths(_HOPPER, 192, 208)),
         ),
     ),
 )

@@ -22,15 +22,17 @@ class DataSheet:
 
     gpu: its name; of those with several forms, SXM's. flops: dense bf16 FLOP/s. memory: bytes/s. sms: those
         that go with them. l2: bytes, as the driver reports them.
-    panel: bytes of rows of H that stay in L2 while the vocabulary streams past: each half of the SMs has a
-        half of L2, which the windows in flight want too. panel_beside: the same of a forward's clusters with
-        tiles of tokens side by side.
+    panel: bytes of rows of H that stay in L2 while the vocabulary streams past, in a forward: each half of
+        the SMs has a half of L2, which the windows in flight want too. panel_beside: the same of clusters
+        with tiles of tokens side by side; panel_of_plain: of the backward's GEMMs, for their B.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
         tokens side by side. beside_keeping: the same where 16-bit results are stored. beside_sliced: the same
         of the gradients' GEMMs, with operands that come in slices of 64 columns, since their rows are not
         along k.
     missed: what a forward's loads of the weight take longer, as a share of their time in L2, since one of the
         clusters that share them waits for DRAM: this over the number of these clusters.
+    again: of DRAM's time for the weight, what each further group of columns that reads it in a forward takes:
+        what is moved costs clock at the power limit.
     write_share: of the data sheet's DRAM rate, that writes reach.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
         DRAM keep theirs.
@@ -43,11 +45,13 @@ class DataSheet:
     l2: int
     panel: int
     panel_beside: int
+    panel_of_plain: int
     l2_bytes_per_clock: float
     beside: float
     beside_keeping: float
     beside_sliced: float
     missed: float
+    again: float
     write_share: float
     sustained: float
 
@@ -60,11 +64,13 @@ H200 = DataSheet(
     l2=60 * MIB,
     panel=22 * MIB,
     panel_beside=22 * MIB,
+    panel_of_plain=22 * MIB,
     l2_bytes_per_clock=43,
     beside=43,
     beside_keeping=43,
     beside_sliced=43,
     missed=0.0,
+    again=0.0,
     write_share=0.65,
     sustained=0.847,
 )
@@ -74,13 +80,15 @@ H100 = DataSheet(
     memory=3.35e12,
     sms=132,
     l2=50 * MIB,
-    panel=12 * MIB,
+    panel=30 * MIB,
     panel_beside=5 * MIB,
+    panel_of_plain=12 * MIB,
     l2_bytes_per_clock=36.5,
-    beside=43,
-    beside_keeping=40.5,
+    beside=45,
+    beside_keeping=43,
     beside_sliced=37.5,
-    missed=0.3,
+    missed=0.08,
+    again=0.05,
     write_share=0.75,
     sustained=0.95,
 )
@@ -92,11 +100,13 @@ B200 = DataSheet(
     l2=126 * MIB,
     panel=55 * MIB,
     panel_beside=55 * MIB,
+    panel_of_plain=55 * MIB,
     l2_bytes_per_clock=72,
     beside=72,
     beside_keeping=72,
     beside_sliced=72,
     missed=0.0,
+    again=0.0,
     write_share=0.65,
     sustained=0.847,
 )

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_lce.arch import EVICT_FIRST, KernelConfig
+from cute_lce.arch import EVICT_FIRST, WARPGROUP, KernelConfig
 from cute_lce.arguments import COMPUTED_ROWS, GemmPlan
 from cute_lce.kernels import schedule
 from cute_lce.kernels.rows import Compacted, computed
@@ -69,8 +69,10 @@ class Gemm:
     A and B are bf16 or fp16 and may be major along k or along m and n. A run is a column of tiles, a window
     of its rows and a split of k (schedule.py); a cluster takes runs cluster_id, cluster_id + clusters, ...
     and a run's tiles in order. One warp of each CTA loads: for every tile of every run the k tiles of A and
-    B, by TMA into a ring of config.stages slots, A's with the L2 policy evict-first: A streams past B. In a
-    cluster a tile of B is sliced along m and one of A along n, and each CTA multicasts its slice.
+    B, by TMA into a ring of config.stages slots. A streams past B: it has the L2 policy evict-first where the
+    epilogue says so (`streams`); beside an epilogue's plain stores its lines would leave before all clusters
+    that share them have read them. In a cluster a tile of B is sliced along m and one of A along n, and each
+    CTA multicasts its slice.
 
     Where tokens are rows of an operand they are B's: an MMA's n is any multiple of 8 or 16, so that tiles can
     be as narrow as tokens are few. A is then the weight, whose rows (classes or features) are many.
@@ -106,6 +108,11 @@ class Gemm:
         self.config = config
         self.tokens_along = tokens_along
         self.epilogue = epilogue
+        # Of shared memory: those of the epilogue's threads.
+        self.epilogue_words = epilogue.words * WARPGROUP * config.warpgroups
+        used, most = config.shared_memory + 4 * self.epilogue_words, config.row.shared_memory
+        if used > most:
+            raise ValueError(f"config: got {used} bytes of shared memory, want at most {most}: {config}")
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
         # Tiles that a cluster computes at once, along m and n.
@@ -174,7 +181,7 @@ class Gemm:
         )
 
     def storage_of(self, dtype, a_slots: cute.Layout, b_slots: cute.Layout):
-        """The struct of shared memory: the ring's barriers, the mainloop's, slots of A and of B, boxes."""
+        """The struct of shared memory: the ring's barriers, mainloop's, slots of A and B, boxes, words."""
         fields: dict[str, Any] = {
             "ring": cute.struct.MemRange[cutlass.Int64, self.config.stages * 2],
             **self.barriers,
@@ -184,6 +191,8 @@ class Gemm:
             fields[name] = cute.struct.Align[matrix, SMEM_ALIGN]
         boxes = cute.struct.MemRange[cutlass.Uint8, self.config.box_bytes]
         fields["boxes"] = cute.struct.Align[boxes, SMEM_ALIGN]
+        if self.epilogue_words:
+            fields["words"] = cute.struct.MemRange[Int32, self.epilogue_words]
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
 
     def cluster_layout(self):
@@ -261,21 +270,8 @@ class Gemm:
                                 seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
-                    cute.copy(
-                        a.tma,
-                        a.tiles[None, m_tile, shallowest + k],
-                        a.slots[None, slot.index],
-                        tma_bar_ptr=full,
-                        mcast_mask=a.mask,
-                        cache_policy=cutlass.Int64(EVICT_FIRST),
-                    )
-                    cute.copy(
-                        b.tma,
-                        b.tiles[None, n_tile, shallowest + k],
-                        b.slots[None, slot.index],
-                        tma_bar_ptr=full,
-                        mcast_mask=b.mask,
-                    )
+                    _copy(a, m_tile, shallowest + k, slot.index, full, self.epilogue.streams)
+                    _copy(b, n_tile, shallowest + k, slot.index, full, False)
                     slot.advance()
         if cutlass.const_expr(config.pace > 0):
             if paces:
@@ -284,6 +280,21 @@ class Gemm:
                 )
                 _add_steps(progress, most - steps)
         ring.producer_tail(slot)
+
+
+@cute.jit
+def _copy(operand: Stream, tile: Int32, k: Int32, slot: Int32, full, streams: cutlass.Constexpr[bool]):
+    """Start the copy of an operand's k tile to its slot. streams: with the L2 policy evict-first."""
+    source, target = operand.tiles[None, tile, k], operand.slots[None, slot]
+    if cutlass.const_expr(streams):
+        cute.copy(
+            *(operand.tma, source, target),
+            tma_bar_ptr=full,
+            mcast_mask=operand.mask,
+            cache_policy=cutlass.Int64(EVICT_FIRST),
+        )
+    else:
+        cute.copy(operand.tma, source, target, tma_bar_ptr=full, mcast_mask=operand.mask)
 
 
 @cute.jit

@@ -274,7 +274,7 @@ class GemmSm100(gemm.Gemm):
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
             n_tile, window, split, first, end = walk.run(run)
             column = n_tile * config.tile_n + own_column
-            state = self.epilogue.begin(tensors, column)
+            state = self.epilogue.begin(tensors, column, staging)
             for tile in cutlass.range(first, end, unroll=1):
                 row = walk.m_tile(tile) * config.tile_m + own_row
                 own = opaque(column)

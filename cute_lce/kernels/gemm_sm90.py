@@ -52,12 +52,13 @@ class GemmSm90(gemm.Gemm):
     The last epilogue of a CTA is exposed.
 
     Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
-    rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). With tokens along n a consumer thread holds up to 192
-    accumulators, 128 x 192 per warpgroup, and in dweight's GEMM 64 x 256, 128 x 128 or 128 x 192. What spills
+    rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). With tokens along n a consumer thread holds up to 208
+    accumulators, 128 x 208 per warpgroup, and in dweight's GEMM 64 x 256, 128 x 128 or 128 x 192. What spills
     is named in tests/compiled/test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2
-    bytes a stage, from 20 KiB for 128 x 32 x 64 and 9 stages to 48 KiB for 128 x 256 x 64 and 4, and 16 KiB
-    of boxes for each warpgroup (epilogues.store); one more stage would not fit into 227 KiB. Logits in fp32
-    are never in shared memory.
+    bytes a stage, from 20 KiB for 128 x 32 x 64 and 9 stages to 56 KiB for 256 x 192 x 64 and 3, and 16 KiB
+    of boxes for each warpgroup (epilogues.store); one more stage would not fit into 227 KiB. In the widest
+    tiles also 9 or 10.5 KiB for each warpgroup, the words that its threads have each for itself (`words` of
+    the epilogue: 3 for each of 6 or 7 columns). Logits in fp32 are never in shared memory.
 
     Hazards, besides gemm.Gemm's. A slot may be overwritten only when every WGMMA that reads it has completed:
     it is released after the wait for its group, one k tile later, so a ring needs at least 2 stages.
@@ -154,7 +155,10 @@ class GemmSm90(gemm.Gemm):
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
             own = (group - 1) * (config.box_bytes // config.warpgroups)
-            staging = Staging(storage.boxes.data_ptr().toint() + own, BOX_BARRIER - 1 + group)
+            words = None
+            if cutlass.const_expr(self.epilogue_words > 0):
+                words = storage.words.data_ptr().toint() + (group - 1) * (4 * WARPGROUP * self.epilogue.words)
+            staging = Staging(storage.boxes.data_ptr().toint() + own, BOX_BARRIER - 1 + group, words)
             self._mma(tiled_mma, sA, sB, ring, tensors, staging, group - 1, coord, runs)
 
     @cute.jit
@@ -196,7 +200,7 @@ class GemmSm90(gemm.Gemm):
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
             n_tile, window, split, first, end = walk.run(run)
             column = n_tile * config.tile_n + own_column
-            state = self.epilogue.begin(tensors, column)
+            state = self.epilogue.begin(tensors, column, staging)
             # Which of the window's tiles are this warpgroup's, which also selects the partial that it writes.
             share = (turn + before) % turns
             for tile in cutlass.range(first + share, end, turns, unroll=1):

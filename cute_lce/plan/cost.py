@@ -46,10 +46,10 @@ LAUNCH_CLOCKS = 9400
 """Of every kernel of a call but the first."""
 LEAST_GROUP = 2
 """Columns of tiles that share a forward's window even if they do not fit L2: one would share it with none."""
-SCATTERED, SCATTERED_GROUPS = 1.5, 2
-"""Times a forward's tiles take where more columns than those of so many groups are computed at once. Of
-h200_kernels.json's forwards, those with 66 columns of 192 tokens at once, 182 MB, took 1.53 times the
-prediction without this factor, those with up to 36 MB 0.96 to 1.05 times."""
+SCATTERED, SCATTERED_GROUPS, SCATTERED_SHARE = 1.5, 2, 0.75
+"""Times a forward's tiles take where more columns than those of so many groups, or than as much of L2 holds,
+are computed at once. Of h200_kernels.json's forwards, those with 66 columns of 192 tokens at once, 182 MB,
+took 1.53 times the prediction without this factor, those with up to 36 MB 0.96 to 1.05 times."""
 PARTIAL_CLOCKS = 18
 """What the combine kernel takes for a partial of up to 8192 rows."""
 SUMMED_PER_CLOCK = 160
@@ -60,12 +60,14 @@ SUMS_SHARE = 0.7
 TOGETHER = 40
 """The power in which a tile's clocks of MMAs and of L2 are added. Where both are nearly equal, each waits for
 the other now and then, up to 2% of them."""
+STREAMED = 12
+"""The same of a GEMM's tiles and DRAM, up to 6%."""
 
 
-def _longer(mma: float, l2: float) -> float:
-    """Clocks of a tile, of its MMAs' and L2's."""
-    most = max(mma, l2)
-    return most * (1 + (min(mma, l2) / most) ** TOGETHER) ** (1 / TOGETHER)
+def _longer(one: float, other: float, power: int = TOGETHER) -> float:
+    """Clocks of what takes these clocks alone, both at once."""
+    most = max(one, other)
+    return most * (1 + (min(one, other) / most) ** power) ** (1 / power)
 
 
 class Epilogue(NamedTuple):
@@ -143,6 +145,8 @@ class Gemm:
             for moved in (loaded, own_m * own_n)
         )
         self._panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
+        self._again = gpu.sheet.again
+        self._held = int(SCATTERED_SHARE * gpu.sheet.l2)
         # Of what a k tile loads, the weight's part.
         self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
@@ -154,7 +158,7 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         computed = rounds * self.tile(-(-k // splits), epilogue)
-        return START_CLOCKS + int(max(computed, self._moved(m, n, k, epilogue.stored)))
+        return START_CLOCKS + int(_longer(computed, self._moved(m, n, k, epilogue.stored), STREAMED))
 
     def bound(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> str:
         """What a GEMM's time is that of, and how full its rounds are."""
@@ -219,7 +223,8 @@ class Gemm:
     def most_at_once(self, d: int) -> int:
         """The most columns of a forward's tiles that may be computed at once. If there are fewer windows than
         clusters for each column of a group, other clusters are in the next groups already."""
-        return SCATTERED_GROUPS * self.group(d)
+        held = self._held // (2 * d * self.columns)
+        return max(self.group(d), min(SCATTERED_GROUPS * self.group(d), held))
 
     def scattered(self, d: int, columns: int, windows: int, tiles: int) -> float:
         """Times a forward's tiles take longer because they are scattered (`is_scattered`)."""
@@ -228,6 +233,10 @@ class Gemm:
 
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""
+        combined = LAUNCH_CLOCKS + PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
+        if kept:
+            # The references, which read a row of each operand for every token, and the completion.
+            combined += 2 * LAUNCH_CLOCKS + int(4 * n * d / self.rates.read)
         share = kept / vocab
         columns, windows, tiles = -(-n // self.columns), partials // self.partials, -(-vocab // self.rows)
         tile = self.of_forward(d, STATISTICS, columns) * (1 - share)
@@ -235,11 +244,12 @@ class Gemm:
         tile *= self.scattered(d, columns, windows, tiles)
         idle = 1 - columns * tiles / (self.clusters * rounds)
         moved = 2 * (n + vocab) * d / self.rates.read * (1 + IDLE * idle) + 2 * n * kept / self.rates.write
-        combined = LAUNCH_CLOCKS + PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
-        if kept:
-            # The references, which read a row of each operand for every token, and the completion.
-            combined += 2 * LAUNCH_CLOCKS + int(4 * n * d / self.rates.read)
-        return START_CLOCKS + combined + int(max(rounds * tile, moved))
+        computed = _longer(rounds * tile, moved, STREAMED) + self.read_again(d, vocab, columns)
+        return START_CLOCKS + combined + int(computed)
+
+    def read_again(self, d: int, vocab: int, columns: int) -> float:
+        """Clocks that a forward's groups of columns cost beside the first, each of which reads the weight."""
+        return self._again * (-(-columns // self.group(d)) - 1) * 2 * vocab * d / self.rates.read
 
     def sums(self, n: int, d: int, stripes: int, splits: int) -> int:
         """Clocks of dinput's fp32 sums: of every stripe's pass over them, and of adding up the splits, which

@@ -63,13 +63,21 @@ def plan(
             windows=windows,
             tiles_per_window=tiles_per_window,
             splits=1,
-            group=max(1, min(columns, gemm.group(d))),
+            group=grouped(columns, gemm.group(d), gemm.clusters),
             clusters=max(1, min(gemm.clusters, columns * windows)),
             paced=int(is_paced(gpu, config, vocab, n, d)),
         ),
         rounds=ceil_div(columns * windows, gemm.clusters) * tiles_per_window,
         ideal_rounds=columns * tiles / gemm.clusters,
     )
+
+
+def grouped(columns: int, most: int, clusters: int) -> int:
+    """Columns of a group: as many groups as are needed, of about as many columns each, or of a number that
+    divides the clusters, which then are at the same rows of the weight all the time."""
+    groups = ceil_div(columns, most)
+    even = ceil_div(columns, groups)
+    return next((each for each in range(min(most, columns), even, -1) if clusters % each == 0), even)
 
 
 def spare_bytes(n: int, kept: int, limits: Limits, reserved: int) -> int:
@@ -132,6 +140,7 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
         tiles = ceil_div(vocab, gemm.rows)
         windows = min(tiles, max(1, PARTIAL_BYTES // max(8 * n * gemm.partials, 1)))
         clocks *= gemm.scattered(d, columns, windows, tiles)
+        clocks += gemm.read_again(d, vocab, columns) * gemm.clusters / vocab
         return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 
     return min(configs_for(gpu, n, keeps, window), key=cost)

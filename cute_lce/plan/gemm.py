@@ -25,7 +25,7 @@ def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, splits: int = 1
     windows, columns = ceil_div(m, config.cluster_rows), ceil_div(n, config.cluster_columns)
     clusters = max(1, min(cluster_count(config, gpu.sms), windows * columns * splits))
     # As many columns as fit L2 beside each other, so that rows are written whole; or a square of tiles.
-    held = gpu.sheet.panel // (2 * k * config.cluster_columns)
+    held = gpu.sheet.panel_of_plain // (2 * k * config.cluster_columns)
     side = max(1, held, int((clusters * config.cluster_rows / config.cluster_columns) ** 0.5))
     return GemmPlan(
         windows=windows,

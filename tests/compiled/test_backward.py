@@ -136,6 +136,32 @@ def test_no_tile_spills(each: Pass):
     cubin.check_no_local_memory(each.key)
 
 
+# Of forwards alone: `token_configs` has none of them.
+OF_FORWARDS = [
+    config
+    for config in architecture("sm_90a")
+    .configs[-1]
+    .within(Gpu("sm_90a", 1).serving((), True).columns)
+    .forwards(True)
+    if config not in architecture("sm_90a").token_configs
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            config,
+            id=f"{config.cluster_n}x{config.tile_n}",
+            marks=[] if config.tile_n == 184 else [pytest.mark.emulator_full],
+        )
+        for config in OF_FORWARDS
+    ],
+)
+def test_what_keeps_in_tiles_of_forwards_alone_does_not_spill(config: KernelConfig):
+    cubin.check_no_local_memory(ForwardKey(config, keeps=True))
+
+
 # Every configuration of dweight's GEMM and what it may add to; the long sweep has those that are left.
 ADDING = [
     (arch, config, added)
@@ -226,8 +252,10 @@ def check_registers(each: Pass) -> None:
         elif "GemmSm100" in kernel.name:
             assert kernel.usage["REG"] <= 255, kernel.name
         else:
-            # Small kernels live by how many of them fit: 128 threads, at least 8 blocks to an SM.
-            assert kernel.usage["REG"] <= 64, kernel.name
+            # Small kernels live by how many of them fit: 128 threads, at least 8 blocks to an SM, or 6 of
+            # float16's References, which also reads the classes that it samples.
+            samples = each.dtype == "float16" and "References" in kernel.name
+            assert kernel.usage["REG"] <= (80 if samples else 64), kernel.name
 
 
 @hoppers_backwards

@@ -18,13 +18,13 @@ from tests.compiled import cubin
 TILES = {(config.tile_n, config.cluster_n): config for config in architecture("sm_90a").forward_configs}
 WIDEST = TILES[192, 1]
 # The narrowest, one whose columns are no multiple of the 32 among which lanes share them, two side by side,
-# one that warpgroups share, the widest in turns.
+# the widest whose statistics are in registers, and of all, whose are in shared memory.
 CONFIGS = {
     "narrowest": TILES[32, 1],
     "ragged": TILES[112, 1],
     "two": TILES[176, 2],
-    "whole": TILES[208, 1],
     "widest": WIDEST,
+    "words": TILES[208, 1],
 }
 # Not chosen by any plan, but a caller's: A multicast as well, and other tiles.
 MORE = {
@@ -156,6 +156,14 @@ def test_tokens_are_reduced_by_shuffles(name: str):
     assert 2 * folds < len(gemm(name).ptx_of(r"shfl\.sync\.bfly")) <= folds * (4 + 2 + 1) * 2
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_statistics_are_in_shared_memory_where_registers_are_scarce(name: str):
+    """A thread's words of its columns: three at a run's beginning, two of each tile and two at a new base."""
+    folds = -(-CONFIGS[name].tile_n // 32)
+    stores = gemm(name).ptx_of(r"st\.shared\S*")
+    assert stores == ["st.shared.b32"] * (7 * folds if name == "words" else 0)
+
+
 @pytest.mark.parametrize("target_dtype", ["int64", "int32"])
 def test_target_dtypes(target_dtype: str):
     wide = len(gemm("widest", target_dtype=target_dtype).ptx_of(r"ld\.global\S*\.[bsu]64"))
@@ -187,6 +195,22 @@ def test_configs_that_no_kernel_has_are_refused(change: dict, named: str):
 
     with pytest.raises(ValueError, match=named):
         GemmSm90(replace(WIDEST, **change), ForwardEpilogue(GemmSm90.fragment(WIDEST), 4))
+
+
+def test_words_that_exceed_shared_memory_are_refused():
+    """24 KiB of 8 columns of a thread, beside a ring that would fit."""
+    from cute_lce.kernels.epilogues.statistics import ForwardEpilogue
+    from cute_lce.kernels.gemm_sm90 import GemmSm90
+
+    config = replace(WIDEST, tile_n=240, pingpong=False)
+    fragment, most = GemmSm90.fragment(config), config.row.shared_memory
+    GemmSm90(config, ForwardEpilogue(fragment, 4, in_registers=240))
+    used = config.shared_memory + 24 * 1024
+    assert config.shared_memory <= most < used
+    with pytest.raises(
+        ValueError, match=rf"^config: got {used} bytes of shared memory, want at most {most}: "
+    ):
+        GemmSm90(config, ForwardEpilogue(fragment, 4))
 
 
 def test_what_is_no_key_is_refused():

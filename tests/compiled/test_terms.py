@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
-from cute_lce.arch import Gpu, architecture
+from cute_lce.arch import Gpu, KernelConfig, architecture
 from cute_lce.logit_term import kernel_term
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
@@ -58,6 +59,26 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
     return keys
 
 
+# What forwards, and those that keep, may have in tiles wider than 176, some of whose statistics are in shared
+# memory; other terms are limited to narrower ones.
+OF_WIDE_TILES = {False: ("logit_scale",), True: ("logit_scale", "proportion")}
+
+
+def wide_tiles() -> Iterator:
+    for keeps, terms in OF_WIDE_TILES.items():
+        columns = Gpu("sm_90a", 1).serving(terms, keeps).columns
+        for config in architecture("sm_90a").configs[-1].within(columns).forwards(keeps):
+            if config.tile_n > 176:
+                name = f"{config.cluster_n}x{config.tile_n}{'-keeps' * keeps}"
+                often = (config.tile_n, keeps) in ((208, False), (192, True))
+                yield pytest.param(config, keeps, id=name, marks=[] if often else [full])
+
+
+@pytest.mark.parametrize(("config", "keeps"), list(wide_tiles()))
+def test_terms_of_wide_tiles_spill_nothing(config: KernelConfig, keeps: bool):
+    cubin.check_no_local_memory(ForwardKey(config, keeps=keeps, terms=OF_WIDE_TILES[keeps]))
+
+
 OWN, OWN_TANH = kernel_term(LogCap(1.0)), kernel_term(Tanh(1.0))
 TERMS = {
     "softcap": (("softcap",), ("softcap", "coefficients")),
@@ -86,6 +107,7 @@ TERMS = {
 
 KEPT = (
     ("row_scale",),
+    ("logit_scale", "proportion"),
     ("linear_bias", "logit_scale", "row_scale"),
     ("row_scale", "entropy"),
     ("linear_bias", "logit_scale", "total", "proportion"),

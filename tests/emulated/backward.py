@@ -44,7 +44,7 @@ def narrow_plans(
 
     tile_n: of the GEMMs whose B are tokens. splits: of dhidden's k; 0: as planned, which is 1 below 1024
     columns. paced: whether clusters pace, every other k tile; None: as planned. tall: whether
-    dhidden's GEMM has Hopper's tiling of its own, which is then as narrow.
+    dhidden's GEMM has Hopper's tiling of its own, which is then as narrow. Forwards have none of their own.
     """
     forget_plans()
     for name, row in architectures.ARCHITECTURES.items():
@@ -60,6 +60,7 @@ def narrow_plans(
                 dhidden=tuple(
                     replace(tiling, tile_n=tile_n, **changed) for tiling in row.tilings[-1].dhidden if tall
                 ),
+                forward=(),
             )
             for each in row.tilings
         )
@@ -89,8 +90,8 @@ def half_boxes(patch: pytest.MonkeyPatch, tile_n: int) -> None:
 
 @dataclass
 class Run:
-    """What a forward and a backward gave, the columns that were kept, what the emulator counted, and the
-    factors of what was kept."""
+    """What a forward and a backward gave, the columns that were kept, what the emulator counted, and what was
+    kept, with its rows' factors."""
 
     loss: Tensor
     dinput: Tensor | None
@@ -98,6 +99,7 @@ class Run:
     kept_columns: int
     emulator: Emulator
     kept_scale: Tensor | None = None
+    kept: Tensor | None = None
 
 
 def train(
@@ -140,7 +142,7 @@ def train(
             if before is not None and after is not None:
                 same = (before == after) | (before.isnan() & after.isnan())
                 assert bool(same.all()), "the backward wrote to what the forward saved"
-    return Run(results.loss, dinput, dweight, kept_columns, counts, results.kept_scale)
+    return Run(results.loss, dinput, dweight, kept_columns, counts, results.kept_scale, results.kept)
 
 
 def known(tensor: Tensor) -> Tensor:

@@ -17,14 +17,16 @@ import torch
 from cute_lce import arch as architectures
 from cute_lce import linear_cross_entropy
 from cute_lce.arch import BOX_BYTES, Gpu, architecture
-from cute_lce.arguments import Gradients
+from cute_lce.arguments import COMPUTED_ROWS, Gradients
 from cute_lce.launch import KERNELS, Kernels
 from cute_lce.launch.backward import KernelBackward
 from cute_lce.launch.steps import COUNTERS
 from cute_lce.ops import plain, select
 from cute_lce.plan import candidates
+from cute_lce.plan import forward as forward_plans
 from cute_lce.plan.cost import Gemm
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
+from cute_lce.plan.memory import compacts
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem, round_up
 from tests import passes
 from tests.device import forget_plans, two_sweeps
@@ -33,6 +35,7 @@ from tests.emulated.forward import Emulator, ignoring, minus_infinity, rows, sca
 from tests.emulator import known_allocations
 from tests.gpu import sanitize
 from tests.numerics import (
+    FLOORS,
     Case,
     assert_close,
     check_bad_rows,
@@ -590,7 +593,7 @@ def test_tiles_that_ask_little_of_l2(tile_n: int, how: str, as_planned, monkeypa
     128 x 256 that two CTAs share."""
     row = architecture("sm_90a")
     many = row.tilings[-1]
-    # A forward that keeps has no wider ones.
+    # Of tiles side by side the logits' GEMM, and the forward here, have no wider ones.
     pair = replace(many.tokens[0], tile_n=min(round_up(tile_n, 16), 176))
     only = replace(
         many,
@@ -630,6 +633,60 @@ def test_what_is_kept_in_tiles_that_end_with_half_a_box(tile_n: int, how: str, m
     assert run.kept_columns > 0
     assert tile_n in {key.config.tile_n for key in run.emulator.keys if isinstance(key, ForwardKey)}
     check(case, run, dloss=dloss)
+
+
+# Of Hopper's forwards that keep, by the tokens of a tile, and how many tiles are side by side; as planned.
+KEEPING = {
+    (config.tile_n, config.cluster_n): config for config in architecture("sm_90a").configs[-1].forwards(True)
+}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "dtype", "kept"),
+    [
+        # Ends with half a box. Rows in what is kept and beyond it.
+        ((184, 2), BF16, 384),
+        # In CTAs that share tokens, up to the last column that a lane owns.
+        ((192, 1), FP16, 600),
+        pytest.param((184, 2), FP16, 600, marks=full),
+        pytest.param((192, 1), BF16, 384, marks=full),
+    ],
+    ids=str,
+)
+def test_what_is_kept_where_statistics_are_in_shared_memory(
+    tiles: tuple[int, int], dtype: torch.dtype, kept: int, monkeypatch
+):
+    """Two runs of one cluster, of several tiles of a warpgroup, after the first of which some rows rise over
+    their references and their bases."""
+    config = replace(KEEPING[tiles], stages=3)
+    monkeypatch.setattr(forward_plans, "choose_config", lambda *_: config)
+    n, V = 3 * (config.cluster_columns + 43) // 2, 600  # two thirds are valid
+    case = ignoring(jumping(random_case(n, 72, V, dtype), {300: 100.0, 590: 300.0}, slice(3, None, 7)))
+    dloss = torch.linspace(1, 2, n).double()
+    grid = forward_plans.plan(Gpu("sm_90a", 2), n, 72, V, kept=kept).gemm
+    assert (grid.clusters, grid.windows) == (1, 1)
+    run = train(case, "sm_90a", kept_columns=kept, dloss=dloss, sms=2, seed=1)
+    assert config in {key.config for key in run.emulator.keys if isinstance(key, ForwardKey)}
+    check(case, run, dloss=dloss)
+    check_kept(case, run)
+
+
+def check_kept(case: Case, run: Run) -> None:
+    """Times its factors what is kept of a valid row is softmax - onehot, and 0 of an ignored one."""
+    assert run.kept is not None
+    assert run.kept_scale is not None
+    n, (V, d) = len(case.target), case.linear_weight.shape
+    valid = case.target != case.ignore_index
+    wanted = (case.input.double() @ case.linear_weight.double().mT).softmax(1)
+    wanted[torch.arange(n), case.target.where(valid, 0)] -= 1
+    wanted = wanted.where(valid.unsqueeze(1), 0)[:, : run.kept_columns]
+    if compacts(Problem(n, d, V, half=case.input.dtype is FP16), run.kept_columns):
+        order = torch.cat((valid.nonzero()[:, 0], (~valid).nonzero()[:, 0]))
+        wanted = wanted[order[: round_up(int(valid.sum()), COMPUTED_ROWS)]]
+    found = run.kept[: len(wanted), : run.kept_columns].float()
+    found *= run.kept_scale[: len(wanted)].unsqueeze(1)
+    # Of the exponentials' rounding, which the baseline's need not resemble.
+    assert_close("kept", found, wanted, wanted.to(run.kept.dtype), rounding=FLOORS[run.kept.dtype])
 
 
 # Two columns of a row, of which the second is raised and the first is not, unless they are of one unit (a

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_lce.arch import architecture
+from cute_lce.kernels.epilogues.statistics import IN_REGISTERS
 from tests.emulated.forward import (
     BF16,
     CORNERS,
@@ -24,7 +25,7 @@ from tests.emulated.forward import (
     rows_of,
     sick_rows,
 )
-from tests.numerics import assert_close, random_case
+from tests.numerics import assert_close, jumping, random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -107,8 +108,10 @@ def test_classes(V: int):
 
 
 BETWEEN = [
-    tiles for tiles in CHOSEN if tiles not in ((32, 1), (112, 1), (176, 1), (208, 1), (176, 2), (152, 2))
+    tiles for tiles in CHOSEN if tiles not in ((32, 1), (112, 1), (176, 1), (208, 1), (152, 2), (176, 2))
 ]
+# Whose maxima, sums and bases are in shared memory, a thread's in words of its own.
+WORDS = [tiles for tiles in CHOSEN if tiles[0] > IN_REGISTERS]
 
 
 @pytest.mark.parametrize(
@@ -131,21 +134,46 @@ def test_chosen_config(tiles: tuple[int, int], dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(
+    ("tiles", "window"),
+    [
+        pytest.param(tiles, window, marks=[] if tiles == (208, 1) else [pytest.mark.emulator_full])
+        for tiles in WORDS
+        for window in (600, 100_000)
+    ],
+)
+def test_statistics_in_shared_memory(tiles: tuple[int, int], window: int):
+    """Several runs of one cluster, of several tiles for either warpgroup, after the first of which some rows
+    rise above their base. Some lanes own one column less, and most of the last tile lies beyond n."""
+    config = replace(CHOSEN[tiles], stages=3)
+    V = 11 * config.cluster_rows // 2 - 9
+    case = random_case(config.cluster_columns + 43, 136, V, BF16)
+    case = ignoring(jumping(case, {V // 2: 150.0, V - 5: 310.0}, slice(0, None, 4)))
+    run = forward(case, config, sms=config.cluster_size, window=window, seed=window % 7)
+    assert run.plan.gemm.clusters == 1
+    assert run.plan.gemm.tiles_per_window == min(-(-window // config.cluster_rows), 6)
+    check(case, run)
+
+
+@pytest.mark.parametrize(
     "tiles",
     [
-        pytest.param(tiles, marks=[] if tiles in ((32, 1), (176, 2)) else [pytest.mark.emulator_full])
+        pytest.param(tiles, marks=[] if tiles in ((32, 1), (208, 1)) else [pytest.mark.emulator_full])
         for tiles in CHOSEN
     ],
     ids=str,
 )
 def test_shared_memory_is_what_the_plan_says(tiles: tuple[int, int]):
+    """And the words beside it."""
     config = CHOSEN[tiles]
     run = forward(random_case(3, 8, 5, BF16), config)
     (gemm,) = (launch for launch in run.counts.launches if "Gemm" in launch.kernel)
     assert gemm.cluster == (config.cluster_m, config.cluster_n, 1)
     assert gemm.block == (128 * (config.warpgroups + 1), 1, 1)
     ring = config.stages * (config.tile_m + config.tile_n) * config.tile_k * 2
-    assert ring < gemm.shared <= config.shared_memory
+    # Three of each column that a thread owns.
+    words = 3 * -(-config.tile_n // 32) * 4 * 128 * config.warpgroups * (tiles in WORDS)
+    assert ring + words < gemm.shared - config.box_bytes
+    assert gemm.shared <= config.shared_memory + words <= config.row.shared_memory
 
 
 # Some have what others have: compiling each takes as long as running it.

@@ -121,7 +121,7 @@ def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
 
 @cache
 def timed_by_h100() -> dict[tuple, list[Timed]]:
-    """The same of an H100, before dinput and forwards that keep had widths in steps of 8."""
+    """The same of an H100."""
     gpu = GPU._replace(model=1)
     found: dict[tuple, list[Timed]] = defaultdict(list)
     for row in records.read([MEASURED.with_name("h100_kernels.json")]):
@@ -158,10 +158,13 @@ TILES = ("H100", "H200")
 
 
 def tiles(model: str) -> dict[tuple[str, int, int, int], dict[KernelConfig, float]]:
-    """Milliseconds of GEMMs by tiles on one GPU, of those that plans choose among: (pass, n, d, vocab)."""
+    """Milliseconds of GEMMs by tiles on one GPU, of those that plans choose among: (pass, n, d, vocab). An
+    H100's forwards are in h100_kernels.json: these had groups of 12 MiB, which the kernels no longer have."""
     found: dict[tuple[str, int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
     path = MEASURED.with_name(f"{model.lower()}_tiles.json")
     for row in records.read([path]):
+        if row["pass"] == "forward" and model == "H100":
+            continue
         configs = GPU.row.configs_for(row["n"], 0)
         among = {
             "forward": configs.forwards(False),
@@ -179,7 +182,8 @@ def tile_clocks(gpu: Gpu, kind: str, n: int, d: int, vocab: int, config: KernelC
     gemm = cost.Gemm(gpu, config, n * d * vocab)
     if kind == "forward":
         columns = ceil_div(n, gemm.columns)
-        return columns * gemm.of_forward(d, cost.STATISTICS, columns) / gemm.rows
+        again = gemm.read_again(d, vocab, columns) * gemm.clusters / vocab
+        return columns * gemm.of_forward(d, cost.STATISTICS, columns) / gemm.rows + again
     if kind == "dinput":
         return gemm.clocks(d, n, vocab, cost.DINPUT)
     return gemm.clocks(vocab, d, n, cost.DWEIGHT)
@@ -190,13 +194,14 @@ def test_tiles_of_a_gpu_are_nearly_its_fastest(model: str):
     """1% slower than the fastest on average, 5% at worst, over the GPUs of one architecture."""
     gpu = GPU._replace(model=[sheet.gpu for sheet in GPU.row.data_sheets].index(model))
     found = tiles(model)
-    assert {kind for kind, *_ in found} == {"forward", "dinput", "dweight", "dweight added to fp32"}
+    kinds = {"dinput", "dweight", "dweight added to fp32"} | ({"forward"} if model == "H200" else set())
+    assert {kind for kind, *_ in found} == kinds
     slower = []
     for each, some in found.items():
         chosen = min(some, key=lambda config: tile_clocks(gpu, *each, config))
         slower.append(some[chosen] / min(some.values()))
         assert len(some) > 2
-    assert len(slower) >= 10
+    assert len(slower) >= 7
     assert sum(slower) / len(slower) <= 1.01
     assert max(slower) <= 1.05
 

@@ -2,7 +2,7 @@
 
 A mainloop calls, for every run (a column of tiles, a window of its rows and a split of k; schedule.py):
 
-    state = epilogue.begin(tensors, column)     # registers that live through the run
+    state = epilogue.begin(tensors, column, staging)     # registers that live through the run
     epilogue.visit(tensors, staging, state, frag, row, column, slab, split)     # each slab of each tile
     epilogue.end(tensors, state, column, partial)       # results of the run
 
@@ -13,7 +13,9 @@ epilogue that `stores` does so (store.py); the mainloop drains them at its end. 
 window's share that the warps which share these tiles have seen; an epilogue whose warps have results of their
 own numbers these itself. One with `scarce_registers` has many values alive beside `frag`: Hopper's mainloop
 then multiplies the first k tile apart (gemm_sm90.py), which frees each element's register after its last use,
-but makes tiles of few k tiles up to 4% slower where an epilogue only stores them.
+but makes tiles of few k tiles up to 4% slower where an epilogue only stores them. Beside one that `streams`,
+since it stores nothing or stores with the same policy, A has the L2 policy evict-first. `words` are 32-bit
+words of shared memory that each thread of an epilogue has for itself.
 
 In the GEMMs of logits columns are tokens and rows classes, in dhidden's columns are tokens and rows features,
 and in dweight's columns are features and rows classes. A token's numbers are kept by the lanes that own its

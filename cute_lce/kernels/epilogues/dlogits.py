@@ -62,14 +62,16 @@ class DlogitsEpilogue:
     """
 
     stores = True
+    streams = False
     scarce_registers = True
+    words = 0
 
     def __init__(self, fragment: Fragment, half: bool):
         self.fragment = fragment
         self.half = half
 
     @cute.jit
-    def begin(self, tensors: DlogitsTensors, column: Int32) -> DlogitsState:
+    def begin(self, tensors: DlogitsTensors, column: Int32, staging: Staging) -> DlogitsState:
         fragment = self.fragment
         count = fragment.slabs * fragment.owned
         ref, factor = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)

@@ -60,13 +60,15 @@ class DhiddenEpilogue:
     """
 
     stores = True
+    streams = False
     scarce_registers = False
+    words = 0
 
     def __init__(self, fragment: Fragment):
         self.fragment = fragment
 
     @cute.jit
-    def begin(self, tensors: DhiddenTensors, column: Int32):
+    def begin(self, tensors: DhiddenTensors, column: Int32, staging: Staging):
         fragment = self.fragment
         factor = cute.make_rmem_tensor(fragment.slabs * fragment.owned, Float32)
         factor.fill(1.0)
@@ -157,13 +159,15 @@ class DweightEpilogue:
     """(dlogits.T hidden): scale, add what was there before, if that is asked for, and round."""
 
     stores = True
+    streams = True
     scarce_registers = False
+    words = 0
 
     def __init__(self, fragment: Fragment):
         self.fragment = fragment
 
     @cute.jit
-    def begin(self, tensors, column: Int32):
+    def begin(self, tensors, column: Int32, staging: Staging):
         factor = Float32(1.0)
         if tensors.factor.iterator.toint() != 0:
             factor = tensors.factor[0]

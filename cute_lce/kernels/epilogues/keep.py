@@ -25,6 +25,9 @@ FEW = 5
 """The most columns that a lane owns, in tiles of 160, of which AT_ONCE are computed at once; of more, and
 beside what terms sum, one is: there are no registers for two."""
 
+IN_REGISTERS = 176
+"""Columns of the widest tiles whose statistics stay in registers, beside what it takes to keep."""
+
 
 class KeepForwardTensors(NamedTuple):
     """The forward's tensors, those of what it keeps, and where to: ignored rows are kept as zeros."""
@@ -48,6 +51,7 @@ class KeepEpilogue:
     """
 
     stores = True
+    streams = False
     scarce_registers = True
 
     def __init__(self, fragment: Fragment, warps: int, kept: maths.KeptRange):
@@ -55,13 +59,14 @@ class KeepEpilogue:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
         self.kept = kept
-        self.forward = ForwardEpilogue(fragment, warps)
+        self.forward = ForwardEpilogue(fragment, warps, IN_REGISTERS)
+        self.words = self.forward.words
 
     @cute.jit
-    def begin(self, tensors: KeepForwardTensors, column: Int32) -> KeepState:
+    def begin(self, tensors: KeepForwardTensors, column: Int32, staging: Staging) -> KeepState:
         forward = tensors.forward
         ignored = ignored_tokens(self.fragment, forward.target, forward.loss.ignore_index, column)
-        return KeepState(self.forward.begin(forward, column), ignored)
+        return KeepState(self.forward.begin(forward, column, staging), ignored)
 
     @cute.jit
     def visit(

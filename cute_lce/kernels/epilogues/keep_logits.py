@@ -24,7 +24,9 @@ class KeepLogitsEpilogue:
     """The forward's epilogue, behind which a tile's logits are stored relative to their units' notes."""
 
     stores = True
+    streams = False
     scarce_registers = True
+    words = 0
 
     def __init__(self, fragment: Fragment, warps: int):
         if len(fragment.rows) != 4:
@@ -33,8 +35,8 @@ class KeepLogitsEpilogue:
         self.forward = ForwardEpilogue(fragment, warps)
 
     @cute.jit
-    def begin(self, tensors: KeepLogitsTensors, column: Int32) -> ForwardState:
-        return self.forward.begin(tensors.forward, column)
+    def begin(self, tensors: KeepLogitsTensors, column: Int32, staging: Staging) -> ForwardState:
+        return self.forward.begin(tensors.forward, column, staging)
 
     @cute.jit
     def visit(

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_lce import maths
+from cute_lce.arch import WARPGROUP
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.ids import visit_ids
@@ -30,6 +31,7 @@ from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
+IN_REGISTERS = 192
 
 
 class ForwardTensors(NamedTuple):
@@ -94,26 +96,36 @@ class ForwardEpilogue:
     """
 
     stores = False
+    streams = True
     scarce_registers = True
 
-    def __init__(self, fragment: Fragment, warps: int):
-        """warps: that share a tile; their numbers in the CTA differ modulo `warps`."""
+    def __init__(self, fragment: Fragment, warps: int, in_registers: int = IN_REGISTERS):
+        """warps: that share a tile; their numbers in the CTA differ modulo `warps`. in_registers: columns of
+        the widest tiles whose maxima, sums and bases stay in registers; others' are in shared memory."""
         self.fragment = fragment
         self.warps = warps
+        self.words = 3 * fragment.slabs * fragment.owned if fragment.columns > in_registers else 0
 
     @cute.jit
-    def begin(self, tensors: ForwardTensors, column: Int32) -> ForwardState:
+    def begin(self, tensors: ForwardTensors, column: Int32, staging: Staging) -> ForwardState:
         """Statistics of nothing: maximum -inf, sum 0. The column may lie beyond n."""
         if column == 0:
             tensors.arrived[0] = Int32(0)
         count = self.fragment.slabs * self.fragment.owned
-        row_max = cute.make_rmem_tensor(count, Float32)
-        row_sum = cute.make_rmem_tensor(count, Float32)
-        base = cute.make_rmem_tensor(count, Float32)
+        row_max, row_sum, base = (self._numbers(staging, i, count) for i in range(3))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         base.fill(LOWEST)
         return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, count))
+
+    def _numbers(self, staging: Staging, i: int, count: int) -> cute.Tensor:
+        """The i-th of begin's three arrays of a thread: in its registers, or its words of shared memory."""
+        if not self.words:
+            return cute.make_rmem_tensor(count, Float32)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        address = staging.words + 4 * (WARPGROUP * count * i + thread)
+        words = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=4)
+        return cute.make_tensor(words, cute.make_layout(count, stride=WARPGROUP))
 
     def _more(self, loss: LossArguments, count: int) -> list:
         """gap, squares, total, seen, logits and argmax of ForwardState, zeros."""

@@ -17,7 +17,7 @@ Pipeline "boxes" (stmatrix or stores -> TMA), BOX_BYTES each, BOXES for each of 
 `drain` waits for all copies of a warp, at the end: a CTA's shared memory must outlive them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -54,11 +54,13 @@ class Accumulator(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """The boxes of a group of four warps, which are the epilogue of one tile: their address in shared memory,
-    aligned to 1024 bytes, and the number of a named barrier of their 128 threads."""
+    """A group of four warps, which are the epilogue of one tile, in shared memory: the address of its boxes,
+    aligned to 1024 bytes, the number of a named barrier of its 128 threads, and the address of the words that
+    its threads have there."""
 
     boxes: Int32
     barrier: Int32
+    words: Any = None
 
 
 def output(matrix: cute.Tensor, columns: int = BOX_ROWS) -> Output:
