@@ -73,12 +73,12 @@ def plan(
 
 
 def grouped(columns: int, most: int, clusters: int) -> int:
-    """Columns of a group: all, if these are at most `most`; or at least half of that, a number that divides
+    """Columns of a group: all, if these are at most `most`; or the most, from half of that on, that divide
     the clusters, which then are at the same rows of the weight all the time; or in equal groups."""
     if columns <= most:
         return columns
     even = ceil_div(columns, ceil_div(columns, most))
-    return next((each for each in range(ceil_div(most, 2), most + 1) if clusters % each == 0), even)
+    return next((each for each in range(most, max(1, (most - 1) // 2), -1) if clusters % each == 0), even)
 
 
 def spare_bytes(n: int, kept: int, limits: Limits, reserved: int) -> int:
