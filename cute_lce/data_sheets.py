@@ -23,8 +23,9 @@ class DataSheet:
     gpu: its name; of those with several forms, SXM's. flops: dense bf16 FLOP/s. memory: bytes/s. sms: those
         that go with them. l2: bytes, as the driver reports them.
     panel: bytes of rows of H that stay in L2 while the vocabulary streams past, in a forward: each half of
-        the SMs has a half of L2, which the windows in flight want too. panel_beside: the same of clusters
-        with tiles of tokens side by side; panel_of_plain: of the backward's GEMMs, for their B.
+        the SMs has a half of L2, which the windows in flight want too. panel_of_all: the same of a call whose
+        tokens have no more. panel_beside: of clusters with tiles of tokens side by side; panel_of_plain: of
+        the backward's GEMMs, for their B.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
         tokens side by side. beside_keeping: the same where 16-bit results are stored. beside_sliced: the same
         of the gradients' GEMMs, with operands that come in slices of 64 columns, since their rows are not
@@ -44,6 +45,7 @@ class DataSheet:
     sms: int
     l2: int
     panel: int
+    panel_of_all: int
     panel_beside: int
     panel_of_plain: int
     l2_bytes_per_clock: float
@@ -63,6 +65,7 @@ H200 = DataSheet(
     sms=132,
     l2=60 * MIB,
     panel=22 * MIB,
+    panel_of_all=22 * MIB,
     panel_beside=22 * MIB,
     panel_of_plain=22 * MIB,
     l2_bytes_per_clock=43,
@@ -80,7 +83,8 @@ H100 = DataSheet(
     memory=3.35e12,
     sms=132,
     l2=50 * MIB,
-    panel=30 * MIB,
+    panel=22 * MIB,
+    panel_of_all=30 * MIB,
     panel_beside=5 * MIB,
     panel_of_plain=12 * MIB,
     l2_bytes_per_clock=36.5,
@@ -99,6 +103,7 @@ B200 = DataSheet(
     sms=148,
     l2=126 * MIB,
     panel=55 * MIB,
+    panel_of_all=55 * MIB,
     panel_beside=55 * MIB,
     panel_of_plain=55 * MIB,
     l2_bytes_per_clock=72,

@@ -144,7 +144,9 @@ class Gemm:
             {name: moved / (self.rates.l2 if alone else rate) for name, rate in self.rates.beside.items()}
             for moved in (loaded, own_m * own_n)
         )
-        self._panel = gpu.sheet.panel_beside if config.cluster_n > 1 else gpu.sheet.panel
+        sheet, beside = gpu.sheet, config.cluster_n > 1
+        self._panel = sheet.panel_beside if beside else sheet.panel
+        self._panel_of_all = sheet.panel_beside if beside else sheet.panel_of_all
         self._again = gpu.sheet.again
         self._held = int(SCATTERED_SHARE * gpu.sheet.l2)
         # Of what a k tile loads, the weight's part.
@@ -188,7 +190,7 @@ class Gemm:
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
-        return self.tile(d, epilogue, min(columns, self.group(d)))
+        return self.tile(d, epilogue, min(columns, self.group(d, columns)))
 
     def _tile(self, depth: int, epilogue: Epilogue, sharing: int) -> float:
         config, depth = self.config, self._depth(depth)
@@ -215,20 +217,23 @@ class Gemm:
         resumed = min(max(depth - held, 0) * self._mma, RESUMED_CLOCKS)
         return self.config.tile_n * epilogue.exposed + resumed
 
-    def group(self, d: int) -> int:
-        """Columns of a forward's tiles whose tokens stay in L2 while the vocabulary streams past, at least
-        LEAST_GROUP."""
+    def group(self, d: int, columns: int) -> int:
+        """Of a forward's columns of tiles those whose tokens stay in L2 while the vocabulary streams past, at
+        least LEAST_GROUP."""
+        if 2 * d * self.columns * columns <= self._panel_of_all:
+            return columns
         return max(LEAST_GROUP, self._panel // (2 * d * self.columns))
 
-    def most_at_once(self, d: int) -> int:
+    def most_at_once(self, d: int, columns: int) -> int:
         """The most columns of a forward's tiles that may be computed at once. If there are fewer windows than
         clusters for each column of a group, other clusters are in the next groups already."""
         held = self._held // (2 * d * self.columns)
-        return max(self.group(d), min(SCATTERED_GROUPS * self.group(d), held))
+        group = self.group(d, columns)
+        return max(group, min(SCATTERED_GROUPS * group, held))
 
     def scattered(self, d: int, columns: int, windows: int, tiles: int) -> float:
         """Times a forward's tiles take longer because they are scattered (`is_scattered`)."""
-        most = self.most_at_once(d)
+        most = self.most_at_once(d, columns)
         return SCATTERED if is_scattered(columns, windows, tiles, self.clusters, most) else 1.0
 
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
@@ -249,7 +254,7 @@ class Gemm:
 
     def read_again(self, d: int, vocab: int, columns: int) -> float:
         """Clocks that a forward's groups of columns cost beside the first, each of which reads the weight."""
-        return self._again * (-(-columns // self.group(d)) - 1) * 2 * vocab * d / self.rates.read
+        return self._again * (-(-columns // self.group(d, columns)) - 1) * 2 * vocab * d / self.rates.read
 
     def sums(self, n: int, d: int, stripes: int, splits: int) -> int:
         """Clocks of dinput's fp32 sums: of every stripe's pass over them, and of adding up the splits, which

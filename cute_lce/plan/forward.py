@@ -63,7 +63,7 @@ def plan(
             windows=windows,
             tiles_per_window=tiles_per_window,
             splits=1,
-            group=grouped(columns, gemm.group(d), gemm.clusters),
+            group=grouped(columns, gemm.group(d, columns), gemm.clusters),
             clusters=max(1, min(gemm.clusters, columns * windows)),
             paced=int(is_paced(gpu, config, vocab, n, d)),
         ),
@@ -99,7 +99,7 @@ def choices(gemm: Gemm, n: int, d: int, vocab: int, kept: int) -> list[tuple[int
             ceil_div(vocab, gemm.rows),
             ceil_div(n, gemm.columns),
             gemm.partials,
-            gemm.most_at_once(d),
+            gemm.most_at_once(d, ceil_div(n, gemm.columns)),
         )
         if 8 * n * partials <= PARTIAL_BYTES or length * gemm.rows >= vocab
     ]
