@@ -23,9 +23,9 @@ class DataSheet:
     gpu: its name; of those with several forms, SXM's. flops: dense bf16 FLOP/s. memory: bytes/s. sms: those
         that go with them. l2: bytes, as the driver reports them.
     panel: bytes of rows of H that stay in L2 while the vocabulary streams past, in a forward: each half of
-        the SMs has a half of L2, which the windows in flight want too. panel_of_all: the same of a call whose
-        tokens have no more. panel_beside: of clusters with tiles of tokens side by side; panel_of_plain: of
-        the backward's GEMMs, for their B.
+        the SMs has a half of L2, which the windows in flight want too. panel_of_all: the most bytes of
+        tokens that are one group. panel_beside: both, of clusters with tiles of tokens side by side.
+        panel_of_plain: of the backward's GEMMs, for their B.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
         tokens side by side. beside_keeping: the same where 16-bit results are stored. beside_sliced: the same
         of the gradients' GEMMs, with operands that come in slices of 64 columns, since their rows are not

@@ -47,9 +47,9 @@ LAUNCH_CLOCKS = 9400
 LEAST_GROUP = 2
 """Columns of tiles that share a forward's window even if they do not fit L2: one would share it with none."""
 SCATTERED, SCATTERED_GROUPS, SCATTERED_SHARE = 1.5, 2, 0.75
-"""Times a forward's tiles take where more columns than those of so many groups, or than as much of L2 holds,
-are computed at once. Of h200_kernels.json's forwards, those with 66 columns of 192 tokens at once, 182 MB,
-took 1.53 times the prediction without this factor, those with up to 36 MB 0.96 to 1.05 times."""
+"""Times a forward's tiles take where more columns than those of so many groups, or than this share of L2
+holds (a guess), are computed at once. Of h200_kernels.json's forwards, those with 66 columns of 192 tokens
+at once, 182 MB, took 1.53 times the prediction without this factor, those with up to 36 MB 0.96 to 1.05."""
 PARTIAL_CLOCKS = 18
 """What the combine kernel takes for a partial of up to 8192 rows."""
 SUMMED_PER_CLOCK = 160
@@ -221,12 +221,13 @@ class Gemm:
         """Of a forward's columns of tiles those whose tokens stay in L2 while the vocabulary streams past, at
         least LEAST_GROUP."""
         if 2 * d * self.columns * columns <= self._panel_of_all:
-            return columns
+            return max(1, columns)
         return max(LEAST_GROUP, self._panel // (2 * d * self.columns))
 
     def most_at_once(self, d: int, columns: int) -> int:
-        """The most columns of a forward's tiles that may be computed at once. If there are fewer windows than
-        clusters for each column of a group, other clusters are in the next groups already."""
+        """The most columns of a forward's tiles that may be computed at once: SCATTERED_GROUPS groups, or
+        what SCATTERED_SHARE of L2 holds. If there are fewer windows than clusters for each column of a group,
+        other clusters are in the next groups already."""
         held = self._held // (2 * d * self.columns)
         group = self.group(d, columns)
         return max(group, min(SCATTERED_GROUPS * group, held))

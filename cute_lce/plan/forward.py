@@ -73,12 +73,16 @@ def plan(
 
 
 def grouped(columns: int, most: int, clusters: int) -> int:
-    """Columns of a group: all, if these are at most `most`; or the most, from half of that on, that divide
-    the clusters, which then are at the same rows of the weight all the time; or in equal groups."""
+    """Columns of a group: all, if these are at most `most`. Else, from half of that on, the largest divisor
+    of the clusters, which then are at the same rows of the weight all the time, if what is left over for the
+    last group is none or at least half of one; and without such a divisor, groups are equal."""
     if columns <= most:
-        return columns
-    even = ceil_div(columns, ceil_div(columns, most))
-    return next((each for each in range(most, max(1, (most - 1) // 2), -1) if clusters % each == 0), even)
+        return max(1, columns)
+    for each in range(most, max(1, (most - 1) // 2), -1):
+        left = columns % each
+        if clusters % each == 0 and (not left or 2 * left >= each):
+            return each
+    return ceil_div(columns, ceil_div(columns, most))
 
 
 def spare_bytes(n: int, kept: int, limits: Limits, reserved: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
+from cute_lce.arch import ARCHITECTURES, EVICT_FIRST, Gpu, KernelConfig, architecture
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key
 from tests.compiled import cubin
 
@@ -127,6 +127,19 @@ hoppers_backwards = named(each for each in PASSES if (each.arch, each.which) == 
 @named(PASSES, SPILLS)
 def test_no_spill_and_no_local_memory(each: Pass):
     cubin.check_no_local_memory(each.key)
+
+
+@every_pass
+def test_the_weight_streams_only_where_stores_do(each: Pass):
+    """A's loads have the L2 policy evict-first beside stores that have it, dweight's; beside plain stores its
+    lines would leave L2 before all clusters that share them have read them."""
+    for kernel, is_dweight in zip(each.gemms, (False, False, True), strict=False):
+        policies = kernel.ptx_of(r"cp\.async\.bulk\.tensor[^;]*mbarrier[^;]*, (%rd\d+);")
+        # In order: A's slices, then B's.
+        found = [each for policy in policies for each in kernel.ptx_of(rf"mov\.b64 \s*{policy}, (\d+);")]
+        assert len(found) == len(policies) > 1
+        assert (found[0], found[-1]) == (str(EVICT_FIRST) if is_dweight else "0", "0"), kernel.name
+        assert is_dweight or set(found) == {"0"}, kernel.name
 
 
 @pytest.mark.emulator_full

@@ -182,8 +182,7 @@ def tile_clocks(gpu: Gpu, kind: str, n: int, d: int, vocab: int, config: KernelC
     gemm = cost.Gemm(gpu, config, n * d * vocab)
     if kind == "forward":
         columns = ceil_div(n, gemm.columns)
-        again = gemm.read_again(d, vocab, columns) * gemm.clusters / vocab
-        return columns * gemm.of_forward(d, cost.STATISTICS, columns) / gemm.rows + again
+        return columns * gemm.of_forward(d, cost.STATISTICS, columns) / gemm.rows
     if kind == "dinput":
         return gemm.clocks(d, n, vocab, cost.DINPUT)
     return gemm.clocks(vocab, d, n, cost.DWEIGHT)

@@ -13,8 +13,8 @@ epilogue that `stores` does so (store.py); the mainloop drains them at its end. 
 window's share that the warps which share these tiles have seen; an epilogue whose warps have results of their
 own numbers these itself. One with `scarce_registers` has many values alive beside `frag`: Hopper's mainloop
 then multiplies the first k tile apart (gemm_sm90.py), which frees each element's register after its last use,
-but makes tiles of few k tiles up to 4% slower where an epilogue only stores them. Beside one that `streams`,
-since it stores nothing or stores with the same policy, A has the L2 policy evict-first. `words` are 32-bit
+but makes tiles of few k tiles up to 4% slower where an epilogue only stores them. If one `streams`, since it
+stores nothing or stores with the L2 policy evict-first, A is loaded with that policy. `words` are 32-bit
 words of shared memory that each thread of an epilogue has for itself.
 
 In the GEMMs of logits columns are tokens and rows classes, in dhidden's columns are tokens and rows features,

@@ -26,13 +26,13 @@ class KeepLogitsEpilogue:
     stores = True
     streams = False
     scarce_registers = True
-    words = 0
 
     def __init__(self, fragment: Fragment, warps: int):
         if len(fragment.rows) != 4:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
         self.forward = ForwardEpilogue(fragment, warps)
+        self.words = self.forward.words
 
     @cute.jit
     def begin(self, tensors: KeepLogitsTensors, column: Int32, staging: Staging) -> ForwardState:

@@ -32,6 +32,7 @@ from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
 IN_REGISTERS = 192
+"""Columns of the widest tiles whose maxima, sums and bases stay in registers."""
 
 
 class ForwardTensors(NamedTuple):

@@ -56,7 +56,7 @@ class Accumulator(NamedTuple):
 class Staging(NamedTuple):
     """A group of four warps, which are the epilogue of one tile, in shared memory: the address of its boxes,
     aligned to 1024 bytes, the number of a named barrier of its 128 threads, and the address of the words that
-    its threads have there."""
+    its threads have there; None where its epilogue has none."""
 
     boxes: Int32
     barrier: Int32
