@@ -342,8 +342,8 @@ def test_topk_in_slabs(arch, dtype, monkeypatch):
 def test_numbers_of_tiles_between(monkeypatch, seed):
     """Of widths that forwards alone have, multiples of 8 tokens: ids' blocks of 16 lie in two tiles."""
     row = architecture("sm_90a")
-    between = next(config for config in row.forward_configs if config.tile_n % 16)
-    tile = replace(between, tile_n=(24, 40)[seed % 2], stages=3)
+    beside = next(config for config in row.forward_configs if config.cluster_n == 2)
+    tile = replace(beside, tile_n=(24, 40)[seed % 2], stages=3)
     monkeypatch.setattr(forward_plans, "choose_config", lambda *_: tile)
     forget_plans()
     case = ignoring(random_case(90 + seed, 40, 330, BF16, scale=4.0, seed=seed))
