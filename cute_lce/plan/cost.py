@@ -70,6 +70,19 @@ def _longer(one: float, other: float, power: int = TOGETHER) -> float:
     return most * (1 + (min(one, other) / most) ** power) ** (1 / power)
 
 
+def grouped(columns: int, most: int, clusters: int) -> int:
+    """Columns of a group: all, if these are at most `most`. Else, from half of that on, the largest divisor
+    of the clusters, which then are at the same rows of the weight all the time, if what is left over for the
+    last group is none or at least half of one; and without such a divisor, groups are equal."""
+    if columns <= most:
+        return max(1, columns)
+    for each in range(most, max(1, (most - 1) // 2), -1):
+        left = columns % each
+        if clusters % each == 0 and (not left or 2 * left >= each):
+            return each
+    return ceil_div(columns, ceil_div(columns, most))
+
+
 class Epilogue(NamedTuple):
     """clocks: of a tile, for each of its columns; scarce: where more than SCARCE_REGISTERS of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
@@ -190,7 +203,7 @@ class Gemm:
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
-        return self.tile(d, epilogue, min(columns, self.group(d, columns)))
+        return self.tile(d, epilogue, min(columns, self._fitting(d, columns)))
 
     def _tile(self, depth: int, epilogue: Epilogue, sharing: int) -> float:
         config, depth = self.config, self._depth(depth)
@@ -218,8 +231,12 @@ class Gemm:
         return self.config.tile_n * epilogue.exposed + resumed
 
     def group(self, d: int, columns: int) -> int:
+        """Of a forward's columns of tiles those of a group."""
+        return grouped(columns, self._fitting(d, columns), self.clusters)
+
+    def _fitting(self, d: int, columns: int) -> int:
         """Of a forward's columns of tiles those whose tokens stay in L2 while the vocabulary streams past, at
-        least LEAST_GROUP."""
+        least LEAST_GROUP. What groups cost is fitted to these numbers; `group` has at least half of them."""
         if 2 * d * self.columns * columns <= self._panel_of_all:
             return max(1, columns)
         return max(LEAST_GROUP, self._panel // (2 * d * self.columns))
@@ -255,7 +272,7 @@ class Gemm:
 
     def read_again(self, d: int, vocab: int, columns: int) -> float:
         """Clocks that a forward's groups of columns cost beside the first, each of which reads the weight."""
-        return self._again * (-(-columns // self.group(d, columns)) - 1) * 2 * vocab * d / self.rates.read
+        return self._again * (-(-columns // self._fitting(d, columns)) - 1) * 2 * vocab * d / self.rates.read
 
     def sums(self, n: int, d: int, stripes: int, splits: int) -> int:
         """Clocks of dinput's fp32 sums: of every stripe's pass over them, and of adding up the splits, which

@@ -63,26 +63,13 @@ def plan(
             windows=windows,
             tiles_per_window=tiles_per_window,
             splits=1,
-            group=grouped(columns, gemm.group(d, columns), gemm.clusters),
+            group=gemm.group(d, columns),
             clusters=max(1, min(gemm.clusters, columns * windows)),
             paced=int(is_paced(gpu, config, vocab, n, d)),
         ),
         rounds=ceil_div(columns * windows, gemm.clusters) * tiles_per_window,
         ideal_rounds=columns * tiles / gemm.clusters,
     )
-
-
-def grouped(columns: int, most: int, clusters: int) -> int:
-    """Columns of a group: all, if these are at most `most`. Else, from half of that on, the largest divisor
-    of the clusters, which then are at the same rows of the weight all the time, if what is left over for the
-    last group is none or at least half of one; and without such a divisor, groups are equal."""
-    if columns <= most:
-        return max(1, columns)
-    for each in range(most, max(1, (most - 1) // 2), -1):
-        left = columns % each
-        if clusters % each == 0 and (not left or 2 * left >= each):
-            return each
-    return ceil_div(columns, ceil_div(columns, most))
 
 
 def spare_bytes(n: int, kept: int, limits: Limits, reserved: int) -> int:

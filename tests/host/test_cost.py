@@ -200,7 +200,7 @@ def test_tiles_of_a_gpu_are_nearly_its_fastest(model: str):
         chosen = min(some, key=lambda config: tile_clocks(gpu, *each, config))
         slower.append(some[chosen] / min(some.values()))
         assert len(some) > 2
-    assert len(slower) >= 6
+    assert len(slower) >= (10 if model == "H200" else 6)
     assert sum(slower) / len(slower) <= 1.01
     assert max(slower) <= 1.05
 
