@@ -350,10 +350,10 @@ class GradientOperands(NamedTuple):
     """The operands of a stripe's gradient GEMMs, and the factors of their products.
 
     dlogits (n, columns) in the operands' dtype, rows of `pitch` elements: written, or what was kept.
-    factor fp32 (n,): multiplies the rows of dlogits @ weight; 0: ones. hidden (n, d), rows of hidden_pitch
-    elements: multiplied by dlogits.T. weight_factor, one fp32: multiplies dlogits.T @ hidden; 0: one.
-    kept_scale (n,) fp32: of a kept stripe; 0: the stripe is recomputed. scales: whether factor, hidden and
-    weight_factor are written first (0 or 1; kernels/scale.py).
+    factor fp32 (n,): multiplies the rows of dlogits @ weight; 0: ones, and hidden holds no factors either.
+    hidden (n, d), rows of hidden_pitch elements: multiplied by dlogits.T. weight_factor, one fp32: multiplies
+    dlogits.T @ hidden; 0: one. kept_scale (n,) fp32: of a kept stripe; 0: the stripe is recomputed. scales:
+    whether factor, hidden and weight_factor are written first (0 or 1; kernels/scale.py).
     """
 
     dlogits: Address

@@ -27,9 +27,9 @@ class DataSheet:
         tokens that are one group. panel_beside: both, of clusters with tiles of tokens side by side.
         panel_of_plain: of the backward's GEMMs, for their B.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
-        tokens side by side. beside_keeping: the same where 16-bit results are stored. beside_sliced: the same
-        of the gradients' GEMMs, with operands that come in slices of 64 columns, since their rows are not
-        along k.
+        tokens side by side. beside_keeping: the same in a forward that stores 16-bit results, and
+        beside_dlogits, of one tile after another in a backward. beside_sliced: the same of the gradients'
+        GEMMs, with operands that come in slices of 64 columns, since their rows are not along k.
     missed: what a forward's loads of the weight take longer, as a share of their time in L2, since one of the
         clusters that share them waits for DRAM: this over the number of these clusters.
     again: of DRAM's time for the weight, what each further group of columns that reads it in a forward takes:
@@ -51,6 +51,7 @@ class DataSheet:
     l2_bytes_per_clock: float
     beside: float
     beside_keeping: float
+    beside_dlogits: float
     beside_sliced: float
     missed: float
     again: float
@@ -71,11 +72,12 @@ H200 = DataSheet(
     l2_bytes_per_clock=43,
     beside=43,
     beside_keeping=43,
+    beside_dlogits=43,
     beside_sliced=43,
     missed=0.0,
     again=0.0,
     write_share=0.65,
-    sustained=0.847,
+    sustained=0.87,
 )
 H100 = DataSheet(
     gpu="H100",
@@ -90,6 +92,7 @@ H100 = DataSheet(
     l2_bytes_per_clock=36.5,
     beside=45,
     beside_keeping=43,
+    beside_dlogits=40,
     beside_sliced=37.5,
     missed=0.08,
     again=0.05,
@@ -109,6 +112,7 @@ B200 = DataSheet(
     l2_bytes_per_clock=72,
     beside=72,
     beside_keeping=72,
+    beside_dlogits=72,
     beside_sliced=72,
     missed=0.0,
     again=0.0,

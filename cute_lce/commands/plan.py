@@ -217,7 +217,7 @@ def _show_prediction(
     bounds: dict[str, str] = {}
     for each, tall in [*((c.stripe, c.tokens) for c in chosen.chunks), *((s, n) for s in chosen.stripes)]:
         if each.first >= chosen.kept:
-            bounds.setdefault("logits", gemms.tokens.bound(each.columns, tall, d, cost.EXPONENTIALS))
+            bounds.setdefault("logits", gemms.tokens.bound(each.columns, tall, d, cost.DLOGITS))
         if problem.need_dinput:
             splits = each.dhidden.splits
             epilogue = cost.dinput_epilogue(splits)

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_lce.arch import EVICT_FIRST, WARPGROUP, KernelConfig
 from cute_lce.arguments import COMPUTED_ROWS, GemmPlan
 from cute_lce.kernels import schedule
-from cute_lce.kernels.rows import Compacted, computed
+from cute_lce.kernels.rows import Compacted, computed, is_whole
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
@@ -23,12 +23,14 @@ class Operand(NamedTuple):
     """A or B, as the launch passes it to the kernel.
 
     tma: the copy of a tile. coords: the matrix, (m or n, k), as TMA's coordinates. slots: the layout of the
-    ring's slots in shared memory; its last mode is the stages.
+    ring's slots in shared memory; its last mode is the stages. given: the copy of a tile of another matrix of
+    its size, which is read instead if no token is ignored; None: there is none.
     """
 
     tma: cute.CopyAtom
     coords: cute.Tensor
     slots: cute.ComposedLayout
+    given: Any = None
 
     def shared(self, field) -> cute.Tensor:
         """The slots in their field of the kernel's storage."""
@@ -39,13 +41,14 @@ class Stream(NamedTuple):
     """A or B, as the load warp sees it.
 
     tiles: ((tile bytes), tiles, k tiles) in global memory. slots: ((tile bytes), stages) in shared memory.
-    mask: the CTAs that receive what this one loads; None without multicast.
+    mask: the CTAs that receive what this one loads; None without multicast. given: Operand's.
     """
 
     tma: cute.CopyAtom
     tiles: cute.Tensor
     slots: cute.Tensor
     mask: Any
+    given: Any
 
 
 class Runs(NamedTuple):
@@ -93,7 +96,7 @@ class Gemm:
 
     A mainloop is a subclass that defines the movement of data: the operands' layouts in shared memory, the
     pipelines, the other warp roles. It has `threads`, the threads of a CTA, and defines
-        operands(a, b)  (tiled MMA, Operand of A, Operand of B)
+        operands(a, b, given)  (tiled MMA, Operand of A, Operand of B); given: as in __call__
         barriers        its shared memory besides the ring's barriers and slots, field -> type
         kernel(...)     the kernel, one of whose warps runs `load`
     """
@@ -131,11 +134,14 @@ class Gemm:
         tokens: Compacted,
         stream: cuda.CUstream,
         early: Boolean | bool = True,
+        given: cute.Tensor | None = None,  # (n, k)
     ):
         """Launch grid.clusters clusters. tensors: what the epilogue reads and writes. early: by programmatic
-        dependent launch: CTAs take SMs as those of the launch before leave them."""
+        dependent launch: CTAs take SMs as those of the launch before leave them. given: B in the order of the
+        operands' tokens, where b is in compacted order: what is read if no token is ignored, since then
+        nobody has copied it to b."""
         config = self.config
-        tiled_mma, operand_a, operand_b = self.operands(a, b)
+        tiled_mma, operand_a, operand_b = self.operands(a, b, given)
         self.storage = self.storage_of(a.element_type, operand_a.slots.outer, operand_b.slots.outer)
         depth = cute.ceil_div(cute.size(a, mode=[1]), config.tile_k)
         self.kernel(
@@ -243,12 +249,13 @@ class Gemm:
             cute.group_modes(tiles, 0, modes),
         )
         mask = cute.make_layout_image_mask(self.cluster_layout(), coord, mode=along) if parts > 1 else None
-        return Stream(operand.tma, source, shared, mask)
+        return Stream(operand.tma, source, shared, mask, operand.given)
 
     @cute.jit
-    def load(self, a: Stream, b: Stream, ring, coord, progress, runs: Runs):
+    def load(self, a: Stream, b: Stream, ring, coord, progress, runs: Runs, tokens: Compacted):
         """Load warp: this CTA's part of the k tiles of A and B of every tile of every run, into the ring."""
         config = self.config
+        whole = cute.arch.make_warp_uniform(Int32(is_whole(tokens)))
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord)
         paces = runs.paced != 0 and coord[0] + coord[1] + coord[2] == 0
@@ -270,8 +277,13 @@ class Gemm:
                                 seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
-                    _copy(a, m_tile, shallowest + k, slot.index, full, self.epilogue.streams)
-                    _copy(b, n_tile, shallowest + k, slot.index, full, False)
+                    _copy(a.tma, a, m_tile, shallowest + k, slot.index, full, self.epilogue.streams)
+                    if cutlass.const_expr(b.given is None):
+                        _copy(b.tma, b, n_tile, shallowest + k, slot.index, full, False)
+                    elif whole != 0:
+                        _copy(b.given, b, n_tile, shallowest + k, slot.index, full, False)
+                    else:
+                        _copy(b.tma, b, n_tile, shallowest + k, slot.index, full, False)
                     slot.advance()
         if cutlass.const_expr(config.pace > 0):
             if paces:
@@ -283,18 +295,18 @@ class Gemm:
 
 
 @cute.jit
-def _copy(operand: Stream, tile: Int32, k: Int32, slot: Int32, full, streams: cutlass.Constexpr[bool]):
-    """Start the copy of an operand's k tile to its slot. streams: with the L2 policy evict-first."""
+def _copy(tma, operand: Stream, tile: Int32, k: Int32, slot: Int32, full, streams: cutlass.Constexpr[bool]):
+    """Start the copy `tma` of an operand's k tile to its slot. streams: with the L2 policy evict-first."""
     source, target = operand.tiles[None, tile, k], operand.slots[None, slot]
     if cutlass.const_expr(streams):
         cute.copy(
-            *(operand.tma, source, target),
+            *(tma, source, target),
             tma_bar_ptr=full,
             mcast_mask=operand.mask,
             cache_policy=cutlass.Int64(EVICT_FIRST),
         )
     else:
-        cute.copy(operand.tma, source, target, tma_bar_ptr=full, mcast_mask=operand.mask)
+        cute.copy(tma, source, target, tma_bar_ptr=full, mcast_mask=operand.mask)
 
 
 @cute.jit

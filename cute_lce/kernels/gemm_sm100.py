@@ -112,7 +112,7 @@ class GemmSm100(gemm.Gemm):
             "tmem": cutlass.Int32,
         }
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor):
+    def operands(self, a: cute.Tensor, b: cute.Tensor, given: cute.Tensor | None = None):
         config, dtype = self.config, a.element_type
         tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
             dtype,
@@ -134,15 +134,20 @@ class GemmSm100(gemm.Gemm):
             tiled_mma,
             self.cluster_layout().shape,
         )
-        tma_b, mB = cute.nvgpu.make_tiled_tma_atom_B(
-            blackwell_helpers.cluster_shape_to_tma_atom_B(self.cluster, tiled_mma.thr_id),
-            b,
-            cute.slice_(b_smem, (None, None, None, 0)),
-            self.tile,
-            tiled_mma,
-            self.cluster_layout().shape,
+        (tma_b, mB), *others = (
+            cute.nvgpu.make_tiled_tma_atom_B(
+                blackwell_helpers.cluster_shape_to_tma_atom_B(self.cluster, tiled_mma.thr_id),
+                matrix,
+                cute.slice_(b_smem, (None, None, None, 0)),
+                self.tile,
+                tiled_mma,
+                self.cluster_layout().shape,
+            )
+            for matrix in (b, given)
+            if matrix is not None
         )
-        return tiled_mma, gemm.Operand(tma_a, mA, a_smem), gemm.Operand(tma_b, mB, b_smem)
+        operand_b = gemm.Operand(tma_b, mB, b_smem, others[0][0] if others else None)
+        return tiled_mma, gemm.Operand(tma_a, mA, a_smem), operand_b
 
     @cute.kernel
     def kernel(
@@ -162,6 +167,8 @@ class GemmSm100(gemm.Gemm):
         if warp == LOAD_WARP:
             cpasync.prefetch_descriptor(a.tma)
             cpasync.prefetch_descriptor(b.tma)
+            if cutlass.const_expr(b.given is not None):
+                cpasync.prefetch_descriptor(b.given)
 
         cluster_vmnk, coord = self.cluster_layout(), self.coordinate()
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
@@ -207,6 +214,7 @@ class GemmSm100(gemm.Gemm):
                 coord,
                 progress,
                 runs,
+                tokens,
             )
         if warp == MMA_WARP:
             tmem.wait_for_alloc()

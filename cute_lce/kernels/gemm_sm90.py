@@ -80,7 +80,7 @@ class GemmSm90(gemm.Gemm):
         self.turns = config.turns
         self.load_registers, self.mma_registers = WARPGROUP_REGISTERS[config.warpgroups]
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor):
+    def operands(self, a: cute.Tensor, b: cute.Tensor, given: cute.Tensor | None = None):
         config, dtype = self.config, a.element_type
         a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
@@ -95,11 +95,11 @@ class GemmSm90(gemm.Gemm):
         # ((8, tile / 8), (64, 1), stages) with the 128-byte swizzle
         a_smem = hopper_helpers.make_smem_layout_a(a_layout, self.tile, dtype, config.stages)
         b_smem = hopper_helpers.make_smem_layout_b(b_layout, self.tile, dtype, config.stages)
-        return (
-            tiled_mma,
-            _operand(a, a_smem, (config.tile_m, config.tile_k), config.cluster_n),
-            _operand(b, b_smem, (config.tile_n, config.tile_k), config.cluster_m),
-        )
+        tile_b = config.tile_n, config.tile_k
+        operand_b = _operand(b, b_smem, tile_b, config.cluster_m)
+        if given is not None:
+            operand_b = operand_b._replace(given=_operand(given, b_smem, tile_b, config.cluster_m).tma)
+        return tiled_mma, _operand(a, a_smem, (config.tile_m, config.tile_k), config.cluster_n), operand_b
 
     @cute.kernel
     def kernel(
@@ -121,6 +121,8 @@ class GemmSm90(gemm.Gemm):
         if warp == 0:
             cpasync.prefetch_descriptor(a.tma)
             cpasync.prefetch_descriptor(b.tma)
+            if cutlass.const_expr(b.given is not None):
+                cpasync.prefetch_descriptor(b.given)
 
         coord = self.coordinate()
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
@@ -151,6 +153,7 @@ class GemmSm90(gemm.Gemm):
                     coord,
                     progress,
                     runs,
+                    tokens,
                 )
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)

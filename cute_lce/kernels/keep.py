@@ -114,10 +114,12 @@ class References:
             count = 1 + self.kept.samples
             totals = cute.make_rmem_tensor(count, Float32)
             totals.fill(0.0)
+            # An ignored row is not read.
+            token, valid = origin(tokens, row), Int64(target[row]) != loss.ignore_index
             chunks = cute.size(hidden, mode=[1]) // 8
             classes = [(weight, self._class(k, index, vocab)) for k in range(count)]
             for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
-                a, *b = load_chunks([(hidden, row), *classes], chunk, chunks, True)
+                a, *b = load_chunks([(hidden, token), *classes], chunk, chunks, valid)
                 for k in cutlass.range_constexpr(count):
                     for i in cutlass.range_constexpr(8 * AT_ONCE):
                         totals[k] += a[i].to(Float32) * b[k][i].to(Float32)

@@ -1,6 +1,7 @@
 """Compaction of tokens, so that GEMMs compute the valid ones alone: who is where, and copies in that order.
 
-Compacted, the valid tokens come first, in their order, and then the ignored ones, in theirs. A launch
+Compacted, the valid tokens come first, in their order, and then the ignored ones, in theirs. If none is
+ignored, that is the operands' order, and hidden states are not copied: GEMMs read the operands'. A launch
 computes the valid ones among its own, and as many ignored ones as fill a k tile of dweight's GEMM; the call's
 first launch at least one k tile. These are as any ignored row: their targets say so, and their hidden states
 are copied as zeros. What is behind them is computed only as part of a tile whose other rows are.
@@ -42,6 +43,15 @@ def computed(rows: Compacted) -> Int32:
     return found
 
 
+@cute.jit
+def is_whole(rows: Compacted) -> Boolean:
+    """Whether tokens are compacted and none of the call's is ignored."""
+    found = Boolean(False)
+    if rows.count.iterator.toint() != 0:
+        found = rows.count[0] == cute.size(rows.source)
+    return found
+
+
 def computed_of(rows: Compacted, valid: Int32) -> Int32:
     """The same, of so many valid tokens of the call."""
     least = Int32(cutlass.select_(rows.first == 0, Int32(1), Int32(0)))
@@ -62,9 +72,9 @@ class GatherTensors(NamedTuple):
     """Global memory that the compaction accesses.
 
     Read: target (n,); hidden (n, d), rows of 16 bytes; dloss (n,) fp32 with any stride, row_max and row_sum
-    (n,) fp32. ignore_index: of targets that are ignored. Written: see arguments.Rows; compacted hidden and
-    values unless they are at address 0, and so zeros in the rows of sums (n, d) of tokens that are ignored,
-    where the launch begins at token 0. sums None: a forward's.
+    (n,) fp32. ignore_index: of targets that are ignored. Written: see arguments.Rows; compacted hidden, if a
+    token is ignored, and values unless they are at address 0, and so zeros in the rows of sums (n, d) of
+    tokens that are ignored, where the launch begins at token 0. sums None: a forward's.
     """
 
     target: cute.Tensor
@@ -81,7 +91,8 @@ class GatherTensors(NamedTuple):
 
 
 class Gather:
-    """A block has a range of the tokens, and a warp every 16th of them. Moves 4 bytes an element of hidden.
+    """A block has a range of the tokens, and a warp every 16th of them. Moves 4 bytes an element of hidden if
+    a token is ignored.
 
     Timeline of a block of 512 threads: count the valid tokens of all and of those before the block's -> 32
     tokens at a time, every warp finds where they go, by a vote, and copies two of them. So an order exists
@@ -125,7 +136,8 @@ class Gather:
         rows = tensors.rows
         if begin == 0 and warp == 0 and lane == 0:
             rows.count[0] = total
-        most = computed_of(rows, total)
+        # Of these hidden states are copied.
+        most = Int32(cutlass.select_(total == n, Int32(0), computed_of(rows, total)))
         for first in cutlass.range(begin, cutlass.min(begin + each, n), LANES, unroll=1):
             own, valid = first + lane, Boolean(False)
             if own < n:
@@ -148,7 +160,8 @@ class Gather:
 
     @cute.jit
     def _move(self, tensors: GatherTensors, token: Int32, place: Int32, valid: Int32, most: Int32):
-        """What belongs to a token, to its place; by a warp. most: tokens of the launch that are computed."""
+        """What belongs to a token, to its place; by a warp. most: the launch's tokens whose hidden states are
+        copied."""
         lane = cute.arch.lane_idx()
         if lane == 0:
             tensors.rows.source[place] = token
@@ -181,7 +194,7 @@ class Copy:
         pdl.begin()
         rows = tensors.rows
         row = cute.arch.block_idx()[0] * COPY_WARPS + cute.arch.warp_idx()
-        if row < computed(rows):
+        if row < computed(rows) and not is_whole(rows):
             valid = Int32(rows.first + row < rows.count[0])
             _copy_row(tensors.hidden, origin(rows, row), valid, tensors.compacted_hidden, row)
 

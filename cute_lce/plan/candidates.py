@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..arch import Gpu
 from ..arguments import KEPT_TILE
-from .cost import DWEIGHT, EXPONENTIALS, Gemm, Gemms, chunk_clocks, gemm_of, split_clocks, stripe_clocks
+from .cost import DLOGITS, DWEIGHT, Gemm, Gemms, chunk_clocks, gemm_of, split_clocks, stripe_clocks
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -255,7 +255,7 @@ def _tokens(
         if not all_is_kept:
             if tokens.columns != dhidden.columns:
                 continue
-            clocks = tokens.clocks(vocab, n, d, EXPONENTIALS)
+            clocks = tokens.clocks(vocab, n, d, DLOGITS)
         if problem.need_dinput and not window:
             splits = faster_splits(dhidden, d, n, vocab)
         if problem.need_dinput:

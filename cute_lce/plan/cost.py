@@ -50,8 +50,13 @@ SCATTERED, SCATTERED_GROUPS, SCATTERED_SHARE = 1.5, 2, 0.75
 """Times a forward's tiles take where more columns than those of so many groups, or than this share of L2
 holds (a guess), are computed at once. Of h200_kernels.json's forwards, those with 66 columns of 192 tokens
 at once, 182 MB, took 1.53 times the prediction without this factor, those with up to 36 MB 0.96 to 1.05."""
-PARTIAL_CLOCKS = 18
-"""What the combine kernel takes for a partial of up to 8192 rows."""
+SPREAD = 1.03
+"""The same where more than a group is, but for tiles side by side, of which a group has two or three: an
+H200's 17 columns of 192 tokens at once instead of 11 took 1.04 times as long at (25047, 5120, 131072), and 22
+of 208 instead of 6 1.03 times at (31709, 4096, 128256)."""
+PARTIAL_CLOCKS, PARTIAL_SHARE = 18, 0.7
+"""What the combine kernel takes for a partial of up to 8192 rows; and the share of the rate at which DRAM is
+read at which partials are written and read."""
 SUMMED_PER_CLOCK = 160
 """Elements of the fp32 sum of dinput that a stripe reads and writes in a clock: 8 bytes each at half of
 DRAM's rate. An H100's estimate."""
@@ -100,18 +105,23 @@ RESUMED_CLOCKS = 2500
 """The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
 that it holds lose none."""
 SCARCE_REGISTERS = 160
-STATISTICS = Epilogue(65.0, 80.0, 0, exposed=5.6)
+STATISTICS = Epilogue(60.0, 55.0, 0, exposed=5.6)
+"""Those of the widest tiles are cheaper: what a thread would have in registers is in shared memory."""
 EXPONENTIALS = Epilogue(90.0, 126.0, 2, beside="beside_keeping")
-"""Of a forward that keeps, and of dlogits."""
+DLOGITS = EXPONENTIALS._replace(beside="beside_dlogits")
 DINPUT = Epilogue(60.0, 60.0, 2, beside="beside_sliced")
 SUMS = Epilogue(120.0, 120.0, 4, beside="beside_sliced")
 DWEIGHT = Epilogue(22.4, 22.4, 2, beside="beside_sliced")
 
 
-def is_scattered(columns: int, windows: int, tiles: int, clusters: int, most: int) -> bool:
-    """Whether clusters compute more than `most` columns of a forward's tiles at once, and read each column's
-    tokens again for every tile of a window. columns, tiles: of the call; windows: of a column."""
-    return min(columns, -(-clusters // windows)) > most and windows < tiles
+def scattering(columns: int, windows: int, tiles: int, clusters: int, group: int, most: int) -> float:
+    """Times a forward's tiles take longer because clusters compute more than `group` columns at once, or more
+    than `most`, and read each column's tokens again for every tile of a window. columns, tiles: of the call;
+    windows: of a column."""
+    at_once = min(columns, -(-clusters // windows))
+    if at_once <= group or windows >= tiles:
+        return 1.0
+    return SPREAD if at_once <= most else SCATTERED
 
 
 def dinput_epilogue(splits: int) -> Epilogue:
@@ -135,7 +145,7 @@ class Rates:
         self.read = READ_SHARE * sheet.memory / self.clock
         self.write = sheet.write_share * sheet.memory / self.clock
         self.l2 = sheet.l2_bytes_per_clock / slower
-        fields = "beside", "beside_keeping", "beside_sliced"
+        fields = "beside", "beside_keeping", "beside_dlogits", "beside_sliced"
         self.beside = {name: getattr(sheet, name) / slower for name in fields}
 
 
@@ -241,22 +251,23 @@ class Gemm:
             return max(1, columns)
         return max(LEAST_GROUP, self._panel // (2 * d * self.columns))
 
-    def most_at_once(self, d: int, columns: int) -> int:
-        """The most columns of a forward's tiles that may be computed at once: SCATTERED_GROUPS groups, or
-        what SCATTERED_SHARE of L2 holds. If there are fewer windows than clusters for each column of a group,
-        other clusters are in the next groups already."""
+    def at_once(self, d: int, columns: int) -> tuple[int, int]:
+        """Columns of a forward's tiles that may be computed at once: those that are as fast as one, and the
+        most: SCATTERED_GROUPS groups, or what SCATTERED_SHARE of L2 holds. If there are fewer windows than
+        clusters for each column of a group, other clusters are in the next groups already."""
         held = self._held // (2 * d * self.columns)
         group = self.group(d, columns)
-        return max(group, min(SCATTERED_GROUPS * group, held))
+        most = max(group, min(SCATTERED_GROUPS * group, held))
+        return most if self.config.cluster_n > 1 else group, most
 
     def scattered(self, d: int, columns: int, windows: int, tiles: int) -> float:
-        """Times a forward's tiles take longer because they are scattered (`is_scattered`)."""
-        most = self.most_at_once(d, columns)
-        return SCATTERED if is_scattered(columns, windows, tiles, self.clusters, most) else 1.0
+        """`scattering` of a forward with so many windows."""
+        return scattering(columns, windows, tiles, self.clusters, *self.at_once(d, columns))
 
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
         """Clocks of a forward. rounds: of tiles. partials: of a token. kept: columns that it keeps."""
         combined = LAUNCH_CLOCKS + PARTIAL_CLOCKS * partials * ceil_div(n, 8192)
+        combined += int(16 * n * partials / (PARTIAL_SHARE * self.rates.read))
         if kept:
             # The references, which read a row of each operand for every token, and the completion.
             combined += 2 * LAUNCH_CLOCKS + int(4 * n * d / self.rates.read)
@@ -346,7 +357,7 @@ def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_
     n, d = problem.n, problem.d
     total = LAUNCH_CLOCKS
     if not is_kept:
-        total += gemms.tokens.clocks(columns, n, d, EXPONENTIALS)
+        total += gemms.tokens.clocks(columns, n, d, DLOGITS)
     elif problem.keeps_logits:
         rates = gemms.tokens.rates
         total += int(2 * n * columns * (1 / rates.read + 1 / rates.write))
@@ -362,7 +373,7 @@ def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_
 def chunk_clocks(gemms: Gemms, problem: Problem, chunk: int, splits: int) -> int:
     """Clocks of dinput of a chunk of tokens, with the GEMM of their logits."""
     d, vocab = problem.d, problem.vocab
-    logits = gemms.tokens.clocks(vocab, chunk, d, EXPONENTIALS)
+    logits = gemms.tokens.clocks(vocab, chunk, d, DLOGITS)
     return 2 * LAUNCH_CLOCKS + logits + split_clocks(gemms.dhidden, d, chunk, vocab, splits)
 
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
-from .cost import EXPONENTIALS, STATISTICS, Gemm, is_scattered
+from .cost import EXPONENTIALS, STATISTICS, Gemm, gemm_of, scattering
 from .gemm import is_paced
 from .memory import DEFAULT_WORKSPACE, keeping_bytes, window_bytes
 from .plans import ForwardPlan
@@ -16,6 +16,8 @@ from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
 
 WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
+BETTER = 0.995
+"""Of the clocks of the best tiles without windows, what others take at most that are chosen for theirs."""
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
 
@@ -41,7 +43,7 @@ def plan(
     Raises ValueError if there are fewer SMs than one cluster needs.
     """
     config = config or choose_config(gpu, n, d, vocab, kept > 0, limits.window)
-    gemm = Gemm(gpu, config, n * d * vocab)
+    gemm = gemm_of(gpu, config, n * d * vocab)
     tiles = ceil_div(vocab, config.cluster_rows)
     columns = ceil_div(n, config.cluster_columns)
     spare = spare_bytes(n, kept, limits, reserved)
@@ -90,7 +92,7 @@ def choices(gemm: Gemm, n: int, d: int, vocab: int, kept: int) -> list[tuple[int
             ceil_div(vocab, gemm.rows),
             ceil_div(n, gemm.columns),
             gemm.partials,
-            gemm.most_at_once(d, ceil_div(n, gemm.columns)),
+            *gemm.at_once(d, ceil_div(n, gemm.columns)),
         )
         if 8 * n * partials <= PARTIAL_BYTES or length * gemm.rows >= vocab
     ]
@@ -104,15 +106,15 @@ def fastest(found: list[tuple[int, int, int]], spare: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _windows(
-    clusters: int, tiles: int, columns: int, partials: int, most_at_once: int
+    clusters: int, tiles: int, columns: int, partials: int, group: int, most: int
 ) -> list[tuple[int, int, int]]:
     """(partials of a token, rounds, tiles of a window), fewest partials first: each takes fewer rounds than
-    all before it that are scattered as it is, or are not. most_at_once: Gemm's."""
+    all before it that are scattered as it is. group, most: Gemm.at_once."""
     found, least = [], {}
     for length in reversed([*steps(tiles, WINDOW_STEPS)]):
         windows = -(-tiles // length)
         rounds = -(-columns * windows // clusters) * length
-        scattered = is_scattered(columns, windows, tiles, clusters, most_at_once)
+        scattered = scattering(columns, windows, tiles, clusters, group, most)
         if rounds < least.get(scattered, rounds + 1):
             found.append((windows * partials, rounds, length))
             least[scattered] = rounds
@@ -120,13 +122,28 @@ def _windows(
 
 
 def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> KernelConfig:
-    """The tiles with which a forward's GEMM takes the fewest clocks. Of equally fast ones two side by side,
-    which read the weight once, then the widest, or the narrowest of those that hold all tokens. window: as in
-    Limits."""
+    """The first tiles of `ranked`, or the second ones if a forward takes fewer clocks with them and their
+    windows. With windows that the caller gives, or tokens of one column, the first. window: as in Limits."""
+    first, *others = ranked(gpu, n, d, vocab, keeps, window)
+    if window or n <= first.cluster_columns or not others:
+        return first
+    kept = vocab if keeps else 0
+
+    def clocks(config: KernelConfig) -> int:
+        gemm = gemm_of(gpu, config, n * d * vocab)
+        return fastest(choices(gemm, n, d, vocab, kept), spare_bytes(n, kept, NO_LIMITS, 0))[0]
+
+    return others[0] if clocks(others[0]) < BETTER * clocks(first) else first
+
+
+def ranked(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> list[KernelConfig]:
+    """The tiles of a forward, those first with which its GEMM takes the fewest clocks if no cluster is idle.
+    Of equally fast ones two side by side, which read the weight once, then the widest, or the narrowest of
+    those that hold all tokens. window: as in Limits."""
     epilogue = EXPONENTIALS if keeps else STATISTICS
 
     def cost(config: KernelConfig) -> tuple[float, int, int]:
-        gemm = Gemm(gpu, config, n * d * vocab)
+        gemm = gemm_of(gpu, config, n * d * vocab)
         columns = ceil_div(n, gemm.columns)
         clocks = columns * gemm.of_forward(d, epilogue, columns) / gemm.rows
         tiles = ceil_div(vocab, gemm.rows)
@@ -135,7 +152,7 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
         clocks += gemm.read_again(d, vocab, columns) * gemm.clusters / vocab
         return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 
-    return min(configs_for(gpu, n, keeps, window), key=cost)
+    return sorted(configs_for(gpu, n, keeps, window), key=cost)
 
 
 def configs_for(gpu: Gpu, n: int, keeps: bool, window: int) -> tuple[KernelConfig, ...]:

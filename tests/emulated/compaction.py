@@ -103,8 +103,11 @@ class Tokens:
         return min(tokens, -(-left // COMPUTED_ROWS) * COMPUTED_ROWS)
 
     def rows(self, first: int, tokens: int) -> Tensor:
-        """(tokens, d) compacted hidden states of a launch: nan where nothing is written."""
+        """(tokens, d) compacted hidden states of a launch: nan where nothing is written, all if none is
+        ignored."""
         found = torch.full((tokens, self.d), torch.nan, dtype=self.hidden.dtype)
+        if self.valid.all():
+            return found
         computed, places = self.computed(first, tokens), self.order[first : first + tokens]
         found[:computed] = self.hidden[places[:computed]].nan_to_num(0)
         return found

@@ -22,7 +22,7 @@ from cute_lce.plan.problem import MIB, Limits, Problem, ceil_div
 MEASURED = Path(__file__).parents[2].joinpath("bench", "results", "tuning", "h200_kernels.json")
 PASSES = ("forward", "keep", "dinput", "dweight", "logits")
 GPU = Gpu("sm_90a", 132)
-EPILOGUES = (cost.STATISTICS, cost.EXPONENTIALS, cost.DINPUT, cost.SUMS, cost.DWEIGHT)
+EPILOGUES = (cost.STATISTICS, cost.EXPONENTIALS, cost.DLOGITS, cost.DINPUT, cost.SUMS, cost.DWEIGHT)
 
 
 class Timed(NamedTuple):
@@ -119,12 +119,20 @@ def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
     assert max(slower) <= 1.11
 
 
+PRESENT = {"H100": "h100_kernels.json", "H200": "h200_passes.json"}
+"""Passes of the present kernels by GPU."""
+
+
+def model(name: str) -> Gpu:
+    return GPU._replace(model=[sheet.gpu for sheet in GPU.row.data_sheets].index(name))
+
+
 @cache
-def timed_by_h100() -> dict[tuple, list[Timed]]:
-    """The same of an H100."""
-    gpu = GPU._replace(model=1)
-    found: dict[tuple, list[Timed]] = defaultdict(list)
-    for row in records.read([MEASURED.with_name("h100_kernels.json")]):
+def present(name: str) -> dict[tuple, dict[KernelConfig, Timed]]:
+    """The same of the present kernels on a GPU, by configuration."""
+    gpu = model(name)
+    found: dict[tuple, dict[KernelConfig, Timed]] = defaultdict(dict)
+    for row in records.read([MEASURED.with_name(PRESENT[name])]):
         kind, n, *_ = each = row["pass"], row["n"], row["d"], row["vocab"]
         configs = gpu.row.configs_for(n, 0)
         among = {
@@ -141,17 +149,34 @@ def timed_by_h100() -> dict[tuple, list[Timed]]:
             others = next(pair for pair in configs.pairs if config in pair or kind == "dweight")
             chosen = (*others, config if kind == "dweight" else configs.dweight[0])
             seconds = predict_backward(gpu, *each, chosen, row["parts"])
-        found[each].append(Timed(row["ms"], 1e3 * seconds))
+        found[each][config] = Timed(row["ms"], 1e3 * seconds)
+    return found
+
+
+def timed_by(gpu: str, kind: str) -> dict[tuple, list[Timed]]:
+    """One pass's. Logits were timed with a GEMM of dinput in the same tiles: of that what plans have instead,
+    one as wide."""
+    every = present(gpu)
+    if kind != "logits":
+        return {each: [*some.values()] for each, some in every.items() if each[0] == kind}
+    found: dict[tuple, list[Timed]] = defaultdict(list)
+    for (name, *shape), some in every.items():
+        dinput = every[("dinput", *shape)]
+        for tokens, dhidden in GPU.row.configs_for(shape[0], 0).pairs if name == kind else ():
+            if tokens.cluster_columns == dhidden.cluster_columns and tokens in some and dhidden in dinput:
+                whole = zip(some[tokens], dinput[tokens], dinput[dhidden], strict=True)
+                found[(name, *shape)].append(Timed(*(both - own + other for both, own, other in whole)))
     return found
 
 
 @pytest.mark.parametrize("kind", PASSES)
-def test_what_an_h100_is_predicted_to_do_fastest_is_nearly_that(kind: str):
-    """1% slower than the best on average, 13% at worst."""
-    slower = slower_than_best(timed_by_h100(), kind)
+@pytest.mark.parametrize("gpu", PRESENT)
+def test_what_a_gpu_is_predicted_to_do_fastest_is_nearly_that(gpu: str, kind: str):
+    """1% slower than the best on average, 8% at worst."""
+    slower = slower_than_best(timed_by(gpu, kind), kind)
     assert len(slower) > 25
     assert sum(slower) / len(slower) <= 1.01
-    assert max(slower) <= 1.13
+    assert max(slower) <= 1.08
 
 
 TILES = ("H100", "H200")
@@ -188,12 +213,12 @@ def tile_clocks(gpu: Gpu, kind: str, n: int, d: int, vocab: int, config: KernelC
     return gemm.clocks(vocab, d, n, cost.DWEIGHT)
 
 
-@pytest.mark.parametrize("model", TILES)
-def test_tiles_of_a_gpu_are_nearly_its_fastest(model: str):
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_of_a_gpu_are_nearly_its_fastest(name: str):
     """1% slower than the fastest on average, 5% at worst, over the GPUs of one architecture."""
-    gpu = GPU._replace(model=[sheet.gpu for sheet in GPU.row.data_sheets].index(model))
-    found = tiles(model)
-    kinds = {"dinput", "dweight", "dweight added to fp32"} | ({"forward"} if model == "H200" else set())
+    gpu = model(name)
+    found = tiles(name)
+    kinds = {"dinput", "dweight", "dweight added to fp32"} | ({"forward"} if name == "H200" else set())
     assert {kind for kind, *_ in found} == kinds
     slower = []
     for each, some in found.items():

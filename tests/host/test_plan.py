@@ -241,7 +241,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
     widest = gpu.serving((), keeps).columns
     for n in range(1, 5001):
         configs = gpu.row.configs_for(n, 0, widest).forwards(keeps)
-        chosen = forward.choose_config(gpu, n, 4096, 1000, keeps, 0)
+        chosen = forward.ranked(gpu, n, 4096, 1000, keeps, 0)[0]
         assert chosen in configs
         columns = ceil_div(n, chosen.cluster_columns)
         assert 0 <= columns * chosen.cluster_columns - n < chosen.cluster_columns
@@ -282,7 +282,7 @@ def test_of_equally_fast_tiles_those_side_by_side_the_widest_or_the_narrowest_th
         tied = [config for config in tied if config.cluster_n == most]
         several = [config for config in tied if columns[config] > 1]
         wanted = max(several, key=lambda config: config.tile_n) if several else tied[0]
-        assert forward.choose_config(gpu, n, d, 1000, keeps, 0) == wanted, n
+        assert forward.ranked(gpu, n, d, 1000, keeps, 0)[0] == wanted, n
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -40,6 +40,7 @@ from cute_lce.kernels.entry.types import (
     example_operands,
     first_given,
     gather_tensors,
+    given_tokens,
     has_numbers_of_tokens,
     matrix,
     origins,
@@ -71,14 +72,17 @@ class Matrices(NamedTuple):
     """What the GEMMs of a stripe multiply, of n tokens of the launch.
 
     classes (columns, d): the weight's rows. hidden (n, d): their product with it are the logits. dlogits (n,
-    columns): written, or what was kept. rows (n, d): what dlogits.T is multiplied by. factor (n,),
-    weight_factor (1,): GradientOperands'.
+    columns): written, or what was kept. rows (n, d): what dlogits.T is multiplied by. given and given_rows
+    (n, d): where hidden and rows are, if no token is ignored. factor (n,), weight_factor (1,):
+    GradientOperands'.
     """
 
     classes: cute.Tensor
     hidden: cute.Tensor
     dlogits: cute.Tensor
     rows: cute.Tensor
+    given: cute.Tensor
+    given_rows: cute.Tensor
     factor: cute.Tensor
     weight_factor: cute.Tensor
 
@@ -166,6 +170,8 @@ class Backward:
             hidden=hidden,
             dlogits=matrix(dtype, source.dlogits, n, stripe.columns, source.pitch),
             rows=matrix(dtype, source.hidden, n, d, source.hidden_pitch),
+            given=given_tokens(given, rows),
+            given_rows=_given_rows(given, source, rows),
             factor=vector(Float32, source.factor, n),
             weight_factor=vector(Float32, source.weight_factor, 1),
         )
@@ -227,6 +233,7 @@ class Backward:
                 stream,
                 # Else SMs that become free are for another stream's sum of dhidden over shards.
                 gradients.dhidden != 0,
+                transposed(matrices.given_rows),
             )
         if gradients.dhidden != 0:
             # Last: until here rows.hidden may lie where this writes.
@@ -243,7 +250,8 @@ class Backward:
         stream,
     ):
         """dlogits of logits, computed again or kept."""
-        loss, dlogits = written.loss, matrices.dlogits
+        loss, dlogits, given = written.loss, matrices.dlogits, matrices.given
+        operands = matrices.classes, matrices.hidden
         if cutlass.const_expr("kept_logits" in loss.terms):
             if loss.kept_logits != 0:
                 n, columns = dlogits.shape
@@ -261,9 +269,9 @@ class Backward:
                 )
                 self.dlogits_of_kept(kept, stream)
             else:
-                self.dlogits(matrices.classes, matrices.hidden, written, progress, grid, tokens, stream)
+                self.dlogits(*operands, written, progress, grid, tokens, stream, given=given)
         else:
-            self.dlogits(matrices.classes, matrices.hidden, written, progress, grid, tokens, stream)
+            self.dlogits(*operands, written, progress, grid, tokens, stream, given=given)
 
     @cute.jit
     def _dbias(
@@ -358,6 +366,15 @@ class Backward:
             return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor, **more)
         before = None if self.added is None else dweight
         return DweightTensors(out=output(dweight), before=before, factor=factor, **more)
+
+
+def _given_rows(hidden: cute.Tensor, source: GradientOperands, rows: Rows) -> cute.Tensor:
+    """What dlogits.T is multiplied by, if no token is ignored: the operands' hidden states instead of their
+    copies; scaled rows are where they are."""
+    given, is_scaled = given_tokens(hidden, rows), source.factor != 0
+    address = Int64(cutlass.select_(is_scaled, source.hidden, given.iterator.toint()))
+    pitch = Int64(cutlass.select_(is_scaled, Int64(source.hidden_pitch), Int64(given.stride[0])))
+    return matrix(hidden.element_type, address, rows.tokens, hidden.shape[1], pitch)
 
 
 def dhidden_parts(matrices: Matrices, gradients: Gradients, rows: Rows, stripe: Stripe) -> DhiddenParts:

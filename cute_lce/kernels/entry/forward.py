@@ -27,8 +27,10 @@ from cute_lce.kernels.entry.types import (
     example,
     example_operands,
     gather_tensors,
+    given_tokens,
     has_numbers_of_tokens,
     matrix,
+    origins,
     tokens_of,
     vector,
 )
@@ -103,6 +105,7 @@ class Forward:
             if rows.gathers == COPIES:
                 self.copy(gather_tensors(hidden, target, rows, loss), stream)
         everything = cute.size(hidden, mode=[0])
+        operand, given = hidden, given_tokens(hidden, rows)
         hidden, target = tokens_of(hidden, target, rows)
         tokens = compacted(rows, everything)
         space = _workspace(outputs.workspace, grid.windows * self.partials_per_window, n)
@@ -139,10 +142,11 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             kept = self._keep_tensors(keep, hidden.element_type, n)
             if outputs.finishes == 0:
-                self.references(hidden, weight, target, tokens, kept, space.progress, loss, stream)
+                own = origins(operand, hidden, rows)
+                self.references(own, weight, target, tokens, kept, space.progress, loss, stream)
                 out = output(kept.kept, self.gemm.config.tile_n)
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=out)
-                self._statistics(hidden, weight, keeping, combined, space.progress, grid, stream)
+                self._statistics(hidden, given, weight, keeping, combined, space.progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(
                     kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
@@ -155,14 +159,14 @@ class Forward:
                 out = output(kept, self.gemm.config.tile_n)
                 notes = Notes(out, notes_of(keep.workspace, keep.columns, n), keep.columns)
                 tensors = KeepLogitsTensors(forward=tensors, keep=notes)
-            self._statistics(hidden, weight, tensors, combined, space.progress, grid, stream)
+            self._statistics(hidden, given, weight, tensors, combined, space.progress, grid, stream)
 
     @cute.jit
     def _statistics(
-        self, hidden, weight, tensors, combined: CombineTensors, progress, grid: GemmPlan, stream
+        self, hidden, given, weight, tensors, combined: CombineTensors, progress, grid: GemmPlan, stream
     ):
         """The GEMM and, from its partials, the rows' statistics."""
-        self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream)
+        self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream, given=given)
         self.combine(combined, stream)
         if cutlass.const_expr("more_partials" in combined.loss._fields):
             self.combine_more(combined, stream)

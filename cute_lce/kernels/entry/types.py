@@ -90,6 +90,13 @@ def tokens_of(hidden: cute.Tensor, target: cute.Tensor, rows: arguments.Rows) ->
     )
 
 
+def given_tokens(hidden: cute.Tensor, rows: arguments.Rows) -> cute.Tensor:
+    """hidden (tokens, d) of a launch, in the operands' order."""
+    pitch, width = Int64(hidden.stride[0]), hidden.element_type.width // 8
+    address = hidden.iterator.toint() + Int64(rows.first) * pitch * width
+    return matrix(hidden.element_type, address, rows.tokens, hidden.shape[1], pitch)
+
+
 def origins(given: cute.Tensor, hidden: cute.Tensor, rows: arguments.Rows) -> cute.Tensor:
     """Hidden states in which `rows.origin` finds a token's: the operands', or the launch's own."""
     is_given = rows.source != 0
