@@ -116,7 +116,7 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu, some: slice):
 def test_the_default_is_raised_to_what_auto_accepts():
     raised = 0
     for gpu in gpus():
-        for sizes in ((65536, 768, 50257), (40000, 768, 262208)):
+        for sizes in ((65536, 512, 50257), (100000, 640, 262208)):
             problem = Problem(*sizes, need_dweight=False)
             default = schedule.predict(gpu, problem, "auto", NO_LIMITS)
             assert default.seconds <= max(1.8 * default.floor, 1.5 * default.best)

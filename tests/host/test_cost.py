@@ -172,8 +172,15 @@ def timed_by(gpu: str, kind: str) -> dict[tuple, list[Timed]]:
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("gpu", PRESENT)
 def test_what_a_gpu_is_predicted_to_do_fastest_is_nearly_that(gpu: str, kind: str):
-    """1% slower than the best on average, 8% at worst."""
-    slower = slower_than_best(timed_by(gpu, kind), kind)
+    """1% slower than the best on average, 8% at worst; of forwards, what plans choose."""
+    if kind in ("forward", "keep"):
+        slower = []
+        for (name, n, d, vocab), some in present(gpu).items():
+            if name == kind:
+                chosen = some[forward.choose_config(model(gpu), n, d, vocab, kind == "keep", 0)]
+                slower.append(chosen.measured / min(some.values()).measured)
+    else:
+        slower = slower_than_best(timed_by(gpu, kind), kind)
     assert len(slower) > 25
     assert sum(slower) / len(slower) <= 1.01
     assert max(slower) <= 1.08
