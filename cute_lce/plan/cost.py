@@ -54,9 +54,9 @@ SPREAD = 1.03
 """The same where more than a group is, but for tiles side by side, of which a group has two or three: an
 H200's 17 columns of 192 tokens at once instead of 11 took 1.04 times as long at (25047, 5120, 131072), and 22
 of 208 instead of 6 1.03 times at (31709, 4096, 128256)."""
-PARTIAL_CLOCKS, PARTIAL_SHARE = 18, 0.7
-"""What the combine kernel takes for a partial of up to 8192 rows; and the share of the rate at which DRAM is
-read at which partials are written and read."""
+PARTIAL_CLOCKS, PARTIAL_SHARE = 18, 1.4
+"""What the combine kernel takes for a partial of up to 8192 rows; and of the rate at which DRAM is read that
+at which partials are written and read, often in L2."""
 SUMMED_PER_CLOCK = 160
 """Elements of the fp32 sum of dinput that a stripe reads and writes in a clock: 8 bytes each at half of
 DRAM's rate. An H100's estimate."""

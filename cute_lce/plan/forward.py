@@ -16,8 +16,8 @@ from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
 
 WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
-BETTER = 0.995
-"""Of the clocks of the best tiles without windows, what others take at most that are chosen for theirs."""
+COMPARED = 6
+"""Of the ranked tiles, those whose windows are planned before one is chosen."""
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
 
@@ -110,9 +110,10 @@ def _windows(
 ) -> list[tuple[int, int, int]]:
     """(partials of a token, rounds, tiles of a window), fewest partials first: each takes fewer rounds than
     all before it that are scattered as it is. group, most: Gemm.at_once."""
+    # Of equally many windows the shortest.
+    shortest = {-(-tiles // length): length for length in reversed([*steps(tiles, WINDOW_STEPS)])}
     found, least = [], {}
-    for length in reversed([*steps(tiles, WINDOW_STEPS)]):
-        windows = -(-tiles // length)
+    for windows, length in shortest.items():
         rounds = -(-columns * windows // clusters) * length
         scattered = scattering(columns, windows, tiles, clusters, group, most)
         if rounds < least.get(scattered, rounds + 1):
@@ -122,18 +123,18 @@ def _windows(
 
 
 def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> KernelConfig:
-    """The first tiles of `ranked`, or the second ones if a forward takes fewer clocks with them and their
-    windows. With windows that the caller gives, or tokens of one column, the first. window: as in Limits."""
-    first, *others = ranked(gpu, n, d, vocab, keeps, window)
-    if window or n <= first.cluster_columns or not others:
-        return first
+    """The tiles with which a forward takes the fewest clocks with its windows, of the first of `ranked`. With
+    windows that the caller gives, or tokens of one column, the first. window: as in Limits."""
+    found = ranked(gpu, n, d, vocab, keeps, window)[:COMPARED]
+    if window or n <= found[0].cluster_columns:
+        return found[0]
     kept = vocab if keeps else 0
 
     def clocks(config: KernelConfig) -> int:
         gemm = gemm_of(gpu, config, n * d * vocab)
         return fastest(choices(gemm, n, d, vocab, kept), spare_bytes(n, kept, NO_LIMITS, 0))[0]
 
-    return others[0] if clocks(others[0]) < BETTER * clocks(first) else first
+    return min(found, key=clocks)
 
 
 def ranked(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> list[KernelConfig]:

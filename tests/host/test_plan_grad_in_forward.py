@@ -123,7 +123,7 @@ def test_chunks_are_as_even_as_tiles_allow():
         (Problem(32768, 4096, 262144), 8909, (11088, 11088, 10592), 256),
         # Chunks have less memory where dweight is added elsewhere, and is no result.
         (Problem(32768, 4096, 262144, adds=True), 5837, (2560,) * 12 + (2048,), 256),
-        (Problem(20480, 3584, 152064), 3072, (5376,) * 3 + (4352,), 256),
+        (Problem(20480, 3584, 152064), 3072, (5120,) * 4, 256),
         # A row of dinput's tiles is more than a round.
         (Problem(8192, 40960, 32768, adds=True), 6500, (4096, 4096), 256),
     ],
