@@ -291,7 +291,7 @@ def test_ragged_numbers_of_tokens_waste_little(keeps: bool):
     third of a column of the narrowest; of many tokens a twentieth, and of few one granule of tiles."""
     epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
     for n in range(1, 5001):
-        chosen = forward.choose_config(H200, n, 4096, 1000, keeps, 0)
+        chosen = forward.ranked(H200, n, 4096, 1000, keeps, 0)[0]
         columns = ceil_div(n, chosen.cluster_columns)
         if n <= 192:
             assert columns * chosen.cluster_columns - n < 32
