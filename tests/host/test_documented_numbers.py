@@ -416,6 +416,23 @@ def confident(file: str) -> Rows:
     return rows
 
 
+def of_two_commits(file: str) -> Rows:
+    """Every record: multiples of the floor by both commits, their ratio, and that of the times."""
+    return [
+        [
+            f"{record['n']}, {record['d']}, {record['vocab']}",
+            {"fwd": "forward", "fwd_bwd": "both"}[record["pass"]]
+            + (", weight frozen" if record["frozen"] else ""),
+            str(record["workspace_mb"] or ""),
+            f"{record['old_x']:.3f}",
+            f"{record['new_x']:.3f}",
+            f"{record['new_x'] / record['old_x']:.3f}",
+            f"{record['new_ms'] / record['old_ms']:.3f}",
+        ]
+        for record in records(file)
+    ]
+
+
 def by_three_gemms(file: str) -> Rows:
     """Every record: what it is of, and its time as a multiple of three GEMMs of all tokens; a floor that
     lacks a frozen operand's is taken to be two of the three."""
@@ -669,6 +686,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         frozen,
         peers,
         readme,
+        of_two_commits,
         errors,
         term_errors,
         host_time,
@@ -777,10 +795,9 @@ def by_use() -> list[tuple[str, str]]:
         for each in ("random:0.5", "prompt:0.5", "random:0.9", None)
     )
     tokens = ratio(get("h200_ignored.json", reduction="none", ignored=None))
-    formed, recomputed = (
-        get("h200_grad_in_forward.json", frozen="weight", reduction="mean", schedule=each)
-        for each in ("grad_in_forward", "auto")
-    )
+    frozen = {"frozen": "weight", "reduction": "mean"}
+    formed = get("h200_grad_in_forward.json", schedule="grad_in_forward", **frozen)
+    recomputed = get("h200_grad_in_forward_before.json", schedule="auto", **frozen)
     # Before records said what is frozen: the floor does.
     kept = min(
         (r for r in records("h200_tables.json") if r["pass"] == "fwd_bwd" and r["workspace_mb"] == 2355),
@@ -805,7 +822,7 @@ def by_use() -> list[tuple[str, str]]:
     for file, workspace, schedule in (
         ("h200_tables.json", 1126, "auto"),
         ("h200_tables.json", 5632, "auto"),
-        ("h100_grad_in_forward.json", 5837, "grad_in_forward"),
+        ("h200_grad_in_forward.json", 5837, "grad_in_forward"),
     ):
         record = get(file, workspace_mb=workspace, schedule=schedule, **both, **long)
         (line,) = (row for _, rows in tables_of(ARGUMENTS) for row in rows if row[0] == str(workspace))
