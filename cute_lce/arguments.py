@@ -183,8 +183,9 @@ class Rows(NamedTuple):
 
     Of compacted tokens, else 0: source (n,) int32, which of the operands' tokens each is; count, one int32,
     how many are valid; target (n,), in the target's dtype. hidden (tokens, d), contiguous, the launch's, and
-    values (3, n) fp32, dloss, row_max and row_sum; 0: not copied. gathers: whether all these are written
-    first (0 or 1), or hidden alone (COPIES). dhidden (n, d): the gradient by the operands' tokens, written
+    values (3, n) fp32, dloss, row_max and row_sum; 0: not copied. If no token is ignored, hidden is not
+    written, and the operands' rows are read instead. gathers: whether all these are written first (0 or 1),
+    or hidden alone (COPIES). dhidden (n, d): the gradient by the operands' tokens, written
     after the last stripe's GEMM of dhidden, from Gradients.dhidden or, where this is the same, from the sums;
     0: not by this launch.
     accumulator (n, d) fp32: likewise, from this launch's sums, which need not be of compacted tokens: it

@@ -28,7 +28,7 @@ class DataSheet:
         panel_of_plain: of the backward's GEMMs, for their B.
     l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
         tokens side by side. beside_keeping: the same in a forward that stores 16-bit results, and
-        beside_dlogits, of one tile after another in a backward. beside_sliced: the same of the gradients'
+        beside_dlogits, in the backward's GEMM of logits. beside_sliced: the same of the gradients'
         GEMMs, with operands that come in slices of 64 columns, since their rows are not along k.
     missed: what a forward's loads of the weight take longer, as a share of their time in L2, since one of the
         clusters that share them waits for DRAM: this over the number of these clusters.

@@ -69,7 +69,8 @@ class References:
     """K of every row that is computed, and zeros for `most_raised` and for the GEMM's counter.
 
     A warp for each row, a lane of which has AT_ONCE times 8 elements in flight; a row whose target is not a
-    class uses class 0. 4 d bytes are read a row, and the rows of the weight that are samples from L1.
+    class uses class 0. 4 d bytes are read a row, and the rows of the weight that are samples from L1; hidden
+    is that of the token's origin. An ignored row is not read: its products are zeros.
     """
 
     def __init__(self, kept: maths.KeptRange):
@@ -109,17 +110,18 @@ class References:
         if row < computed(tokens):
             vocab = cute.size(weight, mode=[0])
             index = Int64(target[row])
+            # An ignored row is not read.
+            chunks = cute.size(hidden, mode=[1]) // 8
+            chunks = Int32(cutlass.select_(index != loss.ignore_index, chunks, Int32(0)))
             if index < 0 or index >= vocab:
                 index = Int64(0)
             count = 1 + self.kept.samples
             totals = cute.make_rmem_tensor(count, Float32)
             totals.fill(0.0)
-            # An ignored row is not read.
-            token, valid = origin(tokens, row), Int64(target[row]) != loss.ignore_index
-            chunks = cute.size(hidden, mode=[1]) // 8
+            token = origin(tokens, row)
             classes = [(weight, self._class(k, index, vocab)) for k in range(count)]
             for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
-                a, *b = load_chunks([(hidden, token), *classes], chunk, chunks, valid)
+                a, *b = load_chunks([(hidden, token), *classes], chunk, chunks, True)
                 for k in cutlass.range_constexpr(count):
                     for i in cutlass.range_constexpr(8 * AT_ONCE):
                         totals[k] += a[i].to(Float32) * b[k][i].to(Float32)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_lce.arguments import COMPUTED_ROWS
 from cute_lce.kernels import pdl
@@ -53,7 +53,7 @@ def is_whole(rows: Compacted) -> Boolean:
 
 
 def computed_of(rows: Compacted, valid: Int32) -> Int32:
-    """The same, of so many valid tokens of the call."""
+    """What `computed` is, of so many valid tokens of the call."""
     least = Int32(cutlass.select_(rows.first == 0, Int32(1), Int32(0)))
     left = cutlass.max(valid - rows.first, least)
     return cutlass.min(rows.tokens, cute.ceil_div(left, COMPUTED_ROWS) * COMPUTED_ROWS)
@@ -136,8 +136,6 @@ class Gather:
         rows = tensors.rows
         if begin == 0 and warp == 0 and lane == 0:
             rows.count[0] = total
-        # Of these hidden states are copied.
-        most = Int32(cutlass.select_(total == n, Int32(0), computed_of(rows, total)))
         for first in cutlass.range(begin, cutlass.min(begin + each, n), LANES, unroll=1):
             own, valid = first + lane, Boolean(False)
             if own < n:
@@ -151,7 +149,7 @@ class Gather:
                     is_valid = (votes >> bit) & 1
                     # Of the ignored ones those before it.
                     place = Int32(cutlass.select_(is_valid != 0, valid_before, total + token - valid_before))
-                    self._move(tensors, token, place, is_valid, most)
+                    self._move(tensors, token, place, is_valid, total)
             before += cute.arch.popc(votes)
 
     @cute.jit
@@ -159,9 +157,8 @@ class Gather:
         return Int64(tensors.target[token]) != tensors.ignore_index
 
     @cute.jit
-    def _move(self, tensors: GatherTensors, token: Int32, place: Int32, valid: Int32, most: Int32):
-        """What belongs to a token, to its place; by a warp. most: the launch's tokens whose hidden states are
-        copied."""
+    def _move(self, tensors: GatherTensors, token: Int32, place: Int32, valid: Int32, total: Int32):
+        """What belongs to a token, to its place; by a warp. total: valid tokens of the call."""
         lane = cute.arch.lane_idx()
         if lane == 0:
             tensors.rows.source[place] = token
@@ -174,7 +171,9 @@ class Gather:
             if valid == 0 and tensors.rows.first == 0:
                 _clear_row(tensors.sums, token)
         at = place - tensors.rows.first
-        if tensors.compacted_hidden.iterator.toint() != 0 and at >= 0 and at < most:
+        most = computed_of(tensors.rows, total) * Int32(total < cute.size(tensors.target))
+        # Unsigned, a token before the launch's first is beyond the last: with two comparisons sm_100a spills.
+        if tensors.compacted_hidden.iterator.toint() != 0 and Uint32(at) < Uint32(most):
             _copy_row(tensors.hidden, token, valid, tensors.compacted_hidden, at)
 
 

@@ -70,8 +70,7 @@ def _remembered_arguments(loss: LossOptions) -> Any:
 
 def in_place(tensor: Tensor) -> bool:
     """Whether TMA can read a matrix, if it begins at a multiple of 16 bytes."""
-    rows, d = tensor.shape
-    pitch = tensor.stride(0) if rows > 1 else d
+    d, pitch = tensor.shape[1], tensor.stride(0)
     return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
 
 

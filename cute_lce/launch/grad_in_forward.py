@@ -1,6 +1,6 @@
 """The paper's Algorithms 3 and 4, a chunk of tokens at a time: a forward that keeps all columns, then the
 gradients' GEMMs from what it kept. Three GEMMs for any number of tokens, and one chunk's logits in memory.
-Chunks are of compacted tokens, each of which copies its own hidden states.
+Chunks are of compacted tokens, each of which copies its own hidden states if a token is ignored.
 """
 
 from __future__ import annotations

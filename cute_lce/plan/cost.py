@@ -5,10 +5,10 @@ Plans of a call are compared in clocks of an SM, whole ones, so that a sum is th
 
 A GEMM takes its rounds, one tile after another, or its share of DRAM's rate. A tile takes its MMAs' clocks or
 those of what it loads from L2 and stores, a little more where these are alike, and in a forward of what L2
-misses; its epilogue hides behind the next tile's MMAs, and where it is longer, tile and epilogue alternate
-between two warpgroups.
+misses and of waiting for the tile beside it; its epilogue hides behind the next tile's MMAs, and where it is
+longer, tile and epilogue alternate between two warpgroups.
 
-The constants were fitted to bench/results/tuning/h200_kernels.json and h100_kernels.json there
+The constants were fitted to h200_kernels.json, h200_passes.json and h100_kernels.json of bench/results/tuning
 (tests/host/test_cost.py) and are used for every architecture, relative to a GPU's data sheet, which has what
 differs from GPU to GPU (data_sheets.py).
 """
@@ -55,8 +55,8 @@ SPREAD = 1.03
 H200's 17 columns of 192 tokens at once instead of 11 took 1.04 times as long at (25047, 5120, 131072), and 22
 of 208 instead of 6 1.03 times at (31709, 4096, 128256)."""
 PARTIAL_CLOCKS, PARTIAL_SHARE = 18, 1.4
-"""What the combine kernel takes for a partial of up to 8192 rows; and of the rate at which DRAM is read that
-at which partials are written and read, often in L2."""
+"""What the combine kernel takes for a partial of up to 8192 rows. Partials, many of which stay in L2, are
+written and read at PARTIAL_SHARE times the rate at which DRAM is read."""
 SUMMED_PER_CLOCK = 160
 """Elements of the fp32 sum of dinput that a stripe reads and writes in a clock: 8 bytes each at half of
 DRAM's rate. An H100's estimate."""
@@ -107,8 +107,8 @@ RESUMED_CLOCKS = 2500
 """The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
 that it holds lose none."""
 STATISTICS = Epilogue(56.0, 66.0, 0, exposed=5.6, registers=184, waits=150.0)
-"""It waits since CTAs side by side share the weight's slots, as few features show: of (10229, 768, 50257)
-and (8192, 1024, 50257) single tiles of 144 to 176 tokens take 3 to 8% less."""
+"""With tiles side by side each CTA waits for the other's slots. Of few features single tiles of 144 to 176
+tokens take 3 to 8% less: (10229, 768, 50257), (8192, 1024, 50257)."""
 EXPONENTIALS = Epilogue(90.0, 126.0, 2, beside="beside_keeping")
 DLOGITS = EXPONENTIALS._replace(beside="beside_dlogits")
 DINPUT = Epilogue(60.0, 60.0, 2, beside="beside_sliced")
@@ -116,14 +116,14 @@ SUMS = Epilogue(120.0, 120.0, 4, beside="beside_sliced")
 DWEIGHT = Epilogue(22.4, 22.4, 2, beside="beside_sliced")
 
 
-def scattering(columns: int, windows: int, tiles: int, clusters: int, group: int, most: int) -> float:
-    """Times a forward's tiles take longer because clusters compute more than `group` columns at once, or more
+def scattering(columns: int, windows: int, tiles: int, clusters: int, free: int, most: int) -> float:
+    """Times a forward's tiles take longer because clusters compute more than `free` columns at once, or more
     than `most`, and read each column's tokens again for every tile of a window. columns, tiles: of the call;
     windows: of a column."""
-    at_once = min(columns, -(-clusters // windows))
-    if at_once <= group or windows >= tiles:
+    computed = min(columns, -(-clusters // windows))
+    if computed <= free or windows >= tiles:
         return 1.0
-    return SPREAD if at_once <= most else SCATTERED
+    return SPREAD if computed <= most else SCATTERED
 
 
 def dinput_epilogue(splits: int) -> Epilogue:
@@ -194,7 +194,7 @@ class Gemm:
         tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
         mma, l2 = depth * self._mma, self._l2(depth, epilogue)
         bound = "MMAs" if mma >= l2 else "L2"
-        if tile > _longer(mma, l2) and not self._exposes:
+        if tile > _longer(mma, l2) + self._waits(epilogue) and not self._exposes:
             bound = "epilogues"
         if self._moved(m, n, k, epilogue.stored) > rounds * tile:
             bound = "DRAM"
@@ -225,11 +225,14 @@ class Gemm:
         tile = _longer(depth * self._mma, l2)
         scarce = config.accumulator_registers > epilogue.registers
         own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
-        if config.cluster_n > 1:
-            tile += epilogue.waits
+        tile += self._waits(epilogue)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
+
+    def _waits(self, epilogue: Epilogue) -> float:
+        """Clocks that a tile waits for the one beside it."""
+        return epilogue.waits if self.config.cluster_n > 1 else 0.0
 
     def _l2(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks in which L2 moves what a tile loads and stores. depth: whole k tiles."""
@@ -256,16 +259,16 @@ class Gemm:
         return max(LEAST_GROUP, self._panel // (2 * d * self.columns))
 
     def at_once(self, d: int, columns: int) -> tuple[int, int]:
-        """Columns of a forward's tiles that may be computed at once: those that are as fast as one, and the
-        most: SCATTERED_GROUPS groups, or what SCATTERED_SHARE of L2 holds. If there are fewer windows than
-        clusters for each column of a group, other clusters are in the next groups already."""
+        """Columns of a forward's tiles that may be computed at once: those that cost no more than one group,
+        and the most: SCATTERED_GROUPS groups, or what SCATTERED_SHARE of L2 holds. If there are fewer windows
+        than clusters for each column of a group, other clusters are in the next groups already."""
         held = self._held // (2 * d * self.columns)
         group = self.group(d, columns)
         most = max(group, min(SCATTERED_GROUPS * group, held))
         return most if self.config.cluster_n > 1 else group, most
 
-    def scattered(self, d: int, columns: int, windows: int, tiles: int) -> float:
-        """`scattering` of a forward with so many windows."""
+    def scattering(self, d: int, columns: int, windows: int, tiles: int) -> float:
+        """The function's, of a forward with so many windows."""
         return scattering(columns, windows, tiles, self.clusters, *self.at_once(d, columns))
 
     def forward(self, rounds: int, n: int, d: int, vocab: int, partials: int, kept: int) -> int:
@@ -279,7 +282,7 @@ class Gemm:
         columns, windows, tiles = -(-n // self.columns), partials // self.partials, -(-vocab // self.rows)
         tile = self.of_forward(d, STATISTICS, columns) * (1 - share)
         tile += self.of_forward(d, EXPONENTIALS, columns) * share
-        tile *= self.scattered(d, columns, windows, tiles)
+        tile *= self.scattering(d, columns, windows, tiles)
         idle = 1 - columns * tiles / (self.clusters * rounds)
         moved = 2 * (n + vocab) * d / self.rates.read * (1 + IDLE * idle) + 2 * n * kept / self.rates.write
         computed = _longer(rounds * tile, moved, STREAMED) + self.read_again(d, vocab, columns)

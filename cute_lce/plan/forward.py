@@ -17,7 +17,8 @@ from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
 WINDOW_STEPS = 64
 """Lengths of windows that are considered: every one up to as many tiles, then as many until they double."""
 COMPARED = 6
-"""Of the ranked tiles, those whose windows are planned before one is chosen."""
+"""Of the ranked tiles, those whose windows are planned before one is chosen: as good as all of them over the
+shapes of tests/host/test_cost.py, and a new number of tokens is planned no slower than without windows."""
 PARTIAL_BYTES = 64 * MIB
 """The most bytes of partials in a plan; more would save no plan more than 2% of its rounds."""
 
@@ -106,16 +107,16 @@ def fastest(found: list[tuple[int, int, int]], spare: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _windows(
-    clusters: int, tiles: int, columns: int, partials: int, group: int, most: int
+    clusters: int, tiles: int, columns: int, partials: int, free: int, most: int
 ) -> list[tuple[int, int, int]]:
     """(partials of a token, rounds, tiles of a window), fewest partials first: each takes fewer rounds than
-    all before it that are scattered as it is. group, most: Gemm.at_once."""
+    all before it that are scattered as it is. free, most: Gemm.at_once."""
     # Of equally many windows the shortest.
     shortest = {-(-tiles // length): length for length in reversed([*steps(tiles, WINDOW_STEPS)])}
     found, least = [], {}
     for windows, length in shortest.items():
         rounds = -(-columns * windows // clusters) * length
-        scattered = scattering(columns, windows, tiles, clusters, group, most)
+        scattered = scattering(columns, windows, tiles, clusters, free, most)
         if rounds < least.get(scattered, rounds + 1):
             found.append((windows * partials, rounds, length))
             least[scattered] = rounds
@@ -123,8 +124,9 @@ def _windows(
 
 
 def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> KernelConfig:
-    """The tiles with which a forward takes the fewest clocks with its windows, of the first of `ranked`. With
-    windows that the caller gives, or tokens of one column, the first. window: as in Limits."""
+    """The tiles with which a forward takes the fewest clocks with its windows, of the first of `ranked`,
+    whatever the workspace; one that keeps is taken to keep all columns. With windows that the caller gives,
+    or tokens of one column, the first. window: as in Limits."""
     found = ranked(gpu, n, d, vocab, keeps, window)[:COMPARED]
     if window or n <= found[0].cluster_columns:
         return found[0]
@@ -149,7 +151,7 @@ def ranked(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> li
         clocks = columns * gemm.of_forward(d, epilogue, columns) / gemm.rows
         tiles = ceil_div(vocab, gemm.rows)
         windows = min(tiles, max(1, PARTIAL_BYTES // max(8 * n * gemm.partials, 1)))
-        clocks *= gemm.scattered(d, columns, windows, tiles)
+        clocks *= gemm.scattering(d, columns, windows, tiles)
         clocks += gemm.read_again(d, vocab, columns) * gemm.clusters / vocab
         return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 

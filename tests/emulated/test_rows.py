@@ -38,7 +38,7 @@ VALID = {
     "a tile more one": lambda i: i >= N - 129,
     "the first chunk of 64 and 6 more": lambda i: i >= N - 70,
 }
-OFTEN = ("none", "random")
+OFTEN = ("none", "random", "all")
 which = pytest.mark.parametrize(
     "valid", [valid if valid in OFTEN else pytest.param(valid, marks=full) for valid in VALID]
 )
@@ -121,6 +121,20 @@ def test_two_sweeps(arch: str, valid: str, monkeypatch):
     two_sweeps(monkeypatch, 96, 200)
     case, clean = some_valid(valid, BF16)
     run = train(case, arch, reduction="mean", sms=2)
+    check(clean, run, reduction="mean")
+
+
+@pytest.mark.parametrize("sweeps", [1, 2])
+def test_rows_of_a_wider_matrix_of_which_none_is_ignored(sweeps: int, monkeypatch):
+    """They are read where they are, at a pitch of their own, by the products of logits and of dweight."""
+    if sweeps == 2:
+        two_sweeps(monkeypatch, 96, 200)
+    _, clean = some_valid("all", BF16)
+    wide = torch.full((N, 96), torch.nan, dtype=BF16)
+    wide[:, 8:80] = clean.input
+    run = train(
+        replace(clean, input=wide[:, 8:80]), "sm_90a", reduction="mean", window=130 * (sweeps == 1), sms=2
+    )
     check(clean, run, reduction="mean")
 
 

@@ -243,6 +243,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
         configs = gpu.row.configs_for(n, 0, widest).forwards(keeps)
         chosen = forward.ranked(gpu, n, 4096, 1000, keeps, 0)[0]
         assert chosen in configs
+        assert forward.choose_config(gpu, n, 4096, 1000, keeps, 0) in configs
         columns = ceil_div(n, chosen.cluster_columns)
         assert 0 <= columns * chosen.cluster_columns - n < chosen.cluster_columns
         # Of all columns of tiles, for each of the vocabulary's rows.
@@ -283,6 +284,36 @@ def test_of_equally_fast_tiles_those_side_by_side_the_widest_or_the_narrowest_th
         several = [config for config in tied if columns[config] > 1]
         wanted = max(several, key=lambda config: config.tile_n) if several else tied[0]
         assert forward.ranked(gpu, n, d, 1000, keeps, 0)[0] == wanted, n
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_ranked_tiles_are_planned_to_be_faster(arch: str, keeps: bool):
+    """With their windows; and what is chosen pads tokens of several columns by less than a fifth."""
+    gpu, draw = whole(arch), random.Random(7)
+    for _ in range(40):
+        problem = Problem(
+            round(1.01 ** draw.randint(350, 1040)), *draw.choice([(768, 50257), (4096, 128256)])
+        )
+        n, d, vocab = problem[:3]
+        chosen = forward.choose_config(gpu, n, d, vocab, keeps, 0)
+        ranked = forward.ranked(gpu, n, d, vocab, keeps, 0)[: forward.COMPARED]
+        columns = ceil_div(n, chosen.cluster_columns)
+        assert columns == 1 or columns * chosen.cluster_columns < 1.2 * n + 128
+        seconds = {}
+        for config in ranked:
+            plan = forward.plan(gpu, n, d, vocab, config=config, kept=vocab if keeps else 0)
+            seconds[config] = cost.forward_seconds(gpu, problem, plan)
+        if n > ranked[0].cluster_columns:
+            assert seconds[chosen] == min(seconds.values())
+
+
+def test_what_bounds_a_large_forward_is_no_epilogue():
+    n, d, vocab = 8192, 4096, 131072
+    for gpu in (H200, H200._replace(model=1)):
+        for config in gpu.row.configs_for(n, 0).forwards(False):
+            bound = cost.Gemm(gpu, config, n * d * vocab).bound(vocab, n, d, cost.STATISTICS)
+            assert bound.startswith(("MMAs", "L2")), bound
 
 
 @pytest.mark.parametrize("keeps", [False, True])

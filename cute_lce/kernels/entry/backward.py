@@ -157,7 +157,7 @@ class Backward:
             )
             self.gather(gather_tensors(hidden, target, rows, loss, values), stream)
         tokens = compacted(rows, everything)
-        given = hidden
+        whole = hidden
         hidden, target = tokens_of(hidden, target, rows)
         dloss, row_max, row_sum = values_of(upstream, statistics, rows, everything)
         row_pitch = weight.stride[0]
@@ -170,8 +170,8 @@ class Backward:
             hidden=hidden,
             dlogits=matrix(dtype, source.dlogits, n, stripe.columns, source.pitch),
             rows=matrix(dtype, source.hidden, n, d, source.hidden_pitch),
-            given=given_tokens(given, rows),
-            given_rows=_given_rows(given, source, rows),
+            given=given_tokens(whole, rows),
+            given_rows=_given_rows(whole, source, rows),
             factor=vector(Float32, source.factor, n),
             weight_factor=vector(Float32, source.weight_factor, 1),
         )
@@ -199,7 +199,7 @@ class Backward:
             self.scale(
                 ScaleTensors(
                     rows=tokens,
-                    hidden=origins(given, hidden, rows),
+                    hidden=origins(whole, hidden, rows),
                     target=target,
                     dloss=dloss_of_origins(self._row_factors(upstream, loss), rows, everything),
                     num_valid=num_valid,
@@ -233,7 +233,7 @@ class Backward:
                 stream,
                 # Else SMs that become free are for another stream's sum of dhidden over shards.
                 gradients.dhidden != 0,
-                transposed(matrices.given_rows),
+                given=transposed(matrices.given_rows),
             )
         if gradients.dhidden != 0:
             # Last: until here rows.hidden may lie where this writes.

@@ -105,7 +105,7 @@ class Forward:
             if rows.gathers == COPIES:
                 self.copy(gather_tensors(hidden, target, rows, loss), stream)
         everything = cute.size(hidden, mode=[0])
-        operand, given = hidden, given_tokens(hidden, rows)
+        whole, given = hidden, given_tokens(hidden, rows)
         hidden, target = tokens_of(hidden, target, rows)
         tokens = compacted(rows, everything)
         space = _workspace(outputs.workspace, grid.windows * self.partials_per_window, n)
@@ -142,8 +142,8 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             kept = self._keep_tensors(keep, hidden.element_type, n)
             if outputs.finishes == 0:
-                own = origins(operand, hidden, rows)
-                self.references(own, weight, target, tokens, kept, space.progress, loss, stream)
+                by_origin = origins(whole, hidden, rows)
+                self.references(by_origin, weight, target, tokens, kept, space.progress, loss, stream)
                 out = output(kept.kept, self.gemm.config.tile_n)
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=out)
                 self._statistics(hidden, given, weight, keeping, combined, space.progress, grid, stream)
