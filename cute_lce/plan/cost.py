@@ -325,7 +325,7 @@ def split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:
 def forward_seconds(gpu: Gpu, problem: Problem, plan: ForwardPlan) -> float:
     """Predicted seconds of a forward."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    gemm = Gemm(gpu, plan.config, n * d * vocab)
+    gemm = gemm_of(gpu, plan.config, n * d * vocab)
     clocks = gemm.forward(plan.rounds, n, d, vocab, plan.gemm.windows * gemm.partials, plan.kept)
     return clocks / gemm.rates.clock
 
@@ -333,7 +333,7 @@ def forward_seconds(gpu: Gpu, problem: Problem, plan: ForwardPlan) -> float:
 def backward_seconds(gpu: Gpu, problem: Problem, plan: BackwardPlan) -> float:
     """Predicted seconds of a backward, whatever its forward kept."""
     macs = problem.n * problem.d * problem.vocab
-    gemms = Gemms(*(Gemm(gpu, config, macs) for config in plan.configs))
+    gemms = Gemms(*(gemm_of(gpu, config, macs) for config in plan.configs))
     total = sum(chunk_clocks(gemms, problem, chunk.tokens, plan.splits) for chunk in plan.chunks)
     if plan.chunks:
         problem = problem._replace(need_dinput=False)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..arch import Gpu
 from ..arguments import KEPT_TILE
 from .candidates import STRIPE_MULTIPLE, Candidate, Candidates, candidates
-from .cost import Gemm, floor_clocks, floor_seconds
+from .cost import floor_clocks, floor_seconds, gemm_of
 from .forward import choices, choose_config, fastest, spare_bytes
 from .forward import plan as forward_plan
 from .memory import (
@@ -59,7 +59,7 @@ class _Call:
         n, d, vocab = problem.n, problem.d, problem.vocab
         # Of a forward that keeps nothing, and of one that keeps.
         self.tokens = tuple(
-            Gemm(gpu, choose_config(gpu, n, d, vocab, keeps, window), n * d * vocab)
+            gemm_of(gpu, choose_config(gpu, n, d, vocab, keeps, window), n * d * vocab)
             for keeps in (False, True)
         )
         self._choices: dict[int, list[tuple[int, int, int]]] = {}

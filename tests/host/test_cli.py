@@ -222,8 +222,8 @@ def test_plan_of_grad_in_forward(frozen, capsys):
     count, _, tokens, *rest = table["chunks"].split()
     assert (int(count) - 1) * int(tokens) + int(rest[-1] if "last" in rest else tokens) == 32768
     assert float(table["workspace"].split()[0]) <= 8000
-    # Measured calls take 0.97 to 1.02 of cuBLAS, whose time the floor models.
-    assert 0.97 <= float(table["both"].split()[2]) < 1.2
+    # With a frozen weight a call is measured to be as fast as cuBLAS, whose time the floor models.
+    assert (0.97 if frozen == "weight" else 1) <= float(table["both"].split()[2]) < 1.2
     for name, other in (("dinput", "hidden"), ("dweight", "weight")):
         assert (table[f"GEMM of {name}"] == "none") == (f"{name} bound by" not in table) == (frozen == other)
     assert cli.main(f"{argv} --workspace-mb 10".split()) == 1
