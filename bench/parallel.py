@@ -4,9 +4,11 @@ of their collectives other kernels hide.
 Each repetition runs every case, in a new random order that is the same on all ranks; the ranks synchronise
 before each call, and a case's time in a repetition is its slowest rank's. `ms` is the time of a call that is
 queued behind other work, as in a training step; `ms_idle` that of a call for which the GPU waits. Efficiency
-is per GPU, by `ms`: the time of the whole call on one GPU, divided by ranks times the case's time. The
-workspace is each GPU's. Results are a JSON list with one object for each case and shape;
-bench/results/README.md explains the keys.
+is per GPU, by `ms`: the time of the whole call on one GPU, divided by ranks times the case's time. GPUs of a
+host differ by some percent, so each of them runs the whole call, one after the other, and the mean of their
+times counts; `each` is compared on every rank with its own time alone, and the worst counts. The workspace is
+each GPU's. Results are a JSON list with one object for each case and shape; bench/results/README.md explains
+the keys.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
     python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
@@ -22,6 +24,7 @@ import random
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +41,6 @@ from torch.multiprocessing.spawn import spawn
 
 from bench import shapes
 from bench.inputs import DTYPES, make_inputs
-from bench.ports import free_port
 from cute_lce import linear_cross_entropy
 from cute_lce.measure import records
 from cute_lce.measure.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
@@ -52,14 +54,14 @@ KEYS = (
     *("versions", "date", "command"),
 )
 CASES = {
-    "alone": "the whole call on one GPU, the others idle",
+    "alone": "the whole call on one GPU, the others idle; each in turn",
     "each": "the whole call on every GPU at once, without collectives, as under DDP's no_sync",
     "tp": "the vocabulary in shards",
     "tp_serial": "the same, where dweight waits for dinput's sum over the ranks",
     "tp_partial": "the same, without dinput's sum over the ranks",
     "tp_sequence": "the vocabulary in shards and the tokens in slices",
     "tp_forward": "the forward alone, the vocabulary in shards",
-    "alone_forward": "the forward alone on one GPU",
+    "alone_forward": "the forward alone on one GPU; each in turn",
 }
 ENVIRONMENT = {
     # No multicast over NVLink.
@@ -107,7 +109,8 @@ class Step:
         rank, ranks = group.rank(), group.size()
         whole = make_inputs(shape, DTYPES[setting.dtype], "untrained", device)
         self.case, self.rank = case, rank
-        self.idle = case.startswith("alone") and rank > 0
+        # How many times the ranks meet for it: each runs it while the others are idle, or all at once.
+        self.turns = ranks if case.startswith("alone") else 1
         options: dict[str, Any] = {}
         hidden, weight = whole.hidden, whole.weight
         if case.startswith("tp"):
@@ -138,9 +141,10 @@ class Step:
         self.hidden.grad = self.weight.grad = None
         return loss.detach(), *gradients
 
+    def is_turn(self, turn: int) -> bool:
+        return self.turns == 1 or turn == self.rank
+
     def __call__(self) -> None:
-        if self.idle:
-            return
         if self.case == "tp_serial":
             with serial():
                 self.loss_and_gradients()
@@ -152,38 +156,39 @@ AHEAD_CYCLES = 4_000_000
 """Of other work before a call, some 2 ms."""
 
 
-def time_steps(
-    steps: Sequence[Step], reps: int, device: torch.device, *, is_ahead: bool
-) -> list[list[float]]:
-    """Milliseconds of each step's repetitions, of the slowest rank. is_ahead: whether the host is, of a GPU
-    that is at other work until the call is queued."""
+def time_steps(steps: Sequence[Step], reps: int, device: torch.device, *, is_ahead: bool) -> Tensor:
+    """Milliseconds by rank, step and repetition. is_ahead: whether the host is, of a GPU that is at other
+    work until the call is queued."""
     meeting = torch.zeros(1, device=device)
     on_gpu = device.type == "cuda"
     flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.int8, device=device)
     draw = random.Random(0)
     events: list[list[Any]] = [[] for _ in steps]
     for repetition in range(reps + 1):
-        for i in draw.sample(range(len(steps)), len(steps)):
+        order = draw.sample(range(len(steps)), len(steps))
+        for i, turn in [(step, turn) for step in order for turn in range(steps[step].turns)]:
             begin, end = (_Mark(device) for _ in range(2))
             flush.zero_()
             if is_ahead and on_gpu:
                 torch.cuda._sleep(AHEAD_CYCLES)
             dist.all_reduce(meeting)
             begin.record()
-            steps[i]()
+            if steps[i].is_turn(turn):
+                steps[i]()
             end.record()
             # One step is on the device at a time: an idle rank's next one would begin early.
             synchronize(device)
             dist.barrier()
-            if repetition:
+            if repetition and steps[i].is_turn(turn):
                 events[i].append((begin, end))
     own = torch.tensor(
         [[begin.elapsed_time(end) for begin, end in each] for each in events],
         dtype=torch.float64,
         device=device,
     )
-    dist.all_reduce(own, op=dist.ReduceOp.MAX)
-    return own.tolist()
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return torch.stack(every).cpu()
 
 
 class _Mark:
@@ -271,12 +276,13 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
     for step in steps:
         shares.append(hidden_share(step, device))
         dist.barrier()
-    medians = {step.case: statistics.median(each) for step, each in zip(steps, times, strict=True)}
+    alone = {step.case: each for step, each in zip(steps, times.unbind(1), strict=True) if step.turns > 1}
     ranks, shape = dist.get_world_size(), setting.shape
     results = []
-    for i, (step, each) in enumerate(zip(steps, times, strict=True)):
-        base = medians.get("alone_forward" if step.case.endswith("forward") else "alone")
-        shared = ranks if step.case.startswith("tp") else 1
+    for i, step in enumerate(steps):
+        is_alone, base = step.turns > 1, alone.get(_base(step.case))
+        each = _of_ranks(times[:, i], is_alone=is_alone)
+        waiting = None if idle is None else _of_ranks(idle[:, i], is_alone=is_alone)
         results.append(
             {
                 "ranks": ranks,
@@ -289,11 +295,11 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
                 "dtype": setting.dtype,
                 "pass": "fwd" if step.case.endswith("forward") else "fwd_bwd",
                 "workspace_mb": setting.workspace_mb,
-                "ms": medians[step.case],
+                "ms": statistics.median(each),
                 "ms_min": min(each),
                 "ms_max": max(each),
-                "ms_idle": None if idle is None else statistics.median(idle[i]),
-                "efficiency": None if base is None else base / (shared * medians[step.case]),
+                "ms_idle": None if waiting is None else statistics.median(waiting),
+                "efficiency": None if base is None else _efficiency(step.case, times[:, i], base),
                 "extra_mib": extra[i],
                 "hidden_share": shares[i],
                 **{
@@ -305,10 +311,30 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
     return results
 
 
+def _base(case: str) -> str:
+    """The case that it is compared with."""
+    return "alone_forward" if case.endswith("forward") else "alone"
+
+
+def _of_ranks(times: Tensor, *, is_alone: bool) -> list[float]:
+    """A case's times by repetition, of times by rank and repetition: the slowest rank's, or, where each rank
+    runs it alone, the mean."""
+    return (times.mean(0) if is_alone else times.amax(0)).tolist()
+
+
+def _efficiency(case: str, times: Tensor, alone: Tensor) -> float:
+    """Per GPU, of times by rank and repetition. alone: those of the whole call."""
+    if case == "each":
+        return float((alone.quantile(0.5, dim=1) / times.quantile(0.5, dim=1)).min())
+    shared = times.shape[0] if case.startswith("tp") else 1
+    of_case = _of_ranks(times, is_alone=case.startswith("alone"))
+    return statistics.median(_of_ranks(alone, is_alone=True)) / (shared * statistics.median(of_case))
+
+
 def run_rank(
-    rank: int, ranks: int, port: int, device_type: str, settings: list[Setting], command: str, out: str
+    rank: int, ranks: int, meeting: str, device_type: str, settings: list[Setting], command: str, out: str
 ):
-    """A rank's process; the first one writes and prints the results."""
+    """A rank's process; the first one writes and prints the results. meeting: the ranks' file to meet."""
     on_gpu = device_type == "cuda"
     device = torch.device(f"cuda:{rank}" if on_gpu else "cpu")
     if on_gpu:
@@ -317,7 +343,7 @@ def run_rank(
         torch.set_num_threads(1)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{meeting}",
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=300),
@@ -415,11 +441,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for reduction in args.reduction
     ]
     command = "python3 -m bench.parallel " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-    spawn(
-        run_rank,
-        (args.ranks, free_port(), args.device, settings, command, args.out),
-        nprocs=args.ranks,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder, "meeting"))
+        spawn(
+            run_rank,
+            (args.ranks, meeting, args.device, settings, command, args.out),
+            nprocs=args.ranks,
+        )
     return 0
 
 

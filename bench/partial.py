@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from bench.inputs import DTYPES, make_inputs
-from bench.ports import free_port
 from bench.shapes import Shape, parse_one
 from cute_lce import linear_cross_entropy, reference
 from cute_lce.measure import records
@@ -62,10 +61,10 @@ def gradients(shape: Shape, rows: str) -> dict[str, Tensor]:
     return found
 
 
-def run_rank(rank: int, ranks: int, port: int, shape: Shape, command: str, out: str) -> None:
-    """A rank's process; the first one writes the results."""
+def run_rank(rank: int, ranks: int, meeting: str, shape: Shape, command: str, out: str) -> None:
+    """A rank's process; the first one writes the results. meeting: the file by which ranks meet."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     results = []
     for rows in ROWS:
         found = gradients(shape, rows)
@@ -91,8 +90,8 @@ def run_rank(rank: int, ranks: int, port: int, shape: Shape, command: str, out: 
 
 def measure(shape: Shape, ranks: int, command: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "results.json")
-        spawn(run_rank, (ranks, free_port(), shape, command, str(out)), nprocs=ranks)
+        out, meeting = Path(folder, "results.json"), str(Path(folder, "meeting"))
+        spawn(run_rank, (ranks, meeting, shape, command, str(out)), nprocs=ranks)
         return records.read([out])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -71,14 +70,8 @@ def _bits(tensor: Tensor) -> Tensor:
 Case = Callable[[Rank], None]
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def begin(rank: int, ranks: int, port: int, backend: str, timeout_s: float = TIMEOUT_S) -> Rank:
-    """Make this process a rank of the default group."""
+def begin(rank: int, ranks: int, meeting: str, backend: str, timeout_s: float = TIMEOUT_S) -> Rank:
+    """Make this process a rank of the default group. meeting: the file by which its processes meet."""
     torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":
@@ -86,7 +79,7 @@ def begin(rank: int, ranks: int, port: int, backend: str, timeout_s: float = TIM
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{meeting}",
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -98,11 +91,11 @@ def begin(rank: int, ranks: int, port: int, backend: str, timeout_s: float = TIM
     return Rank(group, device, dtypes)
 
 
-def _run(rank: int, ranks: int, port: int, backend: str, cases: Sequence[Case], folder: str) -> None:
+def _run(rank: int, ranks: int, backend: str, cases: Sequence[Case], folder: str) -> None:
     warnings.simplefilter("error")
     for package in ("torch", "cuda", "cutlass"):
         warnings.filterwarnings("default", module=package)
-    here = begin(rank, ranks, port, backend)
+    here = begin(rank, ranks, str(Path(folder, "meeting")), backend)
     torch.use_deterministic_algorithms(True, warn_only=True)
     for case in cases:
         begun = time.monotonic()
@@ -123,7 +116,7 @@ def run(ranks: int, backend: str, cases: Sequence[Case]) -> dict[str, str]:
         context = mp.get_context("spawn")
         before = {name: os.environ.get(name) for name in QUIET}
         os.environ.update(QUIET)
-        arguments = ranks, free_port(), backend, cases, folder
+        arguments = ranks, backend, cases, folder
         processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(ranks)]
         for process in processes:
             process.start()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from bench import parallel, partial
 from cute_lce.measure import records
 
@@ -37,3 +40,12 @@ def test_a_part_that_is_rounded_has_an_error_of_its_own(tmp_path, capfd):
     printed = capfd.readouterr().out
     assert partial.main(["--show", str(out)]) == 0
     assert capfd.readouterr().out in printed
+
+
+def test_efficiency_counts_every_rank_alone():
+    alone = torch.tensor([[9.0, 10.0, 11.0], [12.0, 12.0, 12.0]])
+    assert parallel._efficiency("alone", alone, alone) == 1
+    assert parallel._efficiency("each", alone * torch.tensor([[1.0], [1.25]]), alone) == pytest.approx(0.8)
+    # The slowest rank's time, of a mean of 11 on one.
+    halves = torch.tensor([[5.0, 4.0, 4.0], [4.0, 5.5, 6.0]])
+    assert parallel._efficiency("tp", halves, alone) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import traceback
 
 import pytest
@@ -12,6 +13,12 @@ import torch.distributed as dist
 
 from tests import documents
 from tests.distributed import ranks
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def _run(rank: int, device: str, ports: list[int], queue) -> None:
@@ -38,7 +45,7 @@ def test_every_block_runs_on_two_ranks(device):
     count = len(documents.blocks("torchrun"))
     assert count >= 4
     context = multiprocessing.get_context("spawn")
-    queue, ports = context.Queue(), [ranks.free_port() for _ in range(count)]
+    queue, ports = context.Queue(), [_free_port() for _ in range(count)]
     processes = [context.Process(target=_run, args=(rank, device, ports, queue)) for rank in range(2)]
     for process in processes:
         process.start()

@@ -78,8 +78,8 @@ def test_nccl():
     check(torch.cuda.device_count(), "nccl", (*CASES, *tensor_cases.GPU_CASES, *number_cases.GPU_CASES))
 
 
-def _call_with_one_rank_gone(rank: int, port: int, queue) -> None:
-    here = ranks.begin(rank, 2, port, "gloo", timeout_s=8)
+def _call_with_one_rank_gone(rank: int, meeting: str, queue) -> None:
+    here = ranks.begin(rank, 2, meeting, "gloo", timeout_s=8)
     if rank == 1:
         os._exit(0)
     hidden, weight, target = torch.randn(4, 8), torch.randn(8, 8), torch.zeros(4, dtype=torch.int64)
@@ -89,12 +89,12 @@ def _call_with_one_rank_gone(rank: int, port: int, queue) -> None:
         queue.put(str(error))
 
 
-def test_a_rank_that_dies_leaves_an_error():
+def test_a_rank_that_dies_leaves_an_error(tmp_path):
     """Within the group's timeout, and torch's own."""
     context = multiprocessing.get_context("spawn")
-    queue, port = context.Queue(), ranks.free_port()
+    queue, meeting = context.Queue(), str(tmp_path / "meeting")
     processes = [
-        context.Process(target=_call_with_one_rank_gone, args=(rank, port, queue)) for rank in range(2)
+        context.Process(target=_call_with_one_rank_gone, args=(rank, meeting, queue)) for rank in range(2)
     ]
     begun = time.monotonic()
     for process in processes:
