@@ -6,8 +6,9 @@ before each call, and a case's time in a repetition is its slowest rank's. `ms` 
 queued behind other work, as in a training step; `ms_idle` that of a call for which the GPU waits. Efficiency
 is per GPU, by `ms`: the time of the whole call on one GPU, divided by ranks times the case's time. GPUs of a
 host differ by some percent, so each of them runs the whole call, one after the other, and the mean of their
-times counts; `each` is compared on every rank with its own time alone, and the worst counts. The workspace is
-each GPU's. Results are a JSON list with one object for each case and shape; bench/results/README.md explains
+times counts; `each` is compared on every rank with its own time alone, and the worst counts. All GPUs run the
+whole call, untimed, before each timed one: one that was idle has cooled, and is faster. The workspace is each
+GPU's. Results are a JSON list with one object for each case and shape; bench/results/README.md explains
 the keys.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
@@ -156,9 +157,11 @@ AHEAD_CYCLES = 4_000_000
 """Of other work before a call, some 2 ms."""
 
 
-def time_steps(steps: Sequence[Step], reps: int, device: torch.device, *, is_ahead: bool) -> Tensor:
-    """Milliseconds by rank, step and repetition. is_ahead: whether the host is, of a GPU that is at other
-    work until the call is queued."""
+def time_steps(
+    steps: Sequence[Step], before: Step, reps: int, device: torch.device, *, is_ahead: bool
+) -> Tensor:
+    """Milliseconds by rank, step and repetition. before: what runs before each step, untimed. is_ahead:
+    whether the host is, of a GPU that is at other work until the call is queued."""
     meeting = torch.zeros(1, device=device)
     on_gpu = device.type == "cuda"
     flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.int8, device=device)
@@ -168,6 +171,9 @@ def time_steps(steps: Sequence[Step], reps: int, device: torch.device, *, is_ahe
         order = draw.sample(range(len(steps)), len(steps))
         for i, turn in [(step, turn) for step in order for turn in range(steps[step].turns)]:
             begin, end = (_Mark(device) for _ in range(2))
+            before()
+            if not is_ahead:
+                synchronize(device)
             flush.zero_()
             if is_ahead and on_gpu:
                 torch.cuda._sleep(AHEAD_CYCLES)
@@ -264,14 +270,15 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
         synchronize(device)
         dist.barrier()
     errors = [compare(step, whole) if step.case.startswith("tp") else {} for step in steps]
-    del whole
     extra = []
     for step in steps:
         gradients = 0 if step.case.endswith("forward") else step.hidden.nbytes + step.weight.nbytes
         extra.append(max(0, peak_extra_bytes(step, device) - gradients) / 2**20)
         dist.barrier()
-    times = time_steps(steps, setting.reps, device, is_ahead=True)
-    idle = time_steps(steps, setting.reps, device, is_ahead=False) if device.type == "cuda" else None
+    times = time_steps(steps, whole, setting.reps, device, is_ahead=True)
+    idle = None
+    if device.type == "cuda":
+        idle = time_steps(steps, whole, setting.reps, device, is_ahead=False)
     shares = []
     for step in steps:
         shares.append(hidden_share(step, device))

@@ -752,7 +752,6 @@ def over_ranks() -> list[tuple[str, str]]:
         found = [get(file, case=case, n=n) for n in (8192, 2048) for case in ("tp", "tp_partial")]
         gains[ranks] = [f"{1 - less['ms'] / tp['ms']:.1%}" for tp, less in (found[:2], found[2:])]
         hidden[ranks] = [f"{each['hidden_share']:.0%}" for each in found[::2]]
-    assert hidden[2] == ["99%", "99%"]
     gathers = [
         us / get("h200x2_parallel.json", case="tp_sequence", n=n)["ms"] / 10
         for us, n in ((157, 8192), (54, 2048))
@@ -774,8 +773,9 @@ def over_ranks() -> list[tuple[str, str]]:
     )
     texts = [
         f"on two H200s {gains[2][0]} with 8192 tokens and {gains[2][1]} with 2048",
-        f"On four it is {gains[4][0]} and {gains[4][1]}. There other kernels ran in {hidden[4][0]} and "
-        f"{hidden[4][1]} of the sum's time",
+        f"On four it is {gains[4][0]} and {gains[4][1]}",
+        f"Other kernels ran in {hidden[2][0]} and {hidden[2][1]} of the sum's time on two, and in "
+        f"{hidden[4][0]} and {hidden[4][1]} on four",
         f"printed, not kept), {gathers[0]:.1f} and {gathers[1]:.1f}% of a call",
         f"have {wide[0]:.2f} to {wide[-1]:.2f} times the error",
         f"{narrow[0]:.1f} to {narrow[-1]:.1f} times over four ranks",
