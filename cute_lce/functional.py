@@ -110,7 +110,8 @@ def linear_cross_entropy(
             sum is formed in float32 (float64 for float64) and rounded once, without a temporary of (V, d)
             unless the kernels pad a d that is not a multiple of 8. The buffer may change between forward and
             backward. A second backward adds again, and a backward that does not ask for linear_weight's
-            gradient adds nothing. Plain eager calls only: no torch.compile, torch.func, dispatch mode or
+            gradient adds nothing; it raises where input and linear_weight are outputs of one operation and
+            one of these is asked for. Plain eager calls only: no torch.compile, torch.func, dispatch mode or
             tensor subclass.
         grad_weight_dummy: with grad_weight_out, autograd gets zeros of linear_weight's shape instead of None:
             one expanded number, which takes memory where torch makes a new .grad from it, casts it
@@ -324,8 +325,9 @@ def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.
         )
     if not ops.is_writable(out):
         raise ValueError(
-            f"grad_weight_out: got strides {out.stride()} at address {out.data_ptr():#x}, want a contiguous "
-            "tensor at a multiple of 16 bytes"
+            f"grad_weight_out: got strides {out.stride()} at address {out.data_ptr():#x}"
+            f"{', lazily negated' if out.is_neg() else ''}, want a contiguous tensor at a multiple of 16 "
+            "bytes"
         )
     if out.requires_grad or out.is_inference():
         what = "requires a gradient" if out.requires_grad else "was made in inference mode"

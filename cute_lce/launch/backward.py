@@ -34,7 +34,7 @@ from ..plan import overlap
 from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts, copies_into_dinput
 from ..plan.problem import Problem, round_up
-from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template, without_padding
+from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, readable, template, without_padding
 from .packing import Packing
 from .rows import Compaction
 from .steps import COUNTERS, Step, after, arguments_of_kept, halves, of_recomputed
@@ -110,8 +110,7 @@ class KernelBackward:
         dtypes = dtype_name(dtype), dtype_name(target.dtype)
         self.function = cache.get(BackwardKey(*chosen.configs, *dtypes, added, loss.terms))
         # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
-        usable = in_place(hidden) and in_place(weight) and target.stride(0) == 1
-        self.strides = (hidden.stride(), weight.stride(), target.stride()) if usable else None
+        self.strides = tuple(each.stride() for each in operands) if readable(operands) else None
         self.pitch, self.half = chosen.pitch, problem.half
         # Columns of exponentials, and of logits.
         self.kept, self.kept_logits = (0, kept) if keeps_logits else (kept, 0)
@@ -209,6 +208,7 @@ class KernelBackward:
         dinput, dweight, scratch = memory
         start = scratch.data_ptr()
         arguments = loss_arguments(of_recomputed(loss))
+        dloss = dloss.resolve_neg()
         upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
         statistics, kept_source = self._of_forward(saved, start)
         rows, dhidden = self.all_rows, 0 if dinput is None else dinput.data_ptr()

@@ -71,7 +71,13 @@ def _remembered_arguments(loss: LossOptions) -> Any:
 def in_place(tensor: Tensor) -> bool:
     """Whether TMA can read a matrix, if it begins at a multiple of 16 bytes."""
     d, pitch = tensor.shape[1], tensor.stride(0)
-    return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d
+    return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d and not tensor.is_neg()
+
+
+def readable(operands: Operands) -> bool:
+    """Whether kernels can read the operands, if their addresses are aligned."""
+    hidden, weight, target = operands
+    return in_place(hidden) and in_place(weight) and target.stride(0) == 1 and not target.is_neg()
 
 
 def aligned(operands: Operands) -> Operands:
@@ -80,7 +86,7 @@ def aligned(operands: Operands) -> Operands:
     return Operands(
         hidden=aligned_rows("input", hidden),
         weight=aligned_rows("linear_weight", weight),
-        target=target.contiguous(),
+        target=target.resolve_neg().contiguous(),
     )
 
 
@@ -124,10 +130,11 @@ def _log_copy(name: str, tensor: Tensor, nbytes: int) -> None:
         return
     _copied.add(kind)
     _logger.warning(
-        "%s of shape %s and strides %s: the kernels want consecutive features, a multiple of 8 of them, and "
-        "rows that begin at multiples of 16 bytes; every such call makes a padded copy, here of %d bytes",
+        "%s of shape %s and strides %s%s: the kernels want consecutive features, a multiple of 8 of them, "
+        "and rows that begin at multiples of 16 bytes; every such call makes a padded copy, here of %d bytes",
         name,
         tuple(tensor.shape),
         tensor.stride(),
+        ", lazily negated" if tensor.is_neg() else "",
         nbytes,
     )

@@ -16,7 +16,7 @@ from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
 from ..plan.memory import forward_compaction_bytes, forward_compacts, keep_workspace_bytes
 from ..plan.problem import Problem, round_up
-from .device import Parts, aligned, dtype_name, gpu_of, in_place, loss_arguments, template
+from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, readable, template
 from .packing import Packing
 from .rows import Compaction
 
@@ -92,7 +92,7 @@ class KernelForward:
         device, (n, d) = hidden.device, hidden.shape
         kept = request.kept_columns
         # The alignment of addresses is checked in every call.
-        self.in_place = in_place(hidden) and in_place(weight) and target.stride(0) == 1
+        self.in_place = readable(operands)
         half, needs = hidden.dtype is torch.float16, request.statistics
         self.keeps_logits = kept > 0 and "kept_logits" in loss.terms
         problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs, self.keeps_logits)

@@ -47,6 +47,7 @@ def scale_gradients(
         target_bytes=target.itemsize,
         source=_address(source),
     )
+    dloss = dloss.resolve_neg()
     upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
     added = "" if dweight is None or out is None else dtype_name(out.dtype)
     function = cache.get(MultiplyKey(gpu_of(device).arch, dtype_name(dtype), added))

@@ -20,6 +20,7 @@ from ..implementation import Accumulated, BothGradients, Request, Results, Saved
 from ..options import LossOptions
 from ..plan.problem import Limits
 from . import inner
+from .asked import needed_now
 from .plain import innermost_transform, is_plain_eager
 from .schemas import loss_of
 
@@ -136,7 +137,8 @@ def is_writable(out: Tensor) -> bool:
     """Whether kernels may write to a tensor's address: contiguous, at a multiple of 16 bytes, in memory that
     is there."""
     end = out.storage_offset() * out.element_size() + out.nbytes
-    return out.is_contiguous() and out.data_ptr() % 16 == 0 and end <= out.untyped_storage().nbytes()
+    is_there = end <= out.untyped_storage().nbytes()
+    return out.is_contiguous() and out.data_ptr() % 16 == 0 and is_there and not out.is_neg()
 
 
 class AddingFunction(torch.autograd.Function):
@@ -202,7 +204,7 @@ def add_to_destination(
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     if not is_plain_eager(dresult, *saved):
         raise RuntimeError(_NO_DESTINATION)
-    (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, _needed_now(ctx)
+    (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, needed_now(ctx)
     if needs_dweight:
         if kind_of(out) != ctx.kind or not is_writable(out):
             raise RuntimeError(_OTHER_DESTINATION)
@@ -214,23 +216,6 @@ def add_to_destination(
     if with_dummy and needs_dweight:
         dummy = dresult.new_zeros((), dtype=ctx.dtype).expand(out.shape)
     return dinput, dummy, *others
-
-
-def _needed_now(ctx) -> tuple[bool, bool]:
-    """Whether this backward asks for input's and for linear_weight's gradient. ctx.needs_input_grad says what
-    the forward knew: torch.autograd.grad may ask for one alone."""
-    return _is_asked_for(ctx.next_functions[0][0]), _is_asked_for(ctx.next_functions[1][0])
-
-
-def _is_asked_for(node: Any) -> bool:
-    """Whether the running backward computes what flows into a node; None: of a tensor without gradient."""
-    if node is None:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # A leaf that torch.autograd.grad was asked for; or no backward of torch's runs, and all is needed.
-        return True
 
 
 class GradientFunction(torch.autograd.Function):

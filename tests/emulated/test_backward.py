@@ -440,6 +440,13 @@ def test_what_ignored_rows_hold_does_not_matter(how: str, arch: str):
     assert not run.dinput[case.target == case.ignore_index].any()
 
 
+@pytest.mark.parametrize("kept", [0, 200])
+def test_lazily_negated_operands_are_read_as_what_they_stand_for(kept: int):
+    case = random_case(40, 64, 200, BF16)
+    negated = Case(*(torch._neg_view(-each) for each in (case.input, case.linear_weight, case.target)))
+    check(case, train(negated, "sm_90a", kept_columns=kept))
+
+
 @both
 @pytest.mark.parametrize("kept", [0, 1])
 def test_one_class(arch: str, kept: int):

@@ -98,7 +98,7 @@ SLOWER_THAN_A_PEER = (
     " in 60 schedules that was never later than the reads and writes of the CTA's own last tile.",
 )
 ONE_PAST = (
-    r"setp\.(?:le|lt)\.s32 \S+ %r\d+, %r\d+$",
+    r"setp\.(?:le|lt|ge)\.s32 \S+ %r\d+, %r\d+$",
     "equal",
     "A lane goes on to the part behind the row's last one: its loads give zeros, and it stores nothing.",
 )
@@ -569,7 +569,7 @@ def subjects() -> list[Subject]:
             )
         )
     found += [
-        _arithmetic("References", 80, 6, [SAME_LANES, CLASS_0, EITHER_INTEGER, MINUS_ONE, ONE_PAST]),
+        _arithmetic("References", 80, 7, [SAME_LANES, CLASS_0, EITHER_INTEGER, MINUS_ONE, ONE_PAST]),
         _arithmetic("Finish", 40, 1, [ONE_LARGE_TERM]),
         _arithmetic("Finish", 40, 0, [], _right_in_float16, torch.float16),
         _arithmetic("ScaleRows", 60, 8, [SAME_LANES, AFTER_COUNTERS, ONLY_FLOAT16, ONE_PAST]),

@@ -248,8 +248,12 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t().contiguous().t()
 
 
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(-tensor)
+
+
 @poisoned
-@pytest.mark.parametrize("how", [misaligned, odd_pitch, transposed])
+@pytest.mark.parametrize("how", [misaligned, odd_pitch, transposed, negated])
 def test_operands_that_tma_cannot_read_are_copied_and_said_once(how, caplog):
     launch.device._copied.clear()
     case = random_case(70, 64, 500, BF16).to("cuda")
