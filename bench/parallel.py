@@ -2,14 +2,14 @@
 of their collectives other kernels hide.
 
 Each repetition runs every case, in a new random order that is the same on all ranks; the ranks synchronise
-before each call, and a case's time in a repetition is its slowest rank's. `ms` is the time of a call that is
-queued behind other work, as in a training step; `ms_idle` that of a call for which the GPU waits. Efficiency
-is per GPU, by `ms`: the time of the whole call on one GPU, divided by ranks times the case's time. GPUs of a
-host differ by some percent, so each of them runs the whole call, one after the other, and the mean of their
-times counts; `each` is compared on every rank with its own time alone, and the worst counts. All GPUs run the
-whole call, untimed, before each timed one: one that was idle has cooled, and is faster. The workspace is each
-GPU's. Results are a JSON list with one object for each case and shape; bench/results/README.md explains
-the keys.
+before each call, and a case's time in a repetition is its slowest rank's, but for one that ranks run alone.
+`ms` is the time of a call that is queued behind other work, as in a training step; `ms_idle` that of a call
+for which the GPU waits. Efficiency is per GPU, by `ms`: the time of the whole call on one GPU, divided by
+ranks times the case's time. GPUs of a host differ by some percent, so each of them runs the whole call, one
+after the other, and the mean of their times counts; `each` is compared on every rank with its own time alone,
+and the worst counts. All GPUs run the whole call, untimed, before each timed one: one that was idle has
+cooled, and is faster. The workspace is each GPU's. Results are a JSON list with one object for each case and
+shape; bench/results/README.md explains the keys.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
     python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
@@ -110,8 +110,9 @@ class Step:
         rank, ranks = group.rank(), group.size()
         whole = make_inputs(shape, DTYPES[setting.dtype], "untrained", device)
         self.case, self.rank = case, rank
+        self.is_alone = case.startswith("alone")
         # How many times the ranks meet for it: each runs it while the others are idle, or all at once.
-        self.turns = ranks if case.startswith("alone") else 1
+        self.turns = ranks if self.is_alone else 1
         options: dict[str, Any] = {}
         hidden, weight = whole.hidden, whole.weight
         if case.startswith("tp"):
@@ -283,13 +284,13 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
     for step in steps:
         shares.append(hidden_share(step, device))
         dist.barrier()
-    alone = {step.case: each for step, each in zip(steps, times.unbind(1), strict=True) if step.turns > 1}
+    alone = {step.case: each for step, each in zip(steps, times.unbind(1), strict=True) if step.is_alone}
     ranks, shape = dist.get_world_size(), setting.shape
     results = []
     for i, step in enumerate(steps):
-        is_alone, base = step.turns > 1, alone.get(_base(step.case))
-        each = _of_ranks(times[:, i], is_alone=is_alone)
-        waiting = None if idle is None else _of_ranks(idle[:, i], is_alone=is_alone)
+        base = alone.get(_base(step.case))
+        each = _of_ranks(times[:, i], is_alone=step.is_alone)
+        waiting = None if idle is None else _of_ranks(idle[:, i], is_alone=step.is_alone)
         results.append(
             {
                 "ranks": ranks,

@@ -110,9 +110,9 @@ def linear_cross_entropy(
             sum is formed in float32 (float64 for float64) and rounded once, without a temporary of (V, d)
             unless the kernels pad a d that is not a multiple of 8. The buffer may change between forward and
             backward. A second backward adds again, and a backward that does not ask for linear_weight's
-            gradient adds nothing; it raises where input and linear_weight are outputs of one operation and
-            one of these is asked for. Plain eager calls only: no torch.compile, torch.func, dispatch mode or
-            tensor subclass.
+            gradient adds nothing, unless one operation made both operands (other than a module's backward
+            hook or fully_shard); where one of its outputs itself is asked for it raises. Plain eager calls
+            only: no torch.compile, torch.func, dispatch mode or tensor subclass.
         grad_weight_dummy: with grad_weight_out, autograd gets zeros of linear_weight's shape instead of None:
             one expanded number, which takes memory where torch makes a new .grad from it, casts it
             (autocast) or adds it to another gradient.

@@ -34,7 +34,7 @@ from ..plan import overlap
 from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts, copies_into_dinput
 from ..plan.problem import Problem, round_up
-from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, readable, template, without_padding
+from .device import Parts, aligned, dtype_name, gpu_of, layout, loss_arguments, readable, template, unpadded
 from .packing import Packing
 from .rows import Compaction
 from .steps import COUNTERS, Step, after, arguments_of_kept, halves, of_recomputed
@@ -109,8 +109,8 @@ class KernelBackward:
         self.problem, self.plan = problem, chosen
         dtypes = dtype_name(dtype), dtype_name(target.dtype)
         self.function = cache.get(BackwardKey(*chosen.configs, *dtypes, added, loss.terms))
-        # Every call checks the alignment of addresses, and strides, which hooks on saved tensors may change.
-        self.strides = tuple(each.stride() for each in operands) if readable(operands) else None
+        # Every call checks alignment and layout, which hooks on saved tensors may change.
+        self.layout = layout(operands) if readable(operands) else None
         self.pitch, self.half = chosen.pitch, problem.half
         # Columns of exponentials, and of logits.
         self.kept, self.kept_logits = (0, kept) if keeps_logits else (kept, 0)
@@ -184,7 +184,7 @@ class KernelBackward:
         memory = dinput, dweight, _ = self.allocate(out)
         for step in self.steps(dloss, saved, loss, memory, adds=dweight is out):
             self.function(*step)
-        return without_padding(dinput, self.features), dweight
+        return unpadded(dinput, self.features), dweight
 
     def allocate(self, out: Tensor | None) -> Memory:
         dinput = None if self.hidden is None else torch.empty_like(self.hidden)
@@ -202,8 +202,7 @@ class KernelBackward:
     ) -> Iterator[tuple]:
         """The arguments of every launch, in order."""
         hidden, weight, target = saved.hidden, saved.weight, saved.target
-        strides = hidden.stride(), weight.stride(), target.stride()
-        if strides != self.strides or (hidden.data_ptr() | weight.data_ptr()) % 16:
+        if layout(saved.operands) != self.layout or (hidden.data_ptr() | weight.data_ptr()) % 16:
             hidden, weight, target = aligned(saved.operands)
         dinput, dweight, scratch = memory
         start = scratch.data_ptr()
@@ -364,7 +363,7 @@ class KernelBackward:
     ) -> BothGradients:
         dinput, dweight = gradients[0], gradients[1]
         if out is None or dweight is None:
-            return dinput, without_padding(dweight, self.features)
+            return dinput, unpadded(dweight, self.features)
         if not self.directly:
             out += dweight[:, : self.features]
         return dinput, None
@@ -408,7 +407,7 @@ class ShardBackward(KernelBackward):
                 later = [*self._divided(last)]
         for step in steps:
             self.function(*step)
-        return Halfway(without_padding(dinput, self.features), dweight, (later, scratch))
+        return Halfway(unpadded(dinput, self.features), dweight, (later, scratch))
 
     def _divided(self, step: Step) -> Iterator[Step]:
         """dweight of the last stripe, in one launch or in two."""

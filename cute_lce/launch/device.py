@@ -74,8 +74,15 @@ def in_place(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and d % 8 == 0 and pitch % 8 == 0 and pitch >= d and not tensor.is_neg()
 
 
+def layout(operands: Operands) -> tuple:
+    """What of the operands, beside their addresses, kernels that read them in place depend on."""
+    hidden, weight, target = operands
+    is_negated = hidden.is_neg() or weight.is_neg() or target.is_neg()
+    return hidden.stride(), weight.stride(), target.stride(), is_negated
+
+
 def readable(operands: Operands) -> bool:
-    """Whether kernels can read the operands, if their addresses are aligned."""
+    """Whether kernels can read the operands in place, if their addresses are aligned."""
     hidden, weight, target = operands
     return in_place(hidden) and in_place(weight) and target.stride(0) == 1 and not target.is_neg()
 
@@ -101,7 +108,7 @@ def aligned_rows(name: str, tensor: Tensor) -> Tensor:
     return copy
 
 
-def without_padding(gradient: Tensor | None, features: int) -> Tensor | None:
+def unpadded(gradient: Tensor | None, features: int) -> Tensor | None:
     """A gradient in its operand's shape: a copy where `aligned` has padded the operand."""
     if gradient is None or gradient.shape[1] == features:
         return gradient

@@ -29,7 +29,7 @@ from ..plan.kernels import BackwardKey, ForwardKey
 from ..plan.memory import keep_workspace_bytes, partials_in_rows
 from ..plan.problem import Problem, round_up
 from ..streaming import STREAMING
-from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, without_padding
+from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, unpadded
 from .rows import Compaction
 from .steps import COUNTERS
 
@@ -177,8 +177,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     num_valid = count.sum(dtype=torch.int64)
     # Copies of padded accumulators are made with as little beside them as can be.
     del scratch, count
-    dinput = without_padding(dinput, features)
-    dweight = without_padding(dweight, features)
+    dinput = unpadded(dinput, features)
+    dweight = unpadded(dweight, features)
     return Accumulated(_reduced(losses, num_valid, loss.reduction), num_valid, dinput, dweight, source)
 
 

@@ -40,7 +40,7 @@ def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal:
     """See implementation.Implementation."""
     if target.shape[0] == 0:
         return STREAMING.localize(target, ignore_index, start, columns, equal)
-    target = target.contiguous()
+    target = target.resolve_neg().contiguous()
     local = torch.empty_like(target)
     # The header, Merge's counter and its blocks.
     size = 2 + 2 * ceil_div(target.shape[0], MERGE_ROWS)

@@ -28,6 +28,7 @@ def scale_gradients(
     found = [each for each in (dinput, dweight) if each is not None]
     if not found or dloss.dtype is not torch.float32 or not all(map(_is_read, found)):
         return STREAMING.scale_gradients(dloss, target, accumulated, loss, dtype, out)
+    dloss, target = dloss.resolve_neg(), target.resolve_neg()
     device, d = dloss.device, found[0].shape[1]
     dinput_out = dweight_out = None
     if dinput is not None:
@@ -47,7 +48,6 @@ def scale_gradients(
         target_bytes=target.itemsize,
         source=_address(source),
     )
-    dloss = dloss.resolve_neg()
     upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
     added = "" if dweight is None or out is None else dtype_name(out.dtype)
     function = cache.get(MultiplyKey(gpu_of(device).arch, dtype_name(dtype), added))
@@ -58,8 +58,8 @@ def scale_gradients(
 
 
 def _is_read(accumulator: Tensor) -> bool:
-    rows, d = accumulator.shape
-    return rows > 0 and d % 8 == 0 and accumulator.is_contiguous() and accumulator.data_ptr() % 16 == 0
+    (rows, d), is_whole = accumulator.shape, accumulator.is_contiguous() and not accumulator.is_neg()
+    return rows > 0 and d % 8 == 0 and is_whole and accumulator.data_ptr() % 16 == 0
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-_HOOKS = "BackwardHookFunctionBackward"
-"""The node of a module's full backward hooks, of which each output is the input in the same place."""
+_IDENTITIES = ("BackwardHookFunction", "RegisterPostBackwardFunction")
+"""torch's functions of which each output is the tensor in the same place: of a module's full backward hooks,
+and of fully_shard."""
 _ONE_NODE = (
     "grad_weight_out: got input and linear_weight that are outputs of one {}, and a backward that asks for "
-    "some of its outputs, torch does not say which; want one that asks for what they were made from"
+    "one of these itself, torch does not say which; want one that asks for what they were made from"
 )
 
 
@@ -19,8 +20,10 @@ def needed_now(ctx) -> tuple[bool, bool]:
     node's. ctx.needs_input_grad says what the forward knew: torch.autograd.grad may ask for one alone.
 
     torch knows of a node that it will be executed, not for which of its outputs. So linear_weight's is asked
-    for if something behind it is. Raises RuntimeError where input and linear_weight are outputs of one node
-    at which the backward ends.
+    for if something behind it is, which a walk over its graph finds: of a leaf one step, at most all of it.
+    Behind an operation that makes both operands, unless it is one of _IDENTITIES, that may be input's alone;
+    and a tensor between such an identity and the call is not seen to be asked for beside input. Raises
+    RuntimeError where input and linear_weight are outputs of one node at which the backward ends.
     """
     input, weight = ctx.next_functions[:2]
     end = _end(weight)
@@ -34,20 +37,26 @@ def needed_now(ctx) -> tuple[bool, bool]:
 def _end(edge: tuple) -> tuple | None:
     """Where what flows along an edge (a node, and which of its outputs) ends, a leaf or a tensor that was
     asked for; None: nowhere."""
-    edges, seen = [edge], set()
+    edges, seen = [edge] if _executes(edge[0]) else [], set()
     while edges:
         edge = edges.pop()
-        node, output = edge
-        if edge in seen or not _executes(node):
+        if edge in seen:
             continue
         seen.add(edge)
+        node, output = edge
         onward = [each for each in node.next_functions if _executes(each[0])]
         if not onward:
             return edge
-        if type(node).__name__ == _HOOKS:
-            onward = [node.next_functions[output]]
+        if _is_identity(node):
+            own = node.next_functions[output]
+            onward = [own] if own in onward else []
         edges += onward
     return None
+
+
+def _is_identity(node: Any) -> bool:
+    function = getattr(type(node), "_forward_cls", None)
+    return getattr(function, "__name__", "") in _IDENTITIES and function.__module__.startswith("torch.")
 
 
 def _executes(node: Any) -> bool:

@@ -89,17 +89,60 @@ def test_operands_of_one_node():
         hidden, weight = (change(part) for part in both.split([N, V]))
         return linear_cross_entropy(hidden, weight, case.target, grad_weight_out=out), hidden, weight
 
-    for change in (lambda x: x, lambda x: x.view_as(x)):
-        loss, hidden, weight = call(change)
-        loss.backward(retain_graph=True)
-        torch.autograd.grad(loss, both, retain_graph=True)
-        assert_close("sum", out, 2 * case.expected(1.0, "mean")[2], out)
-        before = out.clone()
-        if change(both) is both:
-            for asked in (hidden, weight):
-                with pytest.raises(RuntimeError, match=r"grad_weight_out: got input .* outputs of one Split"):
-                    torch.autograd.grad(loss, asked, retain_graph=True, allow_unused=True)
-        else:
-            torch.autograd.grad(loss, hidden, retain_graph=True)
-        assert torch.equal(out, before)
-        out.zero_()
+    loss, hidden, weight = call(lambda x: x)
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, both, retain_graph=True)
+    assert_close("sum", out, 2 * case.expected(1.0, "mean")[2], out)
+    before = out.clone()
+    for asked in (hidden, weight, [hidden, weight]):
+        with pytest.raises(RuntimeError, match=r"grad_weight_out: got input .* outputs of one Split"):
+            torch.autograd.grad(loss, asked, retain_graph=True, allow_unused=True)
+    # Views are outputs of their own nodes.
+    loss, hidden, _ = call(lambda x: x.view_as(x))
+    torch.autograd.grad(loss, hidden)
+    assert torch.equal(out, before)
+
+
+class Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *operands):
+        return tuple(each.view_as(each) for each in operands)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+class BackwardHookFunction(Both):
+    """Not torch's, and so of unknown outputs."""
+
+
+@pytest.mark.parametrize("function", [Both, BackwardHookFunction])
+def test_operands_of_another_function(function: type[torch.autograd.Function]):
+    """All is added, whichever of them is asked for: what flows where is not known."""
+    case = random_case(N, D, V, FP32)
+    hidden, weight, target = operands(case)
+    out = torch.zeros(V, D)
+    loss = linear_cross_entropy(*function.apply(hidden, weight), target, grad_weight_out=out)
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, hidden)
+    assert_close("sum", out, 2 * case.expected(1.0, "mean")[2], out)
+
+
+def test_operands_of_fully_shards_function():
+    """As fully_shard registers it around a module's arguments."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    class Group:
+        def post_backward(self, *unused):
+            pass
+
+    case = random_case(N, D, V, FP32)
+    hidden, weight, target = operands(case)
+    out = torch.zeros(V, D)
+    given = fsdp.RegisterPostBackwardFunction.apply(Group(), hidden, weight)
+    loss = linear_cross_entropy(*given, target, grad_weight_out=out)
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    assert not out.any()
+    loss.backward()
+    assert_close("sum", out, case.expected(1.0, "mean")[2], out)

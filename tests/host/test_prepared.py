@@ -208,6 +208,34 @@ def test_saved_operands_may_come_back_with_other_strides(which: int, launches: L
             assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("is_saved", [False, True], ids=["given", "saved"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=Operands._fields)
+def test_negated_operands_are_copied(which: int, is_saved: bool, launches: Launches):
+    """Behind a plain call of the same strides, for which the kernels read the operands in place: as
+    arguments, or as hooks on saved tensors give them back."""
+    given = [each.detach() for each in operands()]
+
+    def negated(tensor: Tensor) -> Tensor:
+        is_it = tensor.data_ptr() == given[which].data_ptr()
+        return torch._neg_view(-tensor) if is_it else tensor  # pyright: ignore
+
+    def call(tensors: list[Tensor]) -> None:
+        leaves = [each.requires_grad_(each.is_floating_point()) for each in tensors]
+        torch.autograd.grad(linear_cross_entropy(*leaves, schedule="recompute"), leaves[:2])
+
+    call(given)
+    if is_saved:
+        with saved_tensors_hooks(lambda tensor: tensor, negated):
+            call(given)
+    else:
+        call([negated(each.detach()) for each in given])
+    assert len(launches.forward) == len(launches.backward) == 2
+    for launch in (*launches.forward, *launches.backward):
+        for found, want in zip(launch[:3], given, strict=True):
+            assert not found.is_neg()
+            assert torch.equal(found, want)
+
+
 def test_kept_logits_are_overwritten_and_freed(launches: Launches):
     """A second backward recomputes: its kernels are given no kept logits."""
     hidden, weight, target = operands()
