@@ -366,6 +366,8 @@ def run_rank(
             records.write(Path(out), results)
     if rank == 0:
         print(table(results), flush=True)
+    # None leaves while another still needs it.
+    dist.barrier()
     dist.destroy_process_group()
 
 

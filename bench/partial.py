@@ -85,6 +85,8 @@ def run_rank(rank: int, ranks: int, meeting: str, shape: Shape, command: str, ou
         ]
     if rank == 0:
         records.write(Path(out), results)
+    # None leaves while another still needs it.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -176,6 +176,11 @@ class Case:
             assert_close(name, tensor.grad, want, plain)
 
 
+def negated(tensor: Tensor) -> Tensor:
+    """The same numbers as a lazily negated view."""
+    return torch._neg_view(-tensor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def random_case(n: int, d: int, V: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Case:
     """Logits of standard deviation `scale`, targets anywhere."""
     generator = torch.Generator().manual_seed(seed)

@@ -21,7 +21,7 @@ from cute_lce.plan import forward as forward_plans
 from tests import emulator, passes
 from tests.device import forget_plans, planned_for
 from tests.emulated.forward import Emulator
-from tests.numerics import Case, assert_close
+from tests.numerics import Case, assert_close, negated
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def train(
         upstream = upstream if upstream.dtype is torch.float32 else upstream.float()
         saved = [None if tensor is None else tensor.clone() for tensor in results]
         # Known to the emulator: what was made before it was active.
-        upstream = torch._neg_view(known(-upstream)) if upstream.is_neg() else known(upstream)
+        upstream = negated(known(upstream)) if upstream.is_neg() else known(upstream)
         needed = {"need_dinput": need_dinput, "need_dweight": need_dweight}
         total = None if out is None else known(out)
         dinput, dweight = passes.backward(KERNELS, case, upstream, results, out=total, **needed, **options)

@@ -22,7 +22,7 @@ from cute_lce.streaming import STREAMING
 from tests.device import forget_plans, two_sweeps
 from tests.emulated.backward import device, narrow_plans
 from tests.emulated.forward import ignoring
-from tests.numerics import Case, assert_close, jumping, random_case
+from tests.numerics import Case, assert_close, jumping, negated, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -312,7 +312,7 @@ def test_the_merge_of_many_tokens_and_ranks(reduction: str):
         loss = local_loss(LossOptions(reduction, -100))
         found = []
         # The kernels get a lazily negated target, which they cannot read in place.
-        for implementation, own in ((KERNELS, torch._neg_view(-target)), (STREAMING, target.clone())):
+        for implementation, own in ((KERNELS, negated(target)), (STREAMING, target.clone())):
             with device("sm_90a", 4):
                 shards = [implementation.localize(own, -100, start, columns, True) for start in starts_at]
                 logits = torch.where(torch.stack([each.local for each in shards]) >= 0, 1.5, torch.nan)

@@ -23,7 +23,7 @@ from cute_lce.launch import KERNELS
 from cute_lce.plan import forward as plans
 from cute_lce.streaming import STREAMING
 from tests import passes
-from tests.numerics import Case, assert_close, random_case
+from tests.numerics import Case, assert_close, negated, random_case
 
 NARROW = (torch.bfloat16, torch.float16)
 BF16 = torch.bfloat16
@@ -246,10 +246,6 @@ def odd_pitch(tensor: torch.Tensor) -> torch.Tensor:
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t().contiguous().t()
-
-
-def negated(tensor: torch.Tensor) -> torch.Tensor:
-    return torch._neg_view(-tensor)
 
 
 @poisoned

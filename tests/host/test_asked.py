@@ -123,7 +123,7 @@ def test_operands_of_another_function(function: type[torch.autograd.Function]):
     case = random_case(N, D, V, FP32)
     hidden, weight, target = operands(case)
     out = torch.zeros(V, D)
-    loss = linear_cross_entropy(*function.apply(hidden, weight), target, grad_weight_out=out)
+    loss = linear_cross_entropy(*function.apply(hidden, weight), target, grad_weight_out=out)  # pyright: ignore[reportCallIssue]
     loss.backward(retain_graph=True)
     torch.autograd.grad(loss, hidden)
     assert_close("sum", out, 2 * case.expected(1.0, "mean")[2], out)
@@ -141,7 +141,7 @@ def test_operands_of_fully_shards_function():
     hidden, weight, target = operands(case)
     out = torch.zeros(V, D)
     given = fsdp.RegisterPostBackwardFunction.apply(Group(), hidden, weight)
-    loss = linear_cross_entropy(*given, target, grad_weight_out=out)
+    loss = linear_cross_entropy(*given, target, grad_weight_out=out)  # pyright: ignore[reportCallIssue]
     torch.autograd.grad(loss, hidden, retain_graph=True)
     assert not out.any()
     loss.backward()
