@@ -104,7 +104,8 @@ def check_term(
     if tensor.is_nested or tensor.layout is not torch.strided:
         what = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise ValueError(f"{name}: got {what}, want a dense tensor")
-    if tensor.is_neg():
+    # Not a question that a traced graph can ask.
+    if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(f"{name}: got a lazily negated tensor, want {name}.resolve_neg()")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: got {tensor.dtype}, want one of {', '.join(map(str, dtypes))}")
