@@ -7,9 +7,10 @@ before each call, and a case's time in a repetition is its slowest rank's, but f
 for which the GPU waits. Efficiency is per GPU, by `ms`: the time of the whole call on one GPU, divided by
 ranks times the case's time. GPUs of a host differ by some percent, so each of them runs the whole call, one
 after the other, and the mean of their times counts; `each` is compared on every rank with its own time alone,
-and the worst counts. All GPUs run the whole call, untimed, before each timed one: one that was idle has
-cooled, and is faster. The workspace is each GPU's. Results are a JSON list with one object for each case and
-shape; bench/results/README.md explains the keys.
+and the worst counts. Before each timed call the same one runs for HOT_SECONDS on the same GPUs, as in a
+training job: GPUs at their power limit run faster for a while after they were idle. The workspace is each
+GPU's. Results are a JSON list with one object for each case and shape; bench/results/README.md explains the
+keys.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
     python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import random
 import shlex
@@ -156,12 +158,27 @@ class Step:
 
 AHEAD_CYCLES = 4_000_000
 """Of other work before a call, some 2 ms."""
+HOT_SECONDS = 0.15
+"""For which a call runs before it is timed."""
+
+
+def hot_calls(step: Step, device: torch.device) -> int:
+    """How many calls take HOT_SECONDS, the same on every rank."""
+    synchronize(device)
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(3):
+        step()
+    synchronize(device)
+    seconds = torch.tensor((time.perf_counter() - begun) / 3, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return math.ceil(HOT_SECONDS / float(seconds)) if device.type == "cuda" else 0
 
 
 def time_steps(
-    steps: Sequence[Step], before: Step, reps: int, device: torch.device, *, is_ahead: bool
+    steps: Sequence[Step], hot: Sequence[int], reps: int, device: torch.device, *, is_ahead: bool
 ) -> Tensor:
-    """Milliseconds by rank, step and repetition. before: what runs before each step, untimed. is_ahead:
+    """Milliseconds by rank, step and repetition. hot: untimed calls before each timed one, by step. is_ahead:
     whether the host is, of a GPU that is at other work until the call is queued."""
     meeting = torch.zeros(1, device=device)
     on_gpu = device.type == "cuda"
@@ -172,7 +189,8 @@ def time_steps(
         order = draw.sample(range(len(steps)), len(steps))
         for i, turn in [(step, turn) for step in order for turn in range(steps[step].turns)]:
             begin, end = (_Mark(device) for _ in range(2))
-            before()
+            for _ in range(hot[i] if steps[i].is_turn(turn) else 0):
+                steps[i]()
             if not is_ahead:
                 synchronize(device)
             flush.zero_()
@@ -276,10 +294,11 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
         gradients = 0 if step.case.endswith("forward") else step.hidden.nbytes + step.weight.nbytes
         extra.append(max(0, peak_extra_bytes(step, device) - gradients) / 2**20)
         dist.barrier()
-    times = time_steps(steps, whole, setting.reps, device, is_ahead=True)
+    hot = [hot_calls(step, device) for step in steps]
+    times = time_steps(steps, hot, setting.reps, device, is_ahead=True)
     idle = None
     if device.type == "cuda":
-        idle = time_steps(steps, whole, setting.reps, device, is_ahead=False)
+        idle = time_steps(steps, hot, setting.reps, device, is_ahead=False)
     shares = []
     for step in steps:
         shares.append(hidden_share(step, device))
