@@ -1,16 +1,15 @@
 """Time calls over several GPUs of one host, compare them with the whole call on one GPU, and measure how much
 of their collectives other kernels hide.
 
-Each repetition runs every case, in a new random order that is the same on all ranks; the ranks synchronise
-before each call, and a case's time in a repetition is its slowest rank's, but for one that ranks run alone.
-`ms` is the time of a call that is queued behind other work, as in a training step; `ms_idle` that of a call
-for which the GPU waits. Efficiency is per GPU, by `ms`: the time of the whole call on one GPU, divided by
-ranks times the case's time. GPUs of a host differ by some percent, so each of them runs the whole call, one
-after the other, and the mean of their times counts; `each` is compared on every rank with its own time alone,
-and the worst counts. Before each timed call the same one runs for HOT_SECONDS on the same GPUs, as in a
-training job: GPUs at their power limit run faster for a while after they were idle. The workspace is each
-GPU's. Results are a JSON list with one object for each case and shape; bench/results/README.md explains the
-keys.
+Each repetition runs every case, in a new random order that is the same on all ranks, and a case's time in a
+repetition is its slowest rank's, but for one that ranks run alone. `ms` is the time of a call in a row of
+them: the calls of HOT_SECONDS, behind as many that are not timed. GPUs at their power limit change their
+clock within milliseconds, so single calls behind a pause would favour long or short ones. `ms_idle` is the
+time of one call for which the GPU waits. Efficiency is per GPU, by `ms`: the time of the whole call on one
+GPU, divided by ranks times the case's time. GPUs of a host differ by some percent, so each of them runs the
+whole call, one after the other, and the mean of their times counts; `each` is compared on every rank with its
+own time alone, and the worst counts. The workspace is each GPU's. Results are a JSON list with one object
+for each case and shape; bench/results/README.md explains the keys.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
     python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
@@ -156,14 +155,12 @@ class Step:
             self.loss_and_gradients()
 
 
-AHEAD_CYCLES = 4_000_000
-"""Of other work before a call, some 2 ms."""
 HOT_SECONDS = 0.15
-"""For which a call runs before it is timed."""
+"""Of calls in a row that are timed, and of those before them."""
 
 
-def hot_calls(step: Step, device: torch.device) -> int:
-    """How many calls take HOT_SECONDS, the same on every rank."""
+def calls_in_a_row(step: Step, device: torch.device) -> int:
+    """How many take HOT_SECONDS, the same on every rank; one without a GPU."""
     synchronize(device)
     dist.barrier()
     begun = time.perf_counter()
@@ -172,42 +169,37 @@ def hot_calls(step: Step, device: torch.device) -> int:
     synchronize(device)
     seconds = torch.tensor((time.perf_counter() - begun) / 3, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return math.ceil(HOT_SECONDS / float(seconds)) if device.type == "cuda" else 0
+    return math.ceil(HOT_SECONDS / float(seconds)) if device.type == "cuda" else 1
 
 
-def time_steps(
-    steps: Sequence[Step], hot: Sequence[int], reps: int, device: torch.device, *, is_ahead: bool
-) -> Tensor:
-    """Milliseconds by rank, step and repetition. hot: untimed calls before each timed one, by step. is_ahead:
-    whether the host is, of a GPU that is at other work until the call is queued."""
+def time_steps(steps: Sequence[Step], calls: Sequence[int], reps: int, device: torch.device) -> Tensor:
+    """Milliseconds of a call by rank, step and repetition. calls: in a row, by step; 0: one, for which the
+    GPU waits."""
     meeting = torch.zeros(1, device=device)
-    on_gpu = device.type == "cuda"
-    flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.int8, device=device)
+    flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.int8, device=device)
     draw = random.Random(0)
-    events: list[list[Any]] = [[] for _ in steps]
+    spans: list[list[tuple[_Mark, _Mark, int]]] = [[] for _ in steps]
     for repetition in range(reps + 1):
         order = draw.sample(range(len(steps)), len(steps))
         for i, turn in [(step, turn) for step in order for turn in range(steps[step].turns)]:
+            step, count = steps[i], calls[i]
             begin, end = (_Mark(device) for _ in range(2))
-            for _ in range(hot[i] if steps[i].is_turn(turn) else 0):
-                steps[i]()
-            if not is_ahead:
-                synchronize(device)
             flush.zero_()
-            if is_ahead and on_gpu:
-                torch.cuda._sleep(AHEAD_CYCLES)
             dist.all_reduce(meeting)
-            begin.record()
-            if steps[i].is_turn(turn):
-                steps[i]()
-            end.record()
+            if step.is_turn(turn):
+                for _ in range(count):
+                    step()
+                begin.record()
+                for _ in range(max(count, 1)):
+                    step()
+                end.record()
             # One step is on the device at a time: an idle rank's next one would begin early.
             synchronize(device)
             dist.barrier()
-            if repetition and steps[i].is_turn(turn):
-                events[i].append((begin, end))
+            if repetition and step.is_turn(turn):
+                spans[i].append((begin, end, max(count, 1)))
     own = torch.tensor(
-        [[begin.elapsed_time(end) for begin, end in each] for each in events],
+        [[begin.elapsed_time(end) / count for begin, end, count in each] for each in spans],
         dtype=torch.float64,
         device=device,
     )
@@ -294,11 +286,11 @@ def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
         gradients = 0 if step.case.endswith("forward") else step.hidden.nbytes + step.weight.nbytes
         extra.append(max(0, peak_extra_bytes(step, device) - gradients) / 2**20)
         dist.barrier()
-    hot = [hot_calls(step, device) for step in steps]
-    times = time_steps(steps, hot, setting.reps, device, is_ahead=True)
+    calls = [calls_in_a_row(step, device) for step in steps]
+    times = time_steps(steps, calls, setting.reps, device)
     idle = None
     if device.type == "cuda":
-        idle = time_steps(steps, hot, setting.reps, device, is_ahead=False)
+        idle = time_steps(steps, [0] * len(steps), setting.reps, device)
     shares = []
     for step in steps:
         shares.append(hidden_share(step, device))
