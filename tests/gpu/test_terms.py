@@ -347,8 +347,9 @@ def test_a_graph_is_retained_although_its_kept_logits_are_overwritten(topk):
     before = torch.cuda.memory_allocated()
     first = torch.autograd.grad(numbers, leaves, ones, retain_graph=True)
     torch.cuda.synchronize()
-    kept = 2 * n * V
-    assert before - torch.cuda.memory_allocated() > kept - sum(each.nbytes for each in first)
+    # Gone but for what the allocator rounds up.
+    gone = before + sum(each.nbytes for each in first) - torch.cuda.memory_allocated()
+    assert gone > 0.9 * 2 * n * V
     second = torch.autograd.grad(numbers, leaves, scaled, retain_graph=True)
     (third,) = torch.autograd.grad(numbers, leaves[1], scaled)
     for found, upstream, number in (

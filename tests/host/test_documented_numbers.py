@@ -511,6 +511,28 @@ def by_budget(file: str) -> Rows:
     return rows
 
 
+def by_heads(file: str) -> Rows:
+    """Several heads: milliseconds of each way, and of one call as a multiple of the heads' GEMMs."""
+    keys = ("n", "d", "vocab", "heads", "pass")
+    rows: Rows = []
+    for case in dict.fromkeys(tuple(record[key] for key in keys) for record in records(file)):
+        ms = {
+            way: get(file, way=way, **dict(zip(keys, case, strict=True)))["ms"]
+            for way in ("GEMMs", "one pass", "heads", "calls")
+        }
+        n, d, vocab, heads, passes = case
+        rows.append(
+            [
+                f"{n}, {d}, {vocab}",
+                str(heads),
+                "forward" if passes == "fwd" else "both",
+                *(f"{each:.2f}" for each in ms.values()),
+                f"{ms['heads'] / ms['GEMMs']:.3f}",
+            ]
+        )
+    return rows
+
+
 def term_peers(file: str) -> Rows:
     """By terms and provider: the forward's time, that of both passes, and memory."""
     rows: Rows = []
@@ -703,6 +725,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         over_gpus,
         by_terms,
         by_budget,
+        by_heads,
         term_peers,
         term_costs,
         by_floor,
