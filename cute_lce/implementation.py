@@ -297,12 +297,11 @@ class Stats(NamedTuple):
     over all classes. topk_logprob (n, K): z - lse of the given ids, 0 for an id that is no class. argmax
     int64: the first class with the largest z. is_top1 bool: whether that is the target. log_sum_sq_probs:
     log sum p^2. mean_logit: of z over the classes.
-    For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for.
-    kept (n, kept_columns): products of hidden and weight, or what kernels keep, with kept_scale, as in
-    Results, or of kept logits (units, n) fp16; onehot_ratio: what was subtracted from that at the target,
-    over the softmax, where it is not 1.
-    target_logit: z of the target, if there is a softcap; topk_logit (n, K): likewise of the ids, of
-    use where they are classes.
+    For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for. kept
+    (n, kept_columns): products of hidden and weight, or what kernels keep, with kept_scale, as in Results, or
+    of kept logits (units, n) fp16; onehot_ratio: what was subtracted from that at the target, over the
+    softmax, where it is not 1. target_logit: z of the target, if there is a softcap; topk_logit (n, K):
+    likewise of the ids, of use where they are classes. sorted_ids int32: these as the kernels take them.
     """
 
     logprob: Tensor | None = None
@@ -322,6 +321,7 @@ class Stats(NamedTuple):
     kept_scale: Tensor | None = None
     onehot_ratio: Tensor | None = None
     topk_logit: Tensor | None = None
+    sorted_ids: Tensor | None = None
 
 
 class StatsUpstream(NamedTuple):
@@ -345,6 +345,7 @@ class StatsSaved(NamedTuple):
     kept_scale: Tensor | None = None
     onehot_ratio: Tensor | None = None
     topk_logit: Tensor | None = None
+    sorted_ids: Tensor | None = None
 
 
 def outputs_of(terms: TermOptions) -> tuple[str, ...]:

@@ -195,7 +195,8 @@ def forward(
     topk_values = None
     topk = Topk.of(operands.topk_ids, valid, given.weight.shape[0], compacted=prepared.compaction is not None)
     if topk is not None:
-        topk_values = torch.empty(topk.entries.shape, dtype=torch.float32, device=device)
+        assert operands.topk_ids is not None
+        topk_values = torch.empty((operands.topk_ids.numel(),), dtype=torch.float32, device=device)
         loss = topk.added_to(loss, topk_values)
     found = prepared.statistics(given, loss)
     row_max, row_sum = found.row_max, found.row_sum
@@ -203,7 +204,9 @@ def forward(
     assert row_sum is not None
     own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
     if topk is not None and topk_values is not None:
-        own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
+        assert operands.topk_ids is not None
+        logits = topk.as_given(topk_values, operands.topk_ids)
+        own = own._replace(topk_logit=logits, topk_known=topk.known)
     elif operands.topk_ids is not None:
         none = row_max.new_zeros(operands.topk_ids.shape)
         own = own._replace(topk_logit=none, topk_known=none.bool())
@@ -212,7 +215,10 @@ def forward(
         own, losses = merge(own), None
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
     return _stats_of(own, losses, options, valid)._replace(
-        kept=found.kept, kept_scale=found.kept_scale, onehot_ratio=asked.onehot_ratio
+        kept=found.kept,
+        kept_scale=found.kept_scale,
+        onehot_ratio=asked.onehot_ratio,
+        sorted_ids=None if topk is None else topk.packed,
     )
 
 
@@ -356,11 +362,12 @@ def backward(
     prepared = _remembered(key, backward_of, given, loss, request)
     assert isinstance(prepared, KernelBackward)
     topk = topk_values = None
-    if gradient.topk is not None:
-        compacted = prepared.compaction is not None
-        topk = Topk.of(operands.topk_ids, valid, given.weight.shape[0], compacted=compacted)
-    if topk is not None and gradient.topk is not None:
-        topk_values = gradient.topk.reshape(-1)[topk.order]
+    if gradient.topk is not None and operands.topk_ids is not None:
+        classes, compacted = given.weight.shape[0], prepared.compaction is not None
+        topk = Topk.again(saved.sorted_ids, operands.topk_ids, classes, compacted=compacted)
+        topk = topk or Topk.of(operands.topk_ids, valid, classes, compacted=compacted)
+        assert topk is not None
+        topk_values = topk.ordered(gradient.topk)
         loss = topk.added_to(loss, topk_values)
     dbias = None
     if request.need_dbias:

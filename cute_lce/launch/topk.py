@@ -33,14 +33,13 @@ def _blocks(n: int) -> int:
 class Topk(NamedTuple):
     """The ids that are classes of valid tokens, in the kernels' order, and behind them the others.
 
-    entries (n K,) int32; starts (units blocks + 1,) int32. order (n K,) int64: where each was given. known
-    (n, K) bool, as given: whether it is a class of a valid token. units, blocks: their numbers.
+    packed: int32, of entries (n K,); starts (units blocks + 1,); order (n K,): where each was given; and a
+    number more where tokens are compacted. known (n, K) bool, as given: whether it is a class of a valid
+    token; None: read of a forward. units, blocks: their numbers.
     """
 
-    entries: Tensor
-    starts: Tensor
-    order: Tensor
-    known: Tensor
+    packed: Tensor
+    known: Tensor | None
     units: int
     blocks: int
 
@@ -59,21 +58,49 @@ class Topk(NamedTuple):
         token, given = token.unsqueeze(1), given.int()
         key = torch.add(token // TOPK_TOKENS, given // TOPK_CLASSES, alpha=blocks)
         key, order = key.masked_fill_(~known, units * blocks).reshape(-1).sort(stable=True)
-        starts = torch.arange(units * blocks + 1, dtype=torch.int32, device=device)
-        starts = torch.searchsorted(key, starts, out_int32=True)
-        entries = torch.add(given % TOPK_CLASSES, token, alpha=TOPK_CLASSES).reshape(-1)[order]
-        return cls(entries, starts, order, known, units, blocks)
+        packed = torch.empty((_length(given, units, blocks) + compacted,), dtype=torch.int32, device=device)
+        entries, starts, placed = _parts(packed, given, units, blocks)
+        numbers = torch.arange(units * blocks + 1, dtype=torch.int32, device=device)
+        torch.searchsorted(key, numbers, out_int32=True, out=starts)
+        entry = torch.add(given % TOPK_CLASSES, token, alpha=TOPK_CLASSES)
+        torch.index_select(entry.reshape(-1), 0, order, out=entries)
+        placed.copy_(order)
+        return cls(packed, known, units, blocks)
+
+    @classmethod
+    def again(cls, packed: Tensor | None, given: Tensor, classes: int, *, compacted: bool) -> Topk | None:
+        """Of what a forward saved; None where it did not, or computed other tokens."""
+        units, blocks = _units(classes), _blocks(given.shape[0])
+        if packed is None or packed.shape[0] != _length(given, units, blocks) + compacted:
+            return None
+        return cls(packed, None, units, blocks)
 
     def added_to(self, loss: Any, values: Tensor) -> Any:
         """The loss with what the term reads. values (n K,): of the entries."""
         return loss._replace(
-            topk_entries=self.entries.data_ptr(),
-            topk_starts=self.starts.data_ptr(),
+            topk_entries=self.packed.data_ptr(),
+            topk_starts=self.packed.data_ptr() + values.shape[0] * self.packed.itemsize,
             topk_values=values.data_ptr(),
             topk_units=self.units,
             topk_blocks=self.blocks,
         )
 
-    def as_given(self, values: Tensor) -> Tensor:
-        """(n, K) of values of the entries; of use where the ids are known."""
-        return torch.empty_like(values).scatter_(0, self.order, values).view(self.known.shape)
+    def ordered(self, values: Tensor) -> Tensor:
+        """(n K,), of the entries, of values (n, K) as given."""
+        _, _, order = _parts(self.packed, values, self.units, self.blocks)
+        return values.reshape(-1).index_select(0, order)
+
+    def as_given(self, values: Tensor, like: Tensor) -> Tensor:
+        """(n, K), as like, of values of the entries; of use where the ids are known."""
+        _, _, order = _parts(self.packed, like, self.units, self.blocks)
+        return torch.empty_like(values).scatter_(0, order.long(), values).view(like.shape)
+
+
+def _length(given: Tensor, units: int, blocks: int) -> int:
+    return 2 * given.numel() + units * blocks + 1
+
+
+def _parts(packed: Tensor, given: Tensor, units: int, blocks: int) -> tuple[Tensor, ...]:
+    """Its entries, starts and order."""
+    ids = given.numel()
+    return packed[: _length(given, units, blocks)].split_with_sizes([ids, units * blocks + 1, ids])

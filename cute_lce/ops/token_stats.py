@@ -78,7 +78,7 @@ TOKEN_LOSS_GRADIENTS = (
 
 _TENSORS = len(StatsOperands._fields)
 _NUMBERS = len(StatsOptions._fields)
-_DTYPES = {"argmax": torch.int64, "is_top1": torch.bool}
+_DTYPES = {"argmax": torch.int64, "is_top1": torch.bool, "sorted_ids": torch.int32}
 
 
 def options_of(arguments: tuple) -> tuple[StatsOptions, tuple]:
@@ -176,7 +176,9 @@ def token_stats(*arguments):
 
 
 def all_present(found: Stats, operands: StatsOperands, options: StatsOptions) -> tuple[Tensor, ...]:
-    """With empty tensors for what there is none of: a schema has no optional results."""
+    """With empty tensors for what there is none of: a schema has no optional results. The ids' order, whose
+    size depends on what serves the call, is left out: a graph's backward sorts them again."""
+    found = found._replace(sorted_ids=None)
     if found.kept is None:
         found = found._replace(**_empty_kept(operands, options, 0))
     acc = accumulate_dtype(operands.hidden.dtype)

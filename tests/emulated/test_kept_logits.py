@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from cute_lce.launch import token_stats as launch
+from cute_lce.launch.topk import Topk
 from cute_lce.plan import memory
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from cute_lce.plan.problem import round_up
@@ -197,7 +199,10 @@ def test_compacted_rows(arch, ignored, monkeypatch):
     numbers = Numbers(case, names, names, temperature=temperature, topk_ids=ids, linear_bias=bias)
     poisoned = replace(case, input=hidden.masked_fill(where.unsqueeze(1), torch.nan))
     overwrites = ignored in ("some", "all", "all but one")
-    found = run(replace(numbers, case=poisoned), arch, 270, window=128, overwrites=overwrites)
+    with mock.patch.object(Topk, "of", wraps=Topk.of) as sorting:
+        found = run(replace(numbers, case=poisoned), arch, 270, window=128, overwrites=overwrites)
+    # The backward has the forward's order.
+    assert sorting.call_count == 1
     assert any("Gather" in name for name in found.emulator.launched)
     token_stats.check(numbers, found)
 
