@@ -3,13 +3,14 @@ of their collectives other kernels hide.
 
 Each repetition runs every case, in a new random order that is the same on all ranks, and a case's time in a
 repetition is its slowest rank's, but for one that ranks run alone. `ms` is the time of a call in a row of
-them: the calls of HOT_SECONDS, behind as many that are not timed. GPUs at their power limit change their
-clock within milliseconds, so single calls behind a pause would favour long or short ones. `ms_idle` is the
-time of one call for which the GPU waits. Efficiency is per GPU, by `ms`: the time of the whole call on one
-GPU, divided by ranks times the case's time. GPUs of a host differ by some percent, so each of them runs the
-whole call, one after the other, and the mean of their times counts; `each` is compared on every rank with its
-own time alone, and the worst counts. The workspace is each GPU's. Results are a JSON list with one object
-for each case and shape; bench/results/README.md explains the keys.
+them, of HOT_SECONDS, behind as many that are not timed: GPUs at their power limit run at another clock after
+a pause than in a training job. `ms_idle` is the time of one call, behind the same, for which the GPU waits.
+On a CPU a row is one call. Efficiency is per GPU, by `ms`: the time of the whole call on one GPU, divided by
+ranks times the case's time. GPUs of a host differ by some percent, so each of them runs the whole call, one
+after the other, and the mean of their times counts; `each` is compared on every rank with its own time alone,
+and the worst counts. In a row of `each` the ranks meet only before it: the slowest one's last calls may run
+beside idle GPUs. The workspace is each GPU's. Results are a JSON list with one object for each case and
+shape; bench/results/README.md explains the keys.
 
     python3 -m bench.parallel --ranks 2 --out bench/results/h200x2_parallel.json
     python3 -m bench.parallel --ranks 2 --shapes 2048,4096,131072 --cases alone tp tp_serial --quick
@@ -28,10 +29,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +52,8 @@ from cute_lce.measure.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms,
 from cute_lce.parallel import tensor
 from cute_lce.parallel.collectives import Begun
 
+Meet = Callable[[], object]
+"""Waits for all ranks, on the host: a GPU that waits in a collective is not idle."""
 KEYS = (
     *("gpu", "ranks", "case", "schedule", "reduction", "n", "d", "vocab", "dtype", "pass", "workspace_mb"),
     *("ms", "ms_min", "ms_max", "ms_idle", "efficiency", "extra_mib", "hidden_share"),
@@ -156,11 +161,13 @@ class Step:
 
 
 HOT_SECONDS = 0.15
-"""Of calls in a row that are timed, and of those before them."""
+"""Seconds of calls in a row that are timed; as many go before them."""
 
 
 def calls_in_a_row(step: Step, device: torch.device) -> int:
-    """How many take HOT_SECONDS, the same on every rank; one without a GPU."""
+    """How many take about HOT_SECONDS, the same on every rank; one on a CPU."""
+    if device.type != "cuda":
+        return 1
     synchronize(device)
     dist.barrier()
     begun = time.perf_counter()
@@ -169,37 +176,45 @@ def calls_in_a_row(step: Step, device: torch.device) -> int:
     synchronize(device)
     seconds = torch.tensor((time.perf_counter() - begun) / 3, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return math.ceil(HOT_SECONDS / float(seconds)) if device.type == "cuda" else 1
+    return math.ceil(HOT_SECONDS / float(seconds))
 
 
-def time_steps(steps: Sequence[Step], calls: Sequence[int], reps: int, device: torch.device) -> Tensor:
-    """Milliseconds of a call by rank, step and repetition. calls: in a row, by step; 0: one, for which the
-    GPU waits."""
+def time_steps(
+    steps: Sequence[Step], calls: Sequence[int], reps: int, device: torch.device, meet: Meet, *, is_idle: bool
+) -> Tensor:
+    """Milliseconds of a call by rank, step and repetition. calls: in a row, by step. is_idle: of one call,
+    for which the GPU waits, behind a row."""
     meeting = torch.zeros(1, device=device)
     flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.int8, device=device)
     draw = random.Random(0)
-    spans: list[list[tuple[_Mark, _Mark, int]]] = [[] for _ in steps]
+    spans: list[list[tuple[_Mark, _Mark]]] = [[] for _ in steps]
+    counts = [1 if is_idle else count for count in calls]
     for repetition in range(reps + 1):
         order = draw.sample(range(len(steps)), len(steps))
-        for i, turn in [(step, turn) for step in order for turn in range(steps[step].turns)]:
-            step, count = steps[i], calls[i]
+        for i, turn in ((at, turn) for at in order for turn in range(steps[at].turns)):
+            step, own_turn = steps[i], steps[i].is_turn(turn)
             begin, end = (_Mark(device) for _ in range(2))
-            flush.zero_()
-            dist.all_reduce(meeting)
-            if step.is_turn(turn):
-                for _ in range(count):
-                    step()
+            for _ in range(calls[i] if own_turn else 0):
+                step()
+            if is_idle:
+                synchronize(device)
+                flush.zero_()
+                dist.all_reduce(meeting)
+            if own_turn:
                 begin.record()
-                for _ in range(max(count, 1)):
+                for _ in range(counts[i]):
                     step()
                 end.record()
             # One step is on the device at a time: an idle rank's next one would begin early.
             synchronize(device)
-            dist.barrier()
-            if repetition and step.is_turn(turn):
-                spans[i].append((begin, end, max(count, 1)))
+            meet()
+            if repetition and own_turn:
+                spans[i].append((begin, end))
     own = torch.tensor(
-        [[begin.elapsed_time(end) / count for begin, end, count in each] for each in spans],
+        [
+            [begin.elapsed_time(end) / count for begin, end in each]
+            for each, count in zip(spans, counts, strict=True)
+        ],
         dtype=torch.float64,
         device=device,
     )
@@ -271,26 +286,29 @@ def compare(step: Step, whole: Step) -> dict[str, float]:
     return found
 
 
-def measure(setting: Setting, device: torch.device) -> list[dict[str, Any]]:
+def measure(setting: Setting, device: torch.device, meet: Meet) -> list[dict[str, Any]]:
     """The results of a setting, the same on every rank."""
     steps = [Step(case, setting, device) for case in setting.cases]
-    whole = Step("each", setting, device)
     for step in steps:
         for _ in range(2):
             step()
         synchronize(device)
         dist.barrier()
-    errors = [compare(step, whole) if step.case.startswith("tp") else {} for step in steps]
+    errors = [{}] * len(steps)
+    if any(step.case.startswith("tp") for step in steps):
+        whole = Step("each", setting, device)
+        errors = [compare(step, whole) if step.case.startswith("tp") else {} for step in steps]
+        del whole
     extra = []
     for step in steps:
         gradients = 0 if step.case.endswith("forward") else step.hidden.nbytes + step.weight.nbytes
         extra.append(max(0, peak_extra_bytes(step, device) - gradients) / 2**20)
         dist.barrier()
     calls = [calls_in_a_row(step, device) for step in steps]
-    times = time_steps(steps, calls, setting.reps, device)
+    times = time_steps(steps, calls, setting.reps, device, meet, is_idle=False)
     idle = None
     if device.type == "cuda":
-        idle = time_steps(steps, [0] * len(steps), setting.reps, device)
+        idle = time_steps(steps, calls, setting.reps, device, meet, is_idle=True)
     shares = []
     for step in steps:
         shares.append(hidden_share(step, device))
@@ -351,9 +369,17 @@ def _efficiency(case: str, times: Tensor, alone: Tensor) -> float:
 
 
 def run_rank(
-    rank: int, ranks: int, meeting: str, device_type: str, settings: list[Setting], command: str, out: str
+    rank: int,
+    ranks: int,
+    meeting: str,
+    meet: Barrier,
+    device_type: str,
+    settings: list[Setting],
+    command: str,
+    out: str,
 ):
-    """A rank's process; the first one writes and prints the results. meeting: the ranks' file to meet."""
+    """A rank's process; the first one writes and prints the results. meeting: the file by which they make a
+    group."""
     on_gpu = device_type == "cuda"
     device = torch.device(f"cuda:{rank}" if on_gpu else "cpu")
     if on_gpu:
@@ -370,7 +396,7 @@ def run_rank(
     )
     results: list[dict[str, Any]] = []
     for setting in settings:
-        found = measure(setting, device)
+        found = measure(setting, device, meet.wait)
         origin = records.provenance(device, command)
         results += [{key: {**origin, **each}[key] for key in KEYS} for each in found]
         if rank == 0 and out:
@@ -464,9 +490,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = "python3 -m bench.parallel " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder, "meeting"))
+        meet = get_context("spawn").Barrier(args.ranks)
         spawn(
             run_rank,
-            (args.ranks, meeting, args.device, settings, command, args.out),
+            (args.ranks, meeting, meet, args.device, settings, command, args.out),
             nprocs=args.ranks,
         )
     return 0

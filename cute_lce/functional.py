@@ -138,10 +138,10 @@ def linear_cross_entropy(
     Several heads: linear_weight may be K weights, a list (or nn.ParameterList) of (V_k, d) or a tensor
     (K, V, d). Then target and token_weight are (..., K), and input is (..., d), which the heads share, or
     (..., K, d); linear_bias, weight and grad_weight_out are lists of K, or tensors with a leading K, and
-    a denominator may be (K,). Each head is a call of its own, except for input's gradient: the heads' are
-    added in float32 (4 n d bytes beside workspace_mb), and the sum is rounded once. workspace_mb is divided
-    equally among them, except with "recompute"; with None each head has the default. Not with tp_group or
-    DTensors.
+    a denominator may be (K,). Each head is a call of its own, except for input's gradient: those of three
+    heads or more are added in float32 (4 n d bytes beside workspace_mb), of two in input's dtype, so that the
+    sum is rounded once. workspace_mb is divided equally among them, except with "recompute"; with None each
+    head has the default. Not with tp_group or DTensors.
 
     Returns:
         The loss in nats: of target's shape for "none", else a scalar, or (K,) for several heads; float32

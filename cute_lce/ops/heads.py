@@ -1,9 +1,9 @@
 """Several heads in one call: what is whose, a call for each, and one sum of gradients by the hidden states.
 
 Each head's matrix products fill a device, so that one pass over all of them would only spare reading the
-hidden states again. What K calls would lose is precision: autograd adds their gradients by shared hidden
+hidden states again. What K > 2 calls would lose is precision: autograd adds their gradients by shared hidden
 states in the dtype of those, K - 1 times. Here they are added in acc, one head after the other, and the sum
-is rounded once; two heads' by autograd, which rounds once too, and moves fewer bytes.
+is rounded once. Autograd's one addition of two heads' rounds as often, and moves fewer bytes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,6 +44,32 @@ def test_a_part_that_is_rounded_has_an_error_of_its_own(tmp_path, capfd):
     printed = capfd.readouterr().out
     assert partial.main(["--show", str(out)]) == 0
     assert capfd.readouterr().out in printed
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_call_in_a_row_is_timed(is_idle, monkeypatch):
+    calls = []
+
+    class Step:
+        turns = 1
+
+        def is_turn(self, turn: int) -> bool:
+            return turn == 0
+
+        def __call__(self) -> None:
+            calls.append(time.sleep(0.02))
+
+    one = SimpleNamespace(
+        get_world_size=lambda: 1,
+        all_reduce=lambda tensor: None,
+        all_gather=lambda every, own: every[0].copy_(own),
+    )
+    monkeypatch.setattr(parallel, "dist", one)
+    steps: list[Any] = [Step()]
+    found = parallel.time_steps(steps, [3], 2, torch.device("cpu"), lambda: None, is_idle=is_idle)
+    assert found.shape == (1, 1, 2)
+    assert 20 <= float(found.min()) < 55
+    assert len(calls) == 3 * (3 + (1 if is_idle else 3))
 
 
 def test_efficiency_counts_every_rank_alone():
