@@ -3,7 +3,7 @@
     heads        linear_cross_entropy(hidden, [weight, ...], target)
     calls        linear_cross_entropy(hidden, weight, target) for each, one backward of the losses' sum
     GEMMs        those of every head, as cuBLAS does them, one head after the other
-    one pass     those of the heads' weights in one matrix of K V rows: what no pass over all heads beats
+    one pass     those of the heads' weights in one matrix of K V rows
 
 All are timed in alternation, in random order; the losses are means, with gradients of the hidden states and
 of each weight.

@@ -347,9 +347,9 @@ def test_a_graph_is_retained_although_its_kept_logits_are_overwritten(topk):
     before = torch.cuda.memory_allocated()
     first = torch.autograd.grad(numbers, leaves, ones, retain_graph=True)
     torch.cuda.synchronize()
-    # Gone but for what the allocator rounds up.
+    # The kept logits. The allocator may hold up to 1 MiB more for each large block.
     gone = before + sum(each.nbytes for each in first) - torch.cuda.memory_allocated()
-    assert gone > 0.9 * 2 * n * V
+    assert gone > 2 * n * V - 3 * 2**20
     second = torch.autograd.grad(numbers, leaves, scaled, retain_graph=True)
     (third,) = torch.autograd.grad(numbers, leaves[1], scaled)
     for found, upstream, number in (
