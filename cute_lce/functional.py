@@ -70,8 +70,8 @@ def linear_cross_entropy(
             or inf in such a row of input does not matter.
         label_smoothing: in [0, 1]: the part of a target's probability that is spread over all classes.
         logit_scale: multiplies the logits.
-        softcap: positive: c of c tanh(z / c), which is applied to the scaled logits z. Or a `LogitTerm`, your
-            own function of the logits, which is compiled into the kernels. None: neither.
+        softcap: from 1e-30 to 1e30: c of c tanh(z / c), which is applied to the scaled logits z. Or a
+            `LogitTerm`, your own function of the logits, which is compiled into the kernels. None: neither.
         z_loss: the coefficient of the square of the row's lse, which is added to its loss.
         token_weight: target's shape, any real dtype: multiplies the row's loss. "mean" does not divide by it.
         denominator: what "mean" divides by instead of the number of rows, such as the number of tokens in all

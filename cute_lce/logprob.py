@@ -51,9 +51,9 @@ def linear_logprob(
     Args:
         input, linear_weight, target, linear_bias, ignore_index, logit_scale, softcap, workspace_mb, window:
             as in linear_cross_entropy.
-        temperature: a positive number; or a tensor of target's shape, any floating dtype, on input's device,
-            which is not read on the host: a row whose temperature is 0 becomes nan or inf, without effect on
-            other rows' numbers and gradients by input.
+        temperature: a number from 1e-30 to 1e30; or a tensor of target's shape, any floating dtype, on
+            input's device, which is not read on the host: a row whose temperature is 0 becomes nan or inf,
+            without effect on other rows' numbers and gradients by input.
         outputs: names of TokenStats' fields, those to compute. The others cost nothing.
         topk_ids: (*target.shape, K), int64 or int32: the classes whose log-probabilities "topk_logprob"
             gives. They may repeat and include the target; an id outside [0, V) gives 0 and has no gradient.

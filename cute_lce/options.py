@@ -25,6 +25,8 @@ IGNORE_INDEX = -100
 """The ignore_index that ``None`` stands for, as in torch."""
 NO_SCALE = 1.0
 """The logit_scale of a call that gives none."""
+LEAST_DIVISOR = 1e-30
+"""Of softcap and temperature; 1 over it is the most."""
 MOST_WORKSPACE_MB = 1 << 42
 MOST_WINDOW = (1 << 31) - 1
 """More of either is taken as this much, which no machine has and which fits the ops' int64."""
@@ -99,7 +101,7 @@ class TermOptions(_TermFields):
     """The numbers of a loss's terms; the defaults mean that there is no such term.
 
     label_smoothing: in [0, 1], the part of the target's probability that is spread over all classes.
-    softcap: c of z = c tanh(z / c), positive and finite, a LogitTerm or the key of one, or None.
+    softcap: c of z = c tanh(z / c), from 1e-30 to 1e30, a LogitTerm or the key of one, or None.
     z_loss: the coefficient of lse^2, finite.
 
     Raises TypeError and ValueError for anything else. Numbers may be symbolic.
@@ -123,7 +125,7 @@ class TermOptions(_TermFields):
         if softcap is not None:
             _check_number("softcap", softcap)
             if term_of(softcap) is None:
-                check_positive("softcap", softcap)
+                check_divisor("softcap", softcap)
         return tuple.__new__(cls, (label_smoothing, softcap, z_loss))
 
     def _replace(self, **changes: Any) -> TermOptions:
@@ -153,6 +155,13 @@ def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
     _check_number(name, value)
     if not 0 < value < float("inf") and not (or_zero and value == 0):
         raise ValueError(f"{name}: got {value}, want a positive, finite number{' or 0' if or_zero else ''}")
+
+
+def check_divisor(name: str, value: Any) -> None:
+    """check_positive, and ValueError for what float32 logits cannot be divided by."""
+    check_positive(name, value)
+    if not LEAST_DIVISOR <= value <= 1 / LEAST_DIVISOR:
+        raise ValueError(f"{name}: got {value}, want a number from 1e-30 to 1e30")
 
 
 NO_TERMS = TermOptions()

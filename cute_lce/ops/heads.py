@@ -54,6 +54,9 @@ def linear_cross_entropy(
     targets = target.unbind(-1)
     inputs = input.unbind(-2) if input.dim() > target.dim() else [autocast_hidden(input)] * count
     adds = input.dim() == target.dim() and count > 2 and inputs[0].dtype in _FLOATS
+    if not torch.compiler.is_compiling() and innermost_transform() is not None:
+        # vmap has no rule for the ops below. In a traced call they ask again.
+        adds = False
     total = _rounded(inputs[0]) if adds else None
 
     def of_head(k: int, hidden: Tensor, options: dict[str, Any]) -> Tensor:

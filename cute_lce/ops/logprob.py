@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import Stats, StatsOperands, StatsOptions
-from ..options import ComputeOptions, LossOptions, TermOptions, check_outputs, check_positive
+from ..options import ComputeOptions, LossOptions, TermOptions, check_divisor, check_outputs
 from . import inner
 from .checks import TARGET_DTYPES, check_term, flatten, know_shardings, refuse_gradient
 from .plain import is_distributed
@@ -130,7 +130,7 @@ def checked_call(
     """The tensors after autocast, and what is computed of them. as_input: target, or a part of it that has
     the shape of input's tokens, which are then a part of target's."""
     check_outputs(wanted.outputs)
-    check_positive("temperature", wanted.temperature_number)
+    check_divisor("temperature", wanted.temperature_number)
     if not isinstance(wanted.entropy_grad, bool):
         raise TypeError(f"entropy_grad: got {type(wanted.entropy_grad).__name__}, want a bool")
     if compute.schedule == "grad_in_forward":

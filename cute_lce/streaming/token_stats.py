@@ -289,15 +289,23 @@ def _of_valid(upstream: Tensor, valid: Tensor, acc: torch.dtype) -> Tensor:
     return torch.where(valid if upstream.dim() == 1 else valid.unsqueeze(1), upstream, 0).to(acc)
 
 
-def _at_first(ids: Tensor, values: Tensor) -> Tensor:
-    """The sum of the values of equal ids, where the id occurs first in its row; 0 elsewhere. Adding these in
+LEAST_GAP = -1024.0
+"""Of a logit and the row's maximum; below it exp is 0 in float64 too."""
+
+
+def _at_last(ids: Tensor, values: Tensor) -> Tensor:
+    """The sum of the values of equal ids, where the id occurs last in its row; 0 elsewhere. Adding these in
     any order gives the same bits."""
-    sums = torch.zeros_like(values)
-    for k in range(ids.shape[1]):
-        same = ids == ids[:, k : k + 1]
-        first = ~same[:, :k].any(1)
-        sums[:, k] = torch.where(first, torch.where(same, values, 0).sum(1), 0)
-    return sums
+    ids, order = ids.sort(dim=1, stable=True)
+    sums, step = values.gather(1, order), 1
+    while step < ids.shape[1]:
+        # Equal ids are side by side: each has the sum of itself and step - 1 before it.
+        same = ids[:, step:] == ids[:, :-step]
+        sums[:, step:] += torch.where(same, sums[:, :-step], 0)
+        step *= 2
+    goes_on = ids[:, 1:] == ids[:, :-1]
+    sums[:, :-1].masked_fill_(goes_on, 0)
+    return torch.zeros_like(values).scatter_(1, order, sums)
 
 
 @without_autocast
@@ -333,7 +341,7 @@ def gradients(
         gap_factor = torch.where(valid, maths.softmax_factor(gap_factor, saved.row_sum), 0).unsqueeze(1)
     topk, ids = coefficients.topk, operands.topk_ids
     if topk is not None and ids is not None:
-        topk = _at_first(ids, topk)
+        topk = _at_last(ids, topk)
     # One in another shard is in no window.
     classes = target.long()
     dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
@@ -354,7 +362,7 @@ def gradients(
             dlogits.mul_(softmax.unsqueeze(1))
         else:
             # 0 times -inf is 0 here.
-            gap.clamp_(min=torch.finfo(acc).min).mul_(gap_factor).add_(softmax.unsqueeze(1))
+            gap.clamp_(min=LEAST_GAP).mul_(gap_factor).add_(softmax.unsqueeze(1))
             dlogits.mul_(gap)
         del z, gap
         if coefficients.uniform is not None:

@@ -183,6 +183,14 @@ def test_retained_backwards_and_batched_gradients():
     assert torch.equal(batched, torch.stack(each))
 
 
+def test_vmap_over_hidden_states():
+    heads = Heads(torch.bfloat16, stacked=True)
+    weight, several = torch.stack(heads.weights), torch.stack([heads.input, -heads.input])
+    found = torch.func.vmap(lambda hidden: linear_cross_entropy(hidden, weight, heads.target))(several)
+    for one, hidden in zip(found, several, strict=True):
+        assert torch.equal(one, linear_cross_entropy(hidden, weight, heads.target))
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_transforms(compiles):
     torch._dynamo.reset()

@@ -143,8 +143,14 @@ def test_columns_of_minus_infinity():
             torch.autograd.grad(total, (hidden, weight), retain_graph=True), wanted, strict=True
         ):
             torch.testing.assert_close(one, other)
-        for gradient in torch.autograd.grad(found.entropy.sum(), (hidden, weight)):
-            assert gradient.isfinite().all()
+        # As without these columns, whatever the upstream gradient's size.
+        known = bias == 0
+        of_known = reference.linear_logprob(hidden, weight[known], target, linear_bias=bias[known])
+        exact = torch.autograd.grad(of_known.entropy.sum(), (hidden, weight))
+        for scale in (1.0, 2.0**16):
+            gradients = torch.autograd.grad(found.entropy.sum() * scale, (hidden, weight), retain_graph=True)
+            for one, other in zip(gradients, exact, strict=True):
+                torch.testing.assert_close(one / scale, other)
 
 
 def test_the_first_maximum_wins():
@@ -267,6 +273,7 @@ def test_the_module():
     [
         ({"temperature": 0.0}, ValueError, r"temperature: got 0\.0, want a positive"),
         ({"temperature": float("inf")}, ValueError, "temperature: got inf"),
+        ({"temperature": 1e-310}, ValueError, "temperature: got 1e-310, want a number from 1e-30 to 1e30"),
         ({"temperature": "1"}, TypeError, "temperature: got str"),
         ({"temperature": torch.ones(3)}, ValueError, r"temperature: got shape \(3,\), want \(3, 4\)"),
         (

@@ -350,6 +350,7 @@ ONES = torch.ones(V, dtype=torch.float64)
         ({"softcap": -3.0}, ValueError, r"softcap: got -3\.0"),
         ({"softcap": float("nan")}, ValueError, "softcap: got nan"),
         ({"softcap": float("inf")}, ValueError, "softcap: got inf"),
+        ({"softcap": 1e39}, ValueError, r"softcap: got 1e\+39, want a number from 1e-30 to 1e30"),
         ({"denominator": -1}, ValueError, "denominator: got -1, want a positive, finite number or 0"),
         ({"denominator": False}, TypeError, "denominator: got bool"),
         ({"denominator": torch.ones(1)}, ValueError, r"denominator: got shape \(1,\), want \(\)"),
