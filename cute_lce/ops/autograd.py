@@ -21,7 +21,7 @@ from ..options import LossOptions
 from ..plan.problem import Limits
 from . import inner
 from .asked import needed_now
-from .plain import innermost_transform, is_plain_eager
+from .plain import innermost_transform, is_plain_eager, placed_as
 from .schemas import loss_of
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -88,6 +88,7 @@ class ForwardFunction(torch.autograd.Function):
         ):
             if prepared is not None:
                 saved = prepared.unpacked(saved)
+            dloss = placed_as(dloss, saved.row_max)
             given = inner.backward(dloss, *saved, *ctx.loss, *ctx.request.limits, *needed)
             return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
         return _gradients(*prepared.backward(dloss, saved, ctx.loss, needed))

@@ -45,3 +45,13 @@ def has_saved_tensors_hooks() -> bool:
 def is_distributed(*operands: Any) -> bool:
     """Whether one of them is a DTensor, whose class this does not import."""
     return any(hasattr(tensor, "device_mesh") for tensor in operands)
+
+
+def placed_as(upstream: Tensor | None, like: Tensor) -> Tensor | None:
+    """A gradient (n, ...) by DTensors where `like`, what a forward saved of each token, is: what it kept must
+    stay there, and DTensor would spread it as the gradient is."""
+    mesh, placements = getattr(like, "device_mesh", None), getattr(upstream, "placements", None)
+    if mesh is None or placements is None or upstream is None or upstream.dim() == 0:
+        return upstream
+    wanted = like.placements  # pyright: ignore[reportAttributeAccessIssue]
+    return upstream if placements == wanted else upstream.redistribute(mesh, wanted)  # pyright: ignore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ cache: dict[tuple, Any] = {}
 """`key_of` a call -> what was prepared for it: a Prepared for an inner op's call, and for an eager call what
 call.py binds to one."""
 MOST_CACHED = 4096
+# It holds process groups, whose threads must end before the interpreter does.
+atexit.register(cache.clear)
 
 
 def key_of(input: Tensor, linear_weight: Tensor, target: Tensor, loss: LossOptions, how: tuple) -> tuple:

@@ -43,7 +43,7 @@ from .autograd import (
     no_options,
     register,
 )
-from .plain import is_plain_eager
+from .plain import is_plain_eager, placed_as
 from .prepared import CHECK_TARGETS, check_targets
 from .schemas import LIMITS
 from .select import implementation, statistics
@@ -288,7 +288,7 @@ class StatsFunction(torch.autograd.Function):
             return _by_operands(*run(needed[:2], None))
         if how.destination is None:
             found = token_stats_backward(
-                *upstream,
+                *(placed_as(each, saved.row_max) for each in upstream),
                 *operands,
                 *saved,
                 *listed(how.options),

@@ -17,6 +17,7 @@ from ..ops import Destination
 from ..ops.autograd import apply_of
 from ..ops.call import needs_gradient
 from ..ops.checks import autocast, check_tensors
+from ..ops.plain import innermost_transform
 from ..ops.prepared import cache, key_of, remember
 from ..ops.select import implementation
 from ..options import ComputeOptions, LossOptions
@@ -56,8 +57,8 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
         # Of DTensors with a symbolic number of classes it is symbolic.
         if isinstance(vocab_start, bool) or not isinstance(vocab_start, int | torch.SymInt):
             raise TypeError(f"vocab_start: got {type(vocab_start).__name__}, want an int or None")
-        if vocab_start < 0:
-            raise ValueError(f"vocab_start: got {vocab_start}, want at least 0")
+        if isinstance(vocab_start, int) and not 0 <= vocab_start < 2**31:
+            raise ValueError(f"vocab_start: got {vocab_start}, want at least 0 and less than 2**31")
         vocab_start = cast("int", vocab_start)
     if not isinstance(grad_input, str) or grad_input not in GRAD_INPUTS:
         raise ValueError(f"grad_input: got {grad_input!r}, want one of {', '.join(map(repr, GRAD_INPUTS))}")
@@ -225,6 +226,9 @@ def of_target(rows: Tensor, tokens: Tokens, group: ProcessGroup) -> Tensor:
     upstream gradients that are gathered."""
     if tokens.whole:
         return tokens.restore(rows, group)
+    transform = innermost_transform()
+    if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:  # pyright: ignore
+        raise ValueError("target: got a slice under torch.func's grad, vjp or jacrev, want it whole")
     own = _Own.apply(rows, group.group_name, group.size(), group.rank())
     return own.view((*tokens.shape, *rows.shape[1:]))
 

@@ -66,4 +66,6 @@ def _check_ranks(
     given = tuple(name for name, each in operands._asdict().items() if each is not None)
     needs = needs_gradient(operands.hidden, operands.weight)
     others = {"outputs, entropy_grad and temperature": tuple(wanted), "terms": (given, tuple(terms))}
+    for name in ("temperature", "topk_ids"):
+        others[f"{name}'s shape and dtype"] = ranks.kind(getattr(operands, name))
     ranks.check(operands[:3], needs, loss, compute, spread, **others)

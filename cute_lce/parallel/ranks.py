@@ -85,6 +85,11 @@ def has_every_token(input: Tensor, target: Tensor, spread: Any) -> bool:
     return spread.sequence_dim is None or target.shape != input.shape[:-1]
 
 
+def kind(tensor: Tensor | None) -> tuple | None:
+    """What a gather of a tensor must find equal."""
+    return None if tensor is None else (tuple(tensor.shape), str(tensor.dtype))
+
+
 def digest(tensor: Tensor) -> int:
     """Of a tensor's values, as bytes, in which nan is equal to itself."""
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

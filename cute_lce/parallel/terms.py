@@ -88,9 +88,10 @@ def _check_ranks(
     equal = {"denominator": tensors.denominator}
     if ranks.has_every_token(operands.hidden, operands.target, spread):
         equal["token_weight"] = tensors.token_weight
-    values = {
+    values: dict[str, object] = {
         f"{name}'s values": None if tensor is None else ranks.digest(tensor) for name, tensor in equal.items()
     }
+    values["token_weight's shape and dtype"] = ranks.kind(tensors.token_weight)
     given = tuple(name for name, tensor in tensors._asdict().items() if tensor is not None)
     needs = needs_gradient(operands.hidden, operands.weight)
     ranks.check(operands, needs, loss, compute, spread, **values, terms=(given, tuple(terms)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -126,6 +127,21 @@ def ops_of_sharded_tokens(here: Rank) -> None:
     logits = case.input.double() @ case.linear_weight.double().mT
     want = logits.argmax(1).masked_fill(case.target == case.ignore_index, 0)
     assert torch.equal(whole(found[1]), want)
+
+
+def ops_on_two_dimensions(here: Rank) -> None:
+    """What is kept, of valid tokens alone, stays where it is, whatever the upstream gradient's placements."""
+    mesh = mesh_of(here, here.ranks // 2, 2, names=("dp", "cp"))
+    op = torch.ops.cute_lce.fused_linear_cross_entropy
+    dtypes = (torch.float32, torch.bfloat16) if here.device != "cpu" else (torch.float32,)
+    for dtype, given in itertools.product(dtypes, ([Shard(0), Shard(0)], [Replicate(), Shard(0)])):
+        case = ignoring(random_case(4 * here.ranks, 40, 70, dtype)).to(here.device)
+        weight = distribute_tensor(case.linear_weight, mesh, [Replicate(), Replicate()]).requires_grad_()
+        hidden = distribute_tensor(case.input, mesh, [Shard(0), Replicate()]).requires_grad_()
+        target = distribute_tensor(case.target, mesh, [Shard(0), Replicate()])
+        loss = op(hidden, weight, target, reduction="none", schedule="keep")
+        loss.backward(distribute_tensor(torch.ones(whole(loss).shape, device=here.device), mesh, given))
+        compare(case, loss, hidden.grad, weight.grad, "none")
 
 
 def placements_that_are_refused(here: Rank) -> None:
@@ -361,4 +377,4 @@ CASES = (
     tokens_and_vocabulary_sharded,
     one_dimension_split_twice,
 )
-LAST_CASES = (ops_of_sharded_tokens,)
+LAST_CASES = (ops_of_sharded_tokens, ops_on_two_dimensions)

@@ -246,9 +246,14 @@ def numbers_that_differ(here: Rank) -> None:
         with pytest.raises(ValueError, match="differ in outputs, entropy_grad and temperature"):
             linear_logprob(hidden, shard, target, temperature=0.5 if here.rank else temperature, **call)
         linear_logprob(hidden, shard, target, temperature=temperature, **call)
+        other = temperature.double() if here.rank else temperature.float()
+        with pytest.raises(ValueError, match="differ in temperature's shape and dtype"):
+            linear_logprob(hidden, shard, target, temperature=other, **call)
         if here.device == "cpu":
             run = torch.compile(linear_logprob, backend="aot_eager", fullgraph=True)
             run(hidden, shard, target, temperature=temperature, **call)
+        with pytest.raises(ValueError, match=r"^target: got a slice under torch.func's grad"):
+            torch.func.grad(lambda each: linear_logprob(each, shard, target, **call).entropy.sum())(hidden)
         call = {"outputs": ("topk_logprob",), "tp_group": here.group}
         with pytest.raises(ValueError, match="differ in topk_ids's values"):
             linear_logprob(

@@ -56,6 +56,7 @@ GLOO = {
         dtensor_cases.fully_sharded_and_tensor_parallel,
         dtensor_cases.tokens_and_vocabulary_sharded,
         dtensor_cases.one_dimension_split_twice,
+        dtensor_cases.ops_on_two_dimensions,
         dtensor_term_cases.terms_on_two_dimensions,
         dtensor_term_cases.numbers_of_dtensors,
     ),
