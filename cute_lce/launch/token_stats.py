@@ -366,7 +366,7 @@ def backward(
         classes, compacted = given.weight.shape[0], prepared.compaction is not None
         topk = Topk.again(saved.sorted_ids, operands.topk_ids, classes, compacted=compacted)
         topk = topk or Topk.of(operands.topk_ids, valid, classes, compacted=compacted)
-        assert topk is not None
+    if topk is not None and gradient.topk is not None:
         topk_values = topk.ordered(gradient.topk)
         loss = topk.added_to(loss, topk_values)
     dbias = None
