@@ -195,8 +195,7 @@ def forward(
     topk_values = None
     topk = Topk.of(operands.topk_ids, valid, given.weight.shape[0], compacted=prepared.compaction is not None)
     if topk is not None:
-        assert operands.topk_ids is not None
-        topk_values = torch.empty((operands.topk_ids.numel(),), dtype=torch.float32, device=device)
+        topk_values = torch.empty((topk.shape.numel(),), dtype=torch.float32, device=device)
         loss = topk.added_to(loss, topk_values)
     found = prepared.statistics(given, loss)
     row_max, row_sum = found.row_max, found.row_sum
@@ -204,9 +203,7 @@ def forward(
     assert row_sum is not None
     own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
     if topk is not None and topk_values is not None:
-        assert operands.topk_ids is not None
-        logits = topk.as_given(topk_values, operands.topk_ids)
-        own = own._replace(topk_logit=logits, topk_known=topk.known)
+        own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
     elif operands.topk_ids is not None:
         none = row_max.new_zeros(operands.topk_ids.shape)
         own = own._replace(topk_logit=none, topk_known=none.bool())

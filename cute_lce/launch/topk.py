@@ -35,11 +35,12 @@ class Topk(NamedTuple):
 
     packed: int32, of entries (n K,); starts (units blocks + 1,); order (n K,): where each was given; and a
     number more where tokens are compacted. known (n, K) bool, as given: whether it is a class of a valid
-    token; None: read of a forward. units, blocks: their numbers.
+    token; None: read of a forward. shape: (n, K). units, blocks: their numbers.
     """
 
     packed: Tensor
     known: Tensor | None
+    shape: torch.Size
     units: int
     blocks: int
 
@@ -58,28 +59,31 @@ class Topk(NamedTuple):
         token, given = token.unsqueeze(1), given.int()
         key = torch.add(token // TOPK_TOKENS, given // TOPK_CLASSES, alpha=blocks)
         key, order = key.masked_fill_(~known, units * blocks).reshape(-1).sort(stable=True)
-        packed = torch.empty((_length(given, units, blocks) + compacted,), dtype=torch.int32, device=device)
-        entries, starts, placed = _parts(packed, given, units, blocks)
+        length = _length(given.shape, units, blocks) + compacted
+        packed = torch.empty((length,), dtype=torch.int32, device=device)
+        found = cls(packed, known, given.shape, units, blocks)
+        entries, starts, placed = found._parts()
         numbers = torch.arange(units * blocks + 1, dtype=torch.int32, device=device)
         torch.searchsorted(key, numbers, out_int32=True, out=starts)
         entry = torch.add(given % TOPK_CLASSES, token, alpha=TOPK_CLASSES)
         torch.index_select(entry.reshape(-1), 0, order, out=entries)
         placed.copy_(order)
-        return cls(packed, known, units, blocks)
+        return found
 
     @classmethod
     def again(cls, packed: Tensor | None, given: Tensor, classes: int, *, compacted: bool) -> Topk | None:
         """Of what a forward saved; None where it did not, or computed other tokens."""
         units, blocks = _units(classes), _blocks(given.shape[0])
-        if packed is None or packed.shape[0] != _length(given, units, blocks) + compacted:
+        if packed is None or packed.shape[0] != _length(given.shape, units, blocks) + compacted:
             return None
-        return cls(packed, None, units, blocks)
+        return cls(packed, None, given.shape, units, blocks)
 
     def added_to(self, loss: Any, values: Tensor) -> Any:
         """The loss with what the term reads. values (n K,): of the entries."""
+        entries, starts, _ = self._parts()
         return loss._replace(
-            topk_entries=self.packed.data_ptr(),
-            topk_starts=self.packed.data_ptr() + values.shape[0] * self.packed.itemsize,
+            topk_entries=entries.data_ptr(),
+            topk_starts=starts.data_ptr(),
             topk_values=values.data_ptr(),
             topk_units=self.units,
             topk_blocks=self.blocks,
@@ -87,20 +91,17 @@ class Topk(NamedTuple):
 
     def ordered(self, values: Tensor) -> Tensor:
         """(n K,), of the entries, of values (n, K) as given."""
-        _, _, order = _parts(self.packed, values, self.units, self.blocks)
-        return values.reshape(-1).index_select(0, order)
+        return values.reshape(-1).index_select(0, self._parts()[2])
 
-    def as_given(self, values: Tensor, like: Tensor) -> Tensor:
-        """(n, K), as like, of values of the entries; of use where the ids are known."""
-        _, _, order = _parts(self.packed, like, self.units, self.blocks)
-        return torch.empty_like(values).scatter_(0, order.long(), values).view(like.shape)
+    def as_given(self, values: Tensor) -> Tensor:
+        """(n, K) of values of the entries; of use where the ids are known."""
+        return torch.empty_like(values).scatter_(0, self._parts()[2].long(), values).view(self.shape)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """entries, starts and order."""
+        ids, starts = self.shape.numel(), self.units * self.blocks + 1
+        return self.packed[: 2 * ids + starts].split_with_sizes([ids, starts, ids])
 
 
-def _length(given: Tensor, units: int, blocks: int) -> int:
-    return 2 * given.numel() + units * blocks + 1
-
-
-def _parts(packed: Tensor, given: Tensor, units: int, blocks: int) -> tuple[Tensor, ...]:
-    """Its entries, starts and order."""
-    ids = given.numel()
-    return packed[: _length(given, units, blocks)].split_with_sizes([ids, units * blocks + 1, ids])
+def _length(shape: torch.Size, units: int, blocks: int) -> int:
+    return 2 * shape.numel() + units * blocks + 1

@@ -47,11 +47,9 @@ def is_distributed(*operands: Any) -> bool:
     return any(hasattr(tensor, "device_mesh") for tensor in operands)
 
 
-def placed_as(upstream: Tensor | None, like: Tensor) -> Tensor | None:
+def placed_as(upstream: Any, like: Any) -> Any:
     """A gradient (n, ...) by DTensors where `like`, what a forward saved of each token, is: what it kept must
-    stay there, and DTensor would spread it as the gradient is."""
-    mesh, placements = getattr(like, "device_mesh", None), getattr(upstream, "placements", None)
-    if mesh is None or placements is None or upstream is None or upstream.dim() == 0:
+    stay there, and DTensor would spread it as the gradient is. None, and any other, as it is."""
+    if upstream is None or upstream.dim() == 0 or not is_distributed(upstream):
         return upstream
-    wanted = like.placements  # pyright: ignore[reportAttributeAccessIssue]
-    return upstream if placements == wanted else upstream.redistribute(mesh, wanted)  # pyright: ignore
+    return upstream.redistribute(like.device_mesh, like.placements)

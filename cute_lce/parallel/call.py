@@ -57,7 +57,7 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
         # Of DTensors with a symbolic number of classes it is symbolic.
         if isinstance(vocab_start, bool) or not isinstance(vocab_start, int | torch.SymInt):
             raise TypeError(f"vocab_start: got {type(vocab_start).__name__}, want an int or None")
-        if isinstance(vocab_start, int) and not 0 <= vocab_start < 2**31:
+        if not 0 <= vocab_start < 2**31:
             raise ValueError(f"vocab_start: got {vocab_start}, want at least 0 and less than 2**31")
         vocab_start = cast("int", vocab_start)
     if not isinstance(grad_input, str) or grad_input not in GRAD_INPUTS:

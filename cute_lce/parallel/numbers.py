@@ -98,7 +98,7 @@ def _check_ranks(
     others = {
         name: None if each is None else str(each.dtype)
         for name, each in operands._asdict().items()
-        if name in ("linear_bias", "class_weight", "temperature", "topk_ids")
+        if name in ("linear_bias", "class_weight")
     }
     values = {
         f"{name}'s values": None if each is None else ranks.digest(each)

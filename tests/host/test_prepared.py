@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -233,6 +235,18 @@ def test_negated_operands_are_copied(which: int, is_saved: bool, launches: Launc
         for found, want in zip(launch[:3], given, strict=True):
             assert not found.is_neg()
             assert torch.equal(found, want)
+
+
+def test_the_cache_is_empty_before_the_interpreter_ends():
+    """It may hold process groups, whose threads outlive modules."""
+    code = """
+import atexit
+atexit.register(lambda: print(len(prepared.cache)))
+from cute_lce.ops import prepared
+prepared.cache[("key",)] = object()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "0"
 
 
 def test_kept_logits_are_overwritten_and_freed(launches: Launches):
