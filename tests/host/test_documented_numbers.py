@@ -760,7 +760,8 @@ def sentences() -> list[tuple[str, str]]:
     return [
         (
             MEASUREMENTS,
-            f"{steps[0]['ms']:.1f} ms a step, with torch's loss {steps[1]['ms']:.1f}, losses at most {apart:.1e}",
+            f"{steps[0]['ms']:.1f} ms a step, with torch's loss {steps[1]['ms']:.1f}, "
+            f"losses at most {apart:.1e}",
         ),
         (README, "{:.0f} us without a gradient, {:.0f} with one, {:.0f} for a backward".format(*host)),
         (MEASUREMENTS, f'({mean:.2f} ms for "mean", {none:.2f} for "none";'),
