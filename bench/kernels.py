@@ -2,10 +2,12 @@
 
     python3 -m bench.kernels --shapes random:3:30 --out bench/results/tuning/h200_kernels.json
     python3 -m bench.kernels --shapes 22,3584,256000 --windows 36 66 --out h200_windows.json
+    python3 -m bench.kernels --shapes 1024,4096,131072 --passes dweight --cool --out h100_cool.json
 
 A row is one pass of one shape with one configuration: "forward"; "keep", the forward that keeps everything;
 "dinput" and "dweight", each from what was kept; "logits", dlogits and dinput of one stripe. Its time includes
-all of the pass's kernels, not only the GEMM. `chosen` marks the plan's choice. parts: windows of a forward,
+all of the pass's kernels, not only the GEMM, behind cuBLAS's GEMM of the logits; with --cool cool_ms is the
+time behind some 8 ms without work. `chosen` marks the plan's choice. parts: windows of a forward,
 splits of dinput's k.
 """
 
@@ -32,7 +34,7 @@ from cute_lce.launch.device import gpu_of
 from cute_lce.launch.forward import KernelForward
 from cute_lce.measure.floor import Floor
 from cute_lce.measure.records import provenance, write
-from cute_lce.measure.timing import time_interleaved
+from cute_lce.measure.timing import time_cool, time_interleaved
 from cute_lce.options import LossOptions
 from cute_lce.plan import backward, forward
 from cute_lce.plan.candidates import Candidate, candidates, faster_splits
@@ -46,15 +48,23 @@ LOSS = LossOptions("mean")
 LIMITS = Limits(0, UNLIMITED)
 ALTERNATIVES = 2  # configurations beside the chosen one
 MOST_LOGITS = 6 * 10**9  # n V of shapes that are kept
+GRADIENTS = ("dinput", "logits", "dweight")
+PASSES = ("forward", "keep", *GRADIENTS)
 
 
 class Calibration:
     """The passes of one shape."""
 
-    def __init__(self, shape: Shape, device: torch.device, windows: Sequence[int] = ()):
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        windows: Sequence[int] = (),
+        asked: Sequence[str] = PASSES,
+    ):
         """windows: numbers of them with which to time the chosen forward, beside that of its plan; then
-        nothing else is timed."""
-        self.shape, self.gpu, self.windows = shape, gpu_of(device), windows
+        nothing else is timed. asked: the passes to time; a backward's need one that keeps."""
+        self.shape, self.gpu, self.windows, self.asked = shape, gpu_of(device), windows, asked
         self.problem = Problem(shape.n, shape.d, shape.vocab)
         self.configs = self.gpu.row.configs_for(shape.n, 0)
         self.found = candidates(self.gpu, self.problem)
@@ -80,16 +90,17 @@ class Calibration:
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
             configs = forward.configs_for(self.gpu, self.shape.n, kind == "keep", 0)
-            for config in self._some(configs, chosen):
-                yield kind, config, config == chosen
-        if keeps:
-            for config in self._some(self.configs.tokens, logits):
-                yield "dinput", config, config == dhidden
-                yield "logits", config, config == logits
-            for config in self.configs.dhidden:
-                yield "dinput", config, config == dhidden
-            for config in self.configs.dweight:
-                yield "dweight", config, config == dweight
+            if kind in self.asked:
+                for config in self._some(configs, chosen):
+                    yield kind, config, config == chosen
+            elif kind == "keep" and {*GRADIENTS} & {*self.asked}:
+                yield kind, chosen, True
+        gradients: list[tuple[str, KernelConfig, bool]] = []
+        for config in self._some(self.configs.tokens, logits):
+            gradients += ("dinput", config, config == dhidden), ("logits", config, config == logits)
+        gradients += (("dinput", config, config == dhidden) for config in self.configs.dhidden)
+        gradients += (("dweight", config, config == dweight) for config in self.configs.dweight)
+        yield from (each for each in gradients if keeps and each[0] in self.asked)
 
     def splits(self, config: KernelConfig) -> int:
         """The best number of splits of dinput's k."""
@@ -160,7 +171,10 @@ class Timed:
         return lambda: prepared.dinput(self.dloss, saved, LOSS), splits
 
 
-def rows(calibration: Calibration, device: torch.device, seconds: float) -> Iterator[dict[str, object]]:
+def rows(
+    calibration: Calibration, device: torch.device, seconds: float, cool: bool = False
+) -> Iterator[dict[str, object]]:
+    """cool: time each pass on a cool GPU too, and cuBLAS's of the logits."""
     shape, timed = calibration.shape, Timed(calibration, device)
     labels: list[dict[str, object]] = []
     functions: list[Callable[[], object]] = [Floor(timed.inputs.hidden, timed.inputs.weight, False)]
@@ -195,8 +209,12 @@ def rows(calibration: Calibration, device: torch.device, seconds: float) -> Iter
                 add(kind, config, False, function, parts)
     budget = seconds * len(functions)
     floor, *times = time_interleaved(functions, device, budget_s=budget, runs=1)
-    for label, timing in zip(labels, times, strict=True):
-        yield {**label, "ms": round(timing.ms, 4), "logits_floor_ms": round(floor.ms, 4)}
+    cool_ms = [timing.ms for timing in time_cool(functions, device, budget_s=budget)] if cool else []
+    for i, (label, timing) in enumerate(zip(labels, times, strict=True)):
+        row = {**label, "ms": round(timing.ms, 4), "logits_floor_ms": round(floor.ms, 4)}
+        if cool_ms:
+            row |= {"cool_ms": round(cool_ms[1 + i], 4), "cool_logits_floor_ms": round(cool_ms[0], 4)}
+        yield row
 
 
 def compile_key(key: Key) -> None:
@@ -209,13 +227,15 @@ def main() -> None:
     parser.add_argument(
         "--windows", type=int, nargs="+", default=(), help="time only the chosen forward, with so many too"
     )
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="(all)")
+    parser.add_argument("--cool", action="store_true", help="time each pass on a cool GPU too")
     parser.add_argument("--seconds", type=float, default=0.03, help="timed seconds of a pass (%(default)s)")
     parser.add_argument("--jobs", type=int, default=15, help="number of processes that compile (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     shapes = [shape for text in args.shapes for shape in parse(text)]
-    found = [Calibration(shape, device, args.windows) for shape in shapes]
+    found = [Calibration(shape, device, args.windows, args.passes) for shape in shapes]
     keys = list(dict.fromkeys(each.key(kind, config) for each in found for kind, config, _ in each.passes()))
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         list(pool.map(compile_key, keys))
@@ -223,7 +243,7 @@ def main() -> None:
     result: list[dict[str, object]] = []
     for each in found:
         try:
-            result += [{**row, **origin} for row in rows(each, device, args.seconds)]
+            result += [{**row, **origin} for row in rows(each, device, args.seconds, args.cool)]
         except torch.OutOfMemoryError:
             print(f"{each.shape}: does not fit")
         write(args.out, result)

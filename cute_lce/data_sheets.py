@@ -3,8 +3,8 @@
 GPUs of one architecture run the same kernels and differ in memory and L2, on which the best tiles depend: an
 H100 has five sixths of an H200's L2, and its SMs load up to 15% less from it in a clock.
 
-The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json and
-h100_tiles.json there and, of writes, to an earlier bench/results/h100_random11.json
+The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json,
+h100_tiles.json and h100_cool.json there and, of writes, to an earlier bench/results/h100_random11.json
 (tests/host/test_cost.py); what a B200's sheet does not say is a guess.
 """
 
@@ -37,6 +37,11 @@ class DataSheet:
     write_share: of the data sheet's DRAM rate, that writes reach.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
         DRAM keep theirs.
+    cool: the share that a GPU below its power limit has in the choice of tiles. Its SMs run at `boost` Hz,
+        while L2 and DRAM keep their rates. Short calls are timed so behind a host that is slower than they
+        are. 0: not measured.
+    few: of L2's clocks for a tile of dlinear_weight, what clusters of two rows of tiles in turns save with
+        few tokens (cost.py). in_step: what they save besides where a round of clusters is whole rows.
     """
 
     gpu: str
@@ -57,6 +62,10 @@ class DataSheet:
     again: float
     write_share: float
     sustained: float
+    cool: float
+    boost: float
+    few: float
+    in_step: float
 
 
 H200 = DataSheet(
@@ -78,6 +87,10 @@ H200 = DataSheet(
     again=0.0,
     write_share=0.65,
     sustained=0.87,
+    cool=0.0,
+    boost=1.98e9,
+    few=0.0,
+    in_step=0.0,
 )
 H100 = DataSheet(
     gpu="H100",
@@ -98,6 +111,10 @@ H100 = DataSheet(
     again=0.05,
     write_share=0.75,
     sustained=0.95,
+    cool=0.2,
+    boost=1.98e9,
+    few=0.1,
+    in_step=0.05,
 )
 B200 = DataSheet(
     gpu="B200",
@@ -118,6 +135,10 @@ B200 = DataSheet(
     again=0.0,
     write_share=0.65,
     sustained=0.847,
+    cool=0.0,
+    boost=1.98e9,
+    few=0.0,
+    in_step=0.0,
 )
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+IDLE_CYCLES = 16_000_000
+"""Of an SM, that a GPU waits before a call which is to find it cool: 8 ms at the highest clock."""
 FLUSH_BYTES = 256 * 2**20  # Several times the L2 cache of any current GPU (H100: 50 MB, B200: 126 MB).
 MOST_FLUSHES = 32
 AHEAD = 4
@@ -183,6 +185,34 @@ def time_sustained(
         for i in draw.sample(range(len(calls)), len(calls)):
             found[i].append(time_back_to_back(calls[i], reps[i], device))
     return [Timing.of_runs(times) for times in found]
+
+
+def time_cool(
+    calls: Sequence[Call], device: torch.device, *, budget_s: float = 0.5, most_reps: int = 9
+) -> list[Timing]:
+    """Time each of several calls, which have run before, behind IDLE_CYCLES without work, in an order that is
+    drawn anew in each repetition: so a GPU takes a short call at its highest clock, as behind a host that is
+    slower than it. budget_s: as in `time_interleaved`. Only on a GPU. `Timing` is of the repetitions."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    draw, events = random.Random(0), [[] for _ in calls]
+
+    def each_once(found: list[list[Any]]) -> None:
+        for i in draw.sample(range(len(calls)), len(calls)):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            flush.zero_()
+            torch.cuda._sleep(IDLE_CYCLES)
+            marks[0].record()
+            calls[i]()
+            marks[1].record()
+            found[i].append(marks)
+        torch.cuda.synchronize(device)
+
+    start = time.perf_counter()
+    each_once([[] for _ in calls])
+    taken = time.perf_counter() - start
+    for _ in range(max(3, min(most_reps, int(budget_s / taken)))):
+        each_once(events)
+    return [Timing.of_runs([start.elapsed_time(end) for start, end in marks]) for marks in events]
 
 
 def peak_extra_bytes(call: Call, device: torch.device) -> int:

@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 from ..arch import Gpu
 from ..arguments import KEPT_TILE
-from .cost import DLOGITS, DWEIGHT, Gemm, Gemms, chunk_clocks, gemm_of, split_clocks, stripe_clocks
+from .cost import (
+    DLOGITS,
+    DWEIGHT,
+    Gemm,
+    Gemms,
+    chunk_clocks,
+    gemm_of,
+    split_clocks,
+    stripe_clocks,
+    weighed,
+)
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -229,12 +239,14 @@ def candidates(gpu: Gpu, problem: Problem, window: int = 0) -> Candidates:
 
 
 def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
-    """The configuration with which dweight's GEMM takes the fewest clocks over the whole vocabulary."""
+    """The configuration with which dweight's GEMM is the fastest over the whole vocabulary."""
     n, d, vocab = problem.n, problem.d, problem.vocab
-    gemms = [
-        gemm_of(gpu, config, n * d * vocab) for config in gpu.row.configs_for(n, window, gpu.columns).dweight
-    ]
-    return min(gemms, key=lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT))
+    macs = n * d * vocab
+    config = min(
+        gpu.row.configs_for(n, window, gpu.columns).dweight,
+        key=lambda config: weighed(gpu, config, macs, lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT)),
+    )
+    return gemm_of(gpu, config, macs)
 
 
 def _tokens(

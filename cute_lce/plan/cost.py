@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
@@ -131,19 +132,33 @@ def dinput_epilogue(splits: int) -> Epilogue:
     return SUMS if splits > 1 else DINPUT
 
 
+FEW_TOKENS, STEP_TOKENS, SOME_TOKENS, MANY_TOKENS = 449, 900, 1024, 2048
+"""Tokens from which, and up to which, DataSheet.few and, from the second on, in_step are saved whole; with
+MANY_TOKENS nothing is. An H100's tiles of 128 x 128 took 0.83 to 0.95 of the time without them from 512 to
+1024 tokens, and 0.92 to 0.99 with 2048 (bench/results/tuning/h100_cool.json)."""
+UNFILLED = 2.2
+"""Of the share of a k tile's rows that no token fills, what these tiles save less: 900, 1100, 1172 and 1300
+tokens took 6 to 15% longer beside other tiles than their neighbours that are multiples of 64."""
+UNEVEN = 0.04
+"""The most of a round's clusters that may be in a row of tiles which others began."""
+
+
 class Rates:
     """What a GPU keeps up in calls of one size. clock: of SMs, in Hz. read, write: bytes of DRAM a clock; l2:
     bytes that an SM loads from L2 and stores in a clock; beside: in clusters with tiles side by side, by the
     sheet's fields.
 
-    macs: n d V of the call, whose GEMMs follow one another.
+    macs: n d V of the call, whose GEMMs follow one another. cool: below the power limit.
     """
 
-    def __init__(self, gpu: Gpu, macs: int):
+    def __init__(self, gpu: Gpu, macs: int, cool: bool = False):
         row, sheet = gpu.row, gpu.sheet
         heat = (math.log(max(macs, 1)) - math.log(SHORT)) / (math.log(LONG) - math.log(SHORT))
         slower = 1 - (1 - sheet.sustained) * min(max(heat, 0.0), 1.0)
-        self.clock = slower * CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
+        short = CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
+        if cool:
+            slower = sheet.boost / short
+        self.clock = slower * short
         self.read = READ_SHARE * sheet.memory / self.clock
         self.write = sheet.write_share * sheet.memory / self.clock
         self.l2 = sheet.l2_bytes_per_clock / slower
@@ -155,11 +170,11 @@ class Gemm:
     """The GEMMs of one configuration in calls of one size: (m, k) x (n, k). Built once for all that are
     compared, by the thousand."""
 
-    def __init__(self, gpu: Gpu, config: KernelConfig, macs: int):
-        """macs: n d V of the call."""
+    def __init__(self, gpu: Gpu, config: KernelConfig, macs: int, cool: bool = False):
+        """macs: n d V of the call. cool: as in Rates."""
         self.config, self.partials = config, config.partials_per_window
         self.rows, self.columns = config.cluster_rows, config.cluster_columns
-        self.clusters, self.rates = cluster_count(config, gpu.sms), Rates(gpu, macs)
+        self.clusters, self.rates = cluster_count(config, gpu.sms), Rates(gpu, macs, cool)
         own_m, own_n = config.tile_m // config.pair, config.tile_n
         multiplied = 2 * own_m * own_n / config.row.dense_flops_per_clock
         loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m)
@@ -178,21 +193,25 @@ class Gemm:
         self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
-        self._tiles: dict[tuple[int, Epilogue, int], float] = {}
+        in_turns_of_rows = config.turns > 1 and config.cluster_m > 1
+        self._few, self._in_step = (sheet.few, sheet.in_step) if in_turns_of_rows else (0.0, 0.0)
+        self._tiles: dict[tuple[int, Epilogue, int, float], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
-        computed = rounds * self.tile(-(-k // splits), epilogue)
+        depth = -(-k // splits)
+        computed = rounds * self.tile(depth, epilogue, saved=self._saved(n, depth, epilogue))
         return START_CLOCKS + int(_longer(computed, self._moved(m, n, k, epilogue.stored), STREAMED))
 
     def bound(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> str:
         """What a GEMM's time is that of, and how full its rounds are."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
-        tile, depth = self.tile(-(-k // splits), epilogue), self._depth(-(-k // splits))
-        mma, l2 = depth * self._mma, self._l2(depth, epilogue)
+        saved = self._saved(n, -(-k // splits), epilogue)
+        tile, depth = self.tile(-(-k // splits), epilogue, saved=saved), self._depth(-(-k // splits))
+        mma, l2 = depth * self._mma, self._l2(depth, epilogue) * (1 - saved)
         bound = "MMAs" if mma >= l2 else "L2"
         if tile > _longer(mma, l2) + self._waits(epilogue) and not self._exposes:
             bound = "epilogues"
@@ -203,23 +222,35 @@ class Gemm:
     def least(self, macs: int) -> float:
         """Clocks that no GEMM of as many multiply-adds, or part of one, is below."""
         per_tile = self.rows * self.columns * self.clusters
-        return macs * max(self._mma, min(self._loaded.values())) / per_tile
+        loaded = min(self._loaded.values()) * (1 - self._few - self._in_step)
+        return macs * max(self._mma, loaded) / per_tile
 
-    def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0) -> float:
+    def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0, saved: float = 0.0) -> float:
         """Clocks between a cluster's tiles of this depth. sharing: of a forward's, columns of tiles that read
-        a row of the weight before it leaves L2; 0: what L2 misses is not looked at."""
-        found = self._tiles.get((depth, epilogue, sharing))
+        a row of the weight before it leaves L2; 0: what L2 misses is not looked at. saved: of L2's clocks."""
+        key = depth, epilogue, sharing, saved
+        found = self._tiles.get(key)
         if found is None:
-            found = self._tiles[depth, epilogue, sharing] = self._tile(depth, epilogue, sharing)
+            found = self._tiles[key] = self._tile(depth, epilogue, sharing, saved)
         return found
+
+    def _saved(self, n: int, depth: int, epilogue: Epilogue) -> float:
+        """The share of L2's clocks that dlinear_weight's tiles save with few tokens. n: features; depth:
+        tokens."""
+        if not self._few or epilogue is not DWEIGHT or depth < FEW_TOKENS:
+            return 0.0
+        uneven = self.clusters % -(-n // self.columns) / self.clusters
+        saved = self._few + self._in_step * (uneven <= UNEVEN and depth >= STEP_TOKENS)
+        saved *= min(max((MANY_TOKENS - depth) / (MANY_TOKENS - SOME_TOKENS), 0.0), 1.0)
+        return max(saved - UNFILLED * (1 - depth / self._depth(depth)), 0.0)
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
         return self.tile(d, epilogue, min(columns, self._fitting(d, columns)))
 
-    def _tile(self, depth: int, epilogue: Epilogue, sharing: int) -> float:
+    def _tile(self, depth: int, epilogue: Epilogue, sharing: int, saved: float) -> float:
         config, depth = self.config, self._depth(depth)
-        l2 = self._l2(depth, epilogue)
+        l2 = self._l2(depth, epilogue) * (1 - saved)
         if sharing:
             l2 += depth * self._loaded[epilogue.beside] * self._missed / sharing
         tile = _longer(depth * self._mma, l2)
@@ -313,8 +344,19 @@ class Gemm:
         return 2 * k * (m + n) / self.rates.read + stored * m * n / self.rates.write
 
 
-gemm_of = functools.lru_cache(maxsize=1024)(Gemm)
+gemm_of = functools.lru_cache(maxsize=2048)(Gemm)
 """A Gemm, built once."""
+
+
+def weighed(gpu: Gpu, config: KernelConfig, macs: int, clocks: Callable[[Gemm], float]) -> float:
+    """What tiles are chosen by: seconds at the power limit, and with the sheet's share of `cool` those below.
+    clocks: of a Gemm of this configuration."""
+    hot, share = gemm_of(gpu, config, macs), gpu.sheet.cool
+    seconds = clocks(hot) / hot.rates.clock
+    if share:
+        cool = gemm_of(gpu, config, macs, True)
+        seconds += share * (clocks(cool) / cool.rates.clock - seconds)
+    return seconds
 
 
 def split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:
