@@ -143,6 +143,12 @@ UNEVEN = 0.04
 """The most of a round's clusters that may be in a row of tiles which others began."""
 
 
+def heat(macs: int) -> float:
+    """0 of a short call, 1 of a long one. macs: n d V."""
+    share = (math.log(max(macs, 1)) - math.log(SHORT)) / (math.log(LONG) - math.log(SHORT))
+    return min(max(share, 0.0), 1.0)
+
+
 class Rates:
     """What a GPU keeps up in calls of one size. clock: of SMs, in Hz. read, write: bytes of DRAM a clock; l2:
     bytes that an SM loads from L2 and stores in a clock; beside: in clusters with tiles side by side, by the
@@ -153,8 +159,7 @@ class Rates:
 
     def __init__(self, gpu: Gpu, macs: int, cool: bool = False):
         row, sheet = gpu.row, gpu.sheet
-        heat = (math.log(max(macs, 1)) - math.log(SHORT)) / (math.log(LONG) - math.log(SHORT))
-        slower = 1 - (1 - sheet.sustained) * min(max(heat, 0.0), 1.0)
+        slower = 1 - (1 - sheet.sustained) * heat(macs)
         short = CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
         if cool:
             slower = sheet.boost / short
@@ -349,9 +354,9 @@ gemm_of = functools.lru_cache(maxsize=2048)(Gemm)
 
 
 def weighed(gpu: Gpu, config: KernelConfig, macs: int, clocks: Callable[[Gemm], float]) -> float:
-    """What tiles are chosen by: seconds at the power limit, and with the sheet's share of `cool` those below.
+    """What tiles are chosen by: seconds at the power limit and, the more the shorter the call, those below.
     clocks: of a Gemm of this configuration."""
-    hot, share = gemm_of(gpu, config, macs), gpu.sheet.cool
+    hot, share = gemm_of(gpu, config, macs), gpu.sheet.cool * (1 - heat(macs))
     seconds = clocks(hot) / hot.rates.clock
     if share:
         cool = gemm_of(gpu, config, macs, True)

