@@ -622,8 +622,7 @@ def by_floor(file: str) -> Rows:
             f"{record['n']}, {record['d']}, {record['vocab']}",
             "forward" if record["pass"] == "fwd" else "both",
             record["provider"],
-            f"{record['ms']:.2f}",
-            f"{ratio(record):.3f}",
+            *(["fails", "-"] if record["failed"] else [f"{record['ms']:.2f}", f"{ratio(record):.3f}"]),
         ]
         for record in records(file)
     ]
