@@ -111,7 +111,8 @@ class Trainer:
 
 @contextlib.contextmanager
 def out_of_memory() -> Iterator[list[str]]:
-    """Collects what is raised where a provider does not fit, or ours its budget; frees what it held."""
+    """Collects what is raised where a provider does not fit, or ours its budget. What it held is free behind
+    the `with`, after `free`: until then the error keeps the frames that it was raised through."""
     found: list[str] = []
     try:
         yield found
@@ -119,9 +120,12 @@ def out_of_memory() -> Iterator[list[str]]:
         if isinstance(error, ValueError) and not str(error).startswith("workspace_mb: "):
             raise
         found.append(str(error).partition("\n")[0])
-    if found:
-        gc.collect()
-        torch.cuda.empty_cache()
+
+
+def free() -> None:
+    """Memory that nothing refers to any more, also in cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def peak_mib(trainer: Trainer, run: Callable[[], Any]) -> float | None:
@@ -169,6 +173,7 @@ def measure(sizes: Sizes, ways: Sequence[Way], reps: int, device: torch.device) 
         if failed:
             errors[way] = failed[0]
             del runs[way]
+            free()
     times: dict[Way, list[float]] = {way: [] for way in runs}
     draw = random.Random(0)
     for _ in range(reps):
@@ -230,12 +235,13 @@ def largest(sizes: Sizes, ways: Sequence[Way], device: torch.device) -> dict[Way
                 peaks.append(peak * MIB)
         if failed:
             found[way] = Largest(None, failed[0])
+            free()
             continue
         slope = (peaks[1] - peaks[0]) / (sizes.batch - sizes.batch // 2)
         # The allocator's fragments, the context and the libraries take some.
         most = int((0.94 * capacity - peaks[0]) / slope) + sizes.batch // 2
         found[way] = most_that_fits(run, sizes.batch, most)
-        torch.cuda.empty_cache()
+        free()
     return found
 
 
@@ -249,6 +255,7 @@ def most_that_fits(run: Callable[[int], object], least: int, most: int) -> Large
             run(tried)
         if failed:
             refused, error = tried, failed[0]
+            free()
         else:
             least = tried
         tried = (least + refused) // 2

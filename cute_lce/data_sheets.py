@@ -37,9 +37,9 @@ class DataSheet:
     write_share: of the data sheet's DRAM rate, that writes reach.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
         DRAM keep theirs.
-    cool: the share that a GPU below its power limit has in the choice of a short call's tiles; in a long's
-        it has none. Its SMs run at `boost` Hz, while L2 and DRAM keep their rates. Short calls find it so
-        behind a host that is slower than they are. 0: not measured.
+    cool: the share that a GPU below its power limit has in the choice of dlinear_weight's tiles for a short
+        call; for a long one it has none. Its SMs run at `boost` Hz, while L2 and DRAM keep their rates. 0:
+        not measured.
     few: of L2's clocks for a tile of dlinear_weight, what clusters of two rows of tiles in turns save with
         few tokens (cost.py). in_step: what they save besides where a round of clusters is whole rows.
     """

@@ -11,19 +11,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..arch import Gpu
+from ..arch import Gpu, KernelConfig
 from ..arguments import KEPT_TILE
-from .cost import (
-    DLOGITS,
-    DWEIGHT,
-    Gemm,
-    Gemms,
-    chunk_clocks,
-    gemm_of,
-    split_clocks,
-    stripe_clocks,
-    weighed,
-)
+from .cost import DLOGITS, DWEIGHT, Gemm, Gemms, chunk_clocks, gemm_of, heat, split_clocks, stripe_clocks
 from .memory import backward_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -239,14 +229,21 @@ def candidates(gpu: Gpu, problem: Problem, window: int = 0) -> Candidates:
 
 
 def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
-    """The configuration with which dweight's GEMM is the fastest over the whole vocabulary."""
+    """The configuration with which dweight's GEMM is the fastest over the whole vocabulary: by a mean of its
+    times at the power limit and, the more the shorter the call, on a GPU that has not reached it."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     macs = n * d * vocab
-    config = min(
-        gpu.row.configs_for(n, window, gpu.columns).dweight,
-        key=lambda config: weighed(gpu, config, macs, lambda gemm: gemm.clocks(vocab, d, n, DWEIGHT)),
-    )
-    return gemm_of(gpu, config, macs)
+    share = gpu.sheet.cool * (1 - heat(macs))
+
+    def seconds(config: KernelConfig, cool: bool) -> float:
+        gemm = gemm_of(gpu, config, macs, cool)
+        return gemm.clocks(vocab, d, n, DWEIGHT) / gemm.rates.clock
+
+    def weighed(config: KernelConfig) -> float:
+        hot = seconds(config, False)
+        return hot + share * (seconds(config, True) - hot) if share else hot
+
+    return gemm_of(gpu, min(gpu.row.configs_for(n, window, gpu.columns).dweight, key=weighed), macs)
 
 
 def _tokens(

@@ -8,16 +8,15 @@ those of what it loads from L2 and stores, a little more where these are alike, 
 misses and of waiting for the tile beside it; its epilogue hides behind the next tile's MMAs, and where it is
 longer, tile and epilogue alternate between two warpgroups.
 
-The constants were fitted to h200_kernels.json, h200_passes.json and h100_kernels.json of bench/results/tuning
-(tests/host/test_cost.py) and are used for every architecture, relative to a GPU's data sheet, which has what
-differs from GPU to GPU (data_sheets.py).
+The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json and h100_cool.json of
+bench/results/tuning (tests/host/test_cost.py) and are used for every architecture, relative to a GPU's data
+sheet, which has what differs from GPU to GPU (data_sheets.py).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
@@ -132,15 +131,19 @@ def dinput_epilogue(splits: int) -> Epilogue:
     return SUMS if splits > 1 else DINPUT
 
 
-FEW_TOKENS, STEP_TOKENS, SOME_TOKENS, MANY_TOKENS = 449, 900, 1024, 2048
-"""Tokens from which, and up to which, DataSheet.few and, from the second on, in_step are saved whole; with
-MANY_TOKENS nothing is. An H100's tiles of 128 x 128 took 0.83 to 0.95 of the time without them from 512 to
-1024 tokens, and 0.92 to 0.99 with 2048 (bench/results/tuning/h100_cool.json)."""
-UNFILLED = 2.2
-"""Of the share of a k tile's rows that no token fills, what these tiles save less: 900, 1100, 1172 and 1300
-tokens took 6 to 15% longer beside other tiles than their neighbours that are multiples of 64."""
+FEW_TOKENS = 449
+"""From so many tokens on dlinear_weight's tiles in turns, in clusters of two rows of tiles, save
+DataSheet.few of L2's clocks. An H100's tiles of 128 x 128 took 0.83 to 0.95 of what is predicted without it
+with 512 to 1024 tokens, multiples of 64, behind cuBLAS (bench/results/tuning/h100_cool.json)."""
+STEP_TOKENS = 900
+"""From so many tokens on they save DataSheet.in_step besides, with UNEVEN rounds at most."""
+SOME_TOKENS, MANY_TOKENS = 1024, 2048
+"""Up to SOME_TOKENS all of it is saved, from MANY_TOKENS on nothing."""
 UNEVEN = 0.04
-"""The most of a round's clusters that may be in a row of tiles which others began."""
+"""The largest share of a round's clusters that is in a row of tiles which the round does not fill."""
+UNFILLED = 2.2
+"""Times the share of all k tiles' rows that no token fills, less is saved: beside other tiles 900, 1100, 1172
+and 1300 tokens took up to 15% longer than multiples of 64 near them."""
 
 
 def heat(macs: int) -> float:
@@ -159,16 +162,14 @@ class Rates:
 
     def __init__(self, gpu: Gpu, macs: int, cool: bool = False):
         row, sheet = gpu.row, gpu.sheet
-        slower = 1 - (1 - sheet.sustained) * heat(macs)
         short = CLOCK_SHARE * sheet.flops / (sheet.sms * row.dense_flops_per_clock)
-        if cool:
-            slower = sheet.boost / short
-        self.clock = slower * short
+        relative = sheet.boost / short if cool else 1 - (1 - sheet.sustained) * heat(macs)
+        self.clock = relative * short
         self.read = READ_SHARE * sheet.memory / self.clock
         self.write = sheet.write_share * sheet.memory / self.clock
-        self.l2 = sheet.l2_bytes_per_clock / slower
+        self.l2 = sheet.l2_bytes_per_clock / relative
         fields = "beside", "beside_keeping", "beside_dlogits", "beside_sliced"
-        self.beside = {name: getattr(sheet, name) / slower for name in fields}
+        self.beside = {name: getattr(sheet, name) / relative for name in fields}
 
 
 class Gemm:
@@ -241,7 +242,7 @@ class Gemm:
 
     def _saved(self, n: int, depth: int, epilogue: Epilogue) -> float:
         """The share of L2's clocks that dlinear_weight's tiles save with few tokens. n: features; depth:
-        tokens."""
+        tokens. With it a GEMM's clocks may fall where tokens fill a k tile, and features a row of tiles."""
         if not self._few or epilogue is not DWEIGHT or depth < FEW_TOKENS:
             return 0.0
         uneven = self.clusters % -(-n // self.columns) / self.clusters
@@ -351,17 +352,6 @@ class Gemm:
 
 gemm_of = functools.lru_cache(maxsize=2048)(Gemm)
 """A Gemm, built once."""
-
-
-def weighed(gpu: Gpu, config: KernelConfig, macs: int, clocks: Callable[[Gemm], float]) -> float:
-    """What tiles are chosen by: seconds at the power limit and, the more the shorter the call, those below.
-    clocks: of a Gemm of this configuration."""
-    hot, share = gemm_of(gpu, config, macs), gpu.sheet.cool * (1 - heat(macs))
-    seconds = clocks(hot) / hot.rates.clock
-    if share:
-        cool = gemm_of(gpu, config, macs, True)
-        seconds += share * (clocks(cool) / cool.rates.clock - seconds)
-    return seconds
 
 
 def split_clocks(gemm: Gemm, m: int, n: int, k: int, splits: int) -> int:

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
-from .cost import EXPONENTIALS, STATISTICS, Gemm, gemm_of, scattering, weighed
+from .cost import EXPONENTIALS, STATISTICS, Gemm, gemm_of, scattering
 from .gemm import is_paced
 from .memory import DEFAULT_WORKSPACE, keeping_bytes, window_bytes
 from .plans import ForwardPlan
@@ -132,10 +132,11 @@ def choose_config(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int
         return found[0]
     kept = vocab if keeps else 0
 
-    def clocks(gemm: Gemm) -> int:
+    def clocks(config: KernelConfig) -> int:
+        gemm = gemm_of(gpu, config, n * d * vocab)
         return fastest(choices(gemm, n, d, vocab, kept), spare_bytes(n, kept, NO_LIMITS, 0))[0]
 
-    return min(found, key=lambda config: weighed(gpu, config, n * d * vocab, clocks))
+    return min(found, key=clocks)
 
 
 def ranked(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> list[KernelConfig]:
@@ -144,18 +145,15 @@ def ranked(gpu: Gpu, n: int, d: int, vocab: int, keeps: bool, window: int) -> li
     those that hold all tokens. window: as in Limits."""
     epilogue = EXPONENTIALS if keeps else STATISTICS
 
-    def clocks(gemm: Gemm) -> float:
+    def cost(config: KernelConfig) -> tuple[float, int, int]:
+        gemm = gemm_of(gpu, config, n * d * vocab)
         columns = ceil_div(n, gemm.columns)
-        total = columns * gemm.of_forward(d, epilogue, columns) / gemm.rows
+        clocks = columns * gemm.of_forward(d, epilogue, columns) / gemm.rows
         tiles = ceil_div(vocab, gemm.rows)
         windows = min(tiles, max(1, PARTIAL_BYTES // max(8 * n * gemm.partials, 1)))
-        total *= gemm.scattering(d, columns, windows, tiles)
-        return total + gemm.read_again(d, vocab, columns) * gemm.clusters / vocab
-
-    def cost(config: KernelConfig) -> tuple[float, int, int]:
-        narrow_first = n <= config.cluster_columns
-        seconds = weighed(gpu, config, n * d * vocab, clocks)
-        return seconds, -config.cluster_n, config.tile_n if narrow_first else -config.tile_n
+        clocks *= gemm.scattering(d, columns, windows, tiles)
+        clocks += gemm.read_again(d, vocab, columns) * gemm.clusters / vocab
+        return clocks, -config.cluster_n, config.tile_n if columns == 1 else -config.tile_n
 
     return sorted(configs_for(gpu, n, keeps, window), key=cost)
 

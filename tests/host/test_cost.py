@@ -304,7 +304,11 @@ def test_an_h100_wants_other_tiles_than_an_h200():
 
 
 def gemms() -> list[cost.Gemm]:
-    gpus = [Gpu(name, row.sms) for name, row in ARCHITECTURES.items()]
+    gpus = [
+        Gpu(name, row.sms, model=model)
+        for name, row in ARCHITECTURES.items()
+        for model in range(len(row.data_sheets))
+    ]
     return [
         cost.Gemm(gpu, config, 10**11)
         for gpu in gpus
@@ -314,6 +318,7 @@ def gemms() -> list[cost.Gemm]:
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_larger_gemms_take_no_less(epilogue: cost.Epilogue):
+    """Between these lengths dlinear_weight's may: Gemm._saved."""
     lengths = (1, 8, 64, 100, 1000, 4096, 10000, 151936)
     for gemm in gemms():
         for other in (64, 3000):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 
@@ -53,11 +54,20 @@ def test_a_small_model(tmp_path, capsys):
 @pytest.mark.parametrize(("room", "most"), [(31, 31), (40, 31), (17, 31), (4, 31), (30, 31), (4, 3)])
 def test_the_largest_batch_is_found_where_memory_is_no_line(room, most):
     """It was extrapolated to `most`, and `room` fit; 4 are known to."""
-    tried = []
+    tried, held = [], []
+
+    class Held:
+        """In a cycle, as an autograd graph may be."""
+
+        def __init__(self):
+            self.itself = self
 
     def run(sequences: int) -> None:
         tried.append(sequences)
+        assert not any(each() for each in held), "what a refused try held is not free"
+        activations = Held()
         if sequences > room:
+            held.append(weakref.ref(activations))
             raise ValueError(f"workspace_mb: got 300, want at least {sequences}")
 
     found = step.most_that_fits(run, 4, most)
