@@ -21,6 +21,7 @@ import torch
 from bench.inputs import ROWS, make_inputs
 from bench.shapes import Shape
 from cute_lce import linear_cross_entropy, reference
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 
 WAYS = {
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=16, help="micro-batches (%(default)s)")
     parser.add_argument("--shape", default="512,512,8192", help="n,d,V of a micro-batch (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=new_file, help="JSON file for the results")
     parser.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     args = parser.parse_args(arguments)
     if args.show:

@@ -29,6 +29,7 @@ from torch import Tensor
 from bench import shapes
 from bench.inputs import Inputs, make_inputs
 from cute_lce import linear_logprob
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.measure.timing import relative_rms
 
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="bench.confident", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="192,1024,32000", help="n,d,V (%(default)s)")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=new_file, help="JSON file for the results")
     parser.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     args = parser.parse_args(arguments)
     if args.show:

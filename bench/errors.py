@@ -42,6 +42,7 @@ import torch
 from bench import providers, shapes, terms
 from bench.yardstick import DTYPE, REGIMES, Problem, Results, by_fp32_logits
 from cute_lce import ops
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.plan.problem import Limits
 from cute_lce.plan.problem import Problem as Sizes
@@ -307,7 +308,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
-    add("--out", type=Path, help="JSON file for the results, written after each provider")
+    add("--out", type=new_file, help="JSON file for the results, written after each provider")
     add("--parts", action="store_true", help="print every error, by parts")
     add("--show", nargs="+", type=Path, metavar="JSON", help="print kept results and measure nothing")
     args = parser.parse_args(argv)

@@ -29,6 +29,7 @@ from torch import Tensor
 from bench import shapes
 from bench.inputs import make_inputs
 from cute_lce import linear_cross_entropy
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.measure.floor import Floor
 from cute_lce.measure.timing import Call, peak_extra_bytes, time_interleaved
@@ -121,7 +122,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--schedule", default="auto", choices=("auto", "recompute", "keep"), help="(%(default)s)")
     add("--seconds", type=float, default=0.5, help="timed seconds of one measurement (%(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    add("--out", type=Path, help="JSON file for the results, written after each case")
+    add("--out", type=new_file, help="JSON file for the results, written after each case")
     add("--show", nargs="+", type=Path, metavar="JSON", help="print stored results, measure nothing")
     args = parser.parse_args(argv)
     try:

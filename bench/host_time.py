@@ -33,6 +33,7 @@ from torch import Tensor
 
 from bench import providers, shapes
 from bench.inputs import DTYPES, Inputs, make_inputs
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.measure.timing import Call, Timing, synchronize
 
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", default="bf16", choices=tuple(DTYPES))
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--groups", type=int, default=50, help=f"groups of {GROUP} calls in each of 3 runs (%(default)s)")
-    add("--out", type=Path, help="JSON file for the results")
+    add("--out", type=new_file, help="JSON file for the results")
     add("--show", nargs="+", type=Path, metavar="JSON", help="print kept results and measure nothing")
     args = parser.parse_args(argv)
     if args.show:

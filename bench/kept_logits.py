@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench.inputs import DTYPES
 from cute_lce.arguments import UNIT
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 
 SHAPE = (96, 48, 32768)
@@ -91,7 +92,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.kept_logits", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=new_file, help="JSON file for the results")
     parser.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     args = parser.parse_args(arguments)
     if args.show:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cute_lce import maths
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 
 SHAPE = (1024, 131072)
@@ -90,7 +91,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.kept_reference", description="Rows that are raised.")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=new_file, help="JSON file for the results")
     parser.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     args = parser.parse_args(arguments)
     if args.show:

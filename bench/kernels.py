@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
@@ -27,6 +26,7 @@ from bench.inputs import make_inputs
 from bench.shapes import Shape, parse
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import Operands
+from cute_lce.commands.terminal import new_file
 from cute_lce.compile import cache
 from cute_lce.implementation import Request, Saved
 from cute_lce.launch.backward import KernelBackward
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--cool", action="store_true", help="time each pass on a cool GPU too")
     parser.add_argument("--seconds", type=float, default=0.03, help="timed seconds of a pass (%(default)s)")
     parser.add_argument("--jobs", type=int, default=15, help="number of processes that compile (%(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
+    parser.add_argument("--out", type=new_file, required=True, help="JSON file for the results")
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     shapes = [shape for text in args.shapes for shape in parse(text)]

@@ -25,6 +25,7 @@ from torch.multiprocessing.spawn import spawn
 from bench.inputs import DTYPES, make_inputs
 from bench.shapes import Shape, parse_one
 from cute_lce import linear_cross_entropy, reference
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.measure.timing import relative_rms
 
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.partial", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes (2 4)")
     parser.add_argument("--shape", default="512,512,8192", help="n,d,V of the whole (%(default)s)")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=new_file, help="JSON file for the results")
     parser.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     args = parser.parse_args(arguments)
     if args.show:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from bench import providers, shapes, terms
 from bench.inputs import DTYPES, PROMPT, ROWS, Inputs, Reference, is_ignored, make_inputs
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.measure.floor import Floor
 from cute_lce.measure.timing import (
@@ -504,7 +505,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--quick", action="store_true", help="few repetitions")
     add("--no-errors", action="store_true", help="leave out the float64 reference")
-    add("--out", type=Path, help="JSON file for the results, written after each measurement")
+    add("--out", type=new_file, help="JSON file for the results, written after each measurement")
     add(
         "--deadline",
         type=float,

@@ -112,7 +112,7 @@ def parse(text: str) -> tuple[Shape, ...]:
     operand that is frozen."""
     if text in TABLES:
         return TABLES[text]
-    if match := re.fullmatch(r"random:(\d+):(\d+)", text):
+    if match := re.fullmatch(r"random:(\d+):([1-9]\d*)", text):
         return draw(int(match[1]), int(match[2]))
     numbers, frozen = text.split(","), ""
     if numbers[-1] in ("weight", "hidden"):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bench import providers
+from cute_lce.commands.terminal import mebibytes, new_file, positive
 from cute_lce.measure import records
 from cute_lce.measure.timing import synchronize, time_back_to_back
 
@@ -294,26 +295,30 @@ def parser() -> argparse.ArgumentParser:
         prog="bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument(
-        "--vocab", type=int, nargs="+", default=[32768, 128256, 262144], help="vocabularies (%(default)s)"
+        "--vocab",
+        type=positive,
+        nargs="+",
+        default=[32768, 128256, 262144],
+        help="vocabularies (%(default)s)",
     )
-    found.add_argument("--d", type=int, default=2048, help="hidden size (%(default)s)")
-    found.add_argument("--layers", type=int, default=16, help="decoder layers (%(default)s)")
-    found.add_argument("--inner", type=int, default=8192, help="features inside an MLP (%(default)s)")
-    found.add_argument("--heads", type=int, default=32, help="attention heads (%(default)s)")
-    found.add_argument("--length", type=int, default=2048, help="tokens in a sequence (%(default)s)")
-    found.add_argument("--batch", type=int, default=4, help="sequences in a step (%(default)s)")
-    found.add_argument("--reps", type=int, default=10, help="repetitions (%(default)s)")
+    found.add_argument("--d", type=positive, default=2048, help="hidden size (%(default)s)")
+    found.add_argument("--layers", type=positive, default=16, help="decoder layers (%(default)s)")
+    found.add_argument("--inner", type=positive, default=8192, help="features inside an MLP (%(default)s)")
+    found.add_argument("--heads", type=positive, default=32, help="attention heads (%(default)s)")
+    found.add_argument("--length", type=positive, default=2048, help="tokens in a sequence (%(default)s)")
+    found.add_argument("--batch", type=positive, default=4, help="sequences in a step (%(default)s)")
+    found.add_argument("--reps", type=positive, default=10, help="repetitions (%(default)s)")
     found.add_argument("--peers", nargs="*", default=list(PEERS), choices=[*providers.PROVIDERS])
     found.add_argument(
         "--workspace-mb",
-        type=float,
+        type=mebibytes,
         nargs="*",
         default=list(BUDGETS),
         help="of cute_lce, in MiB (%(default)s)",
     )
     found.add_argument("--largest", action="store_true", help="also find the largest batch (needs a GPU)")
     found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    found.add_argument("--out", type=Path, help="JSON file for the results")
+    found.add_argument("--out", type=new_file, help="JSON file for the results")
     found.add_argument("--show", type=Path, nargs="+", help="print stored results, measure nothing")
     return found
 
@@ -324,6 +329,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(records.read(args.show)))
         return 0
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser().error(f"--device: got {args.device}, but torch finds no GPU")
+    if args.d % args.heads:
+        parser().error(f"--heads: got {args.heads}, want a divisor of --d, {args.d}")
+    if args.largest and device.type != "cuda":
+        parser().error("--largest: it needs a GPU")
     command = shlex.join(["python3", "-m", "bench.step", *(arguments or sys.argv[1:])])
     ways = [
         Way(WITHOUT_HEAD),

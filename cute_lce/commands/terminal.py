@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 
 MOST = 2**31 - 1
 
@@ -40,3 +41,13 @@ def mebibytes(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, want a positive number of MiB")
     return value
+
+
+def new_file(text: str) -> Path:
+    """Where results are to be written, which are measured first."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text}, a folder, want a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text}, want a file in a folder that exists")
+    return path

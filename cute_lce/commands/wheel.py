@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cute_lce.commands.compile import compiled, cores
+from cute_lce.commands.terminal import positive
 from cute_lce.compile import cache
 from cute_lce.plan.kernels import Key, carried
 
@@ -40,6 +41,8 @@ print("\\n" + name)
 
 def build_wheel(keys: Sequence[Key], out: Path, kept: Path, jobs: int = 1) -> Path:
     """Write a wheel into `out` that carries `keys`, compiled into `kept` where they are not there already."""
+    # Before the kernels, which take minutes.
+    out.mkdir(parents=True, exist_ok=True)
     os.environ["CUTE_LCE_CACHE_DIR"] = str(kept)
     for seconds, key in compiled(keys, min(jobs, len(keys))):
         print(f"{seconds:6.2f} s  {key}", flush=True)
@@ -84,8 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", nargs="+", choices=dtypes, default=["bfloat16"], help="dtypes of the operands (bfloat16)")
     add("--out", type=Path, default=Path("dist"), help="folder for the wheel (%(default)s)")
     add("--cache", type=Path, help="folder in which compiled kernels are kept (default: a temporary one)")
-    add("--jobs", type=int, default=cores(), help="number of processes that compile (%(default)s)")
+    add("--jobs", type=positive, default=cores(), help="number of processes that compile (%(default)s)")
     args = parser.parse_args(argv)
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out: got {args.out}, a file, want a folder")
     started = time.perf_counter()
     keys = carried(args.dtype)
     with tempfile.TemporaryDirectory() as folder:

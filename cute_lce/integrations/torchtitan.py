@@ -17,6 +17,7 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from ..functional import linear_cross_entropy
+from .hooks import check_hooks
 
 
 class FusedLoss(ChunkedLossWrapper):
@@ -62,11 +63,13 @@ class FusedLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss (), {}) of hidden states pred (B, L, D) and labels (B, L); loss_inputs are not used.
 
-        The loss is float32 (float64 for float64), and a DTensor if the labels are one.
+        The loss is float32 (float64 for float64), and a DTensor if the labels are one. Raises ValueError for
+        a hook that would get the head's loss as logits.
         """
         head: Any = self.lm_head
         if head is None:
             raise ValueError("lm_head: got none, want set_lm_head before the first call")
+        check_hooks(head, "lm_head")
         # That of a parallel head gives logits a layout.
         others = vars(head).pop("forward", None)
         head.forward = lambda hidden: self._sum(head, hidden, labels)

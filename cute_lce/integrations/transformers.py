@@ -16,20 +16,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 from ..functional import linear_cross_entropy
 from ..options import IGNORE_INDEX, ComputeOptions
 from .forward_source import Tail, read, value_of, written
+from .hooks import check_hooks
 
 PATCH = "_cute_lce_patch"
 """The attribute of a patched model that holds its _Patch."""
 REPLICATE = "_replicate_for_data_parallel"
 """The method of nn.Module by which nn.DataParallel copies one: to copies, the methods of the original's."""
-UNHARMED = "torch.distributed.fsdp", "torch.utils.module_tracker"
-"""Where the hooks are from that may have a loss for logits."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -78,6 +76,11 @@ class _Own:
         functools.update_wrapper(self, original)
         self.function, self.original = function, original
         self.patch: _Patch | None = patch
+
+    @property
+    def __code__(self) -> Any:
+        """torch.export reads the arguments' names from it."""
+        return self.original.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # accelerate's unwrap_model makes a method of it.
@@ -257,7 +260,7 @@ def _check_loss_function(model: PreTrainedModel) -> None:
         _Call(labels, None, count, IGNORE_INDEX),
         _Call(labels, labels.clamp(min=0), 3, 4),
     ):
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             expected = found(logits, vocab_size=5, **call._asdict())
             own = _loss(logits, torch.eye(5, **options), call)
         if not torch.allclose(own, expected):
@@ -281,27 +284,7 @@ def _check_head(head: Any, name: str) -> None:
     if not plain or weight.dtype not in DTYPES:
         got = f"{type(weight).__name__} of {weight.dtype}"
         raise TypeError(f"{name}.weight: got {got}, want an ordinary one of {', '.join(map(str, DTYPES))}")
-    _check_hooks(head, name)
-
-
-def _check_hooks(head: nn.Module, name: str) -> None:
-    """Raise ValueError for what sees the head's output, a loss, or its gradient, but for UNHARMED."""
-    if type(head).__call__ is not nn.Module.__call__:
-        kind = type(head)
-        raise ValueError(f"{name}: got {kind.__qualname__}, which has its own __call__, want nn.Module's")
-    for what, hooks in (
-        ("forward hook", head._forward_hooks),
-        ("backward hook", head._backward_hooks),
-        ("backward pre-hook", head._backward_pre_hooks),
-        ("global forward hook", modules._global_forward_hooks),
-        ("global backward hook", modules._global_backward_hooks),
-        ("global backward pre-hook", modules._global_backward_pre_hooks),
-    ):
-        for hook in hooks.values():
-            if not getattr(hook, "__module__", "").startswith(UNHARMED):
-                raise ValueError(
-                    f"{name}: got a {what}, {hook!r}, want none: it would get the loss as logits"
-                )
+    check_hooks(head, name)
 
 
 def _terms(model: PreTrainedModel, tail: Tail) -> tuple[float, float | None]:
@@ -377,7 +360,7 @@ def _check_parts(patch: _Patch) -> None:
         )
     if model.loss_function is not patch.loss_function:
         raise ValueError("loss_function: got one that was set after patch, want unpatch(model) before that")
-    _check_hooks(head, name)
+    check_hooks(head, name)
 
 
 def _head_forward(patch: _Patch, input: Tensor) -> Tensor:
@@ -391,7 +374,8 @@ def _head_forward(patch: _Patch, input: Tensor) -> Tensor:
     scale, softcap = _terms(patch.model, patch.tail)
     terms = {"linear_bias": head.bias, "logit_scale": scale, "softcap": softcap}
     loss = _loss(input, head.weight, running.call, **terms, **patch.compute._asdict())
-    running.done = _Loss(loss, head.weight.shape[0])
+    # A copy, for what the model does with its logits in place.
+    running.done = _Loss(loss.clone(), head.weight.shape[0])
     return loss
 
 

@@ -54,6 +54,8 @@ def linear_cross_entropy(
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
+    if not hidden.dim():
+        raise ValueError("hidden: got shape (), want (..., d)")
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise TypeError(
             f"temperature: got {type(temperature).__name__}, want a number, the same for all tokens"

@@ -117,7 +117,10 @@ def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    kept = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: want JSON, got {error}") from None
     if not isinstance(kept, dict) or set(kept) != {"origins", "rows"}:
         raise ValueError(
             f'{path}: want results as records.write keeps them, {{"origins": [...], "rows": [...]}}'

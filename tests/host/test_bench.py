@@ -188,6 +188,19 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("module", [run, kernels, errors])
+def test_results_go_to_a_file_in_a_folder_that_exists(module, tmp_path, monkeypatch, capsys):
+    """Before anything is measured."""
+    for path, want in ((tmp_path, "a folder, want a file"), (tmp_path / "none" / "a.json", "that exists")):
+        monkeypatch.setattr("sys.argv", ["bench", "--out", str(path)])
+        with pytest.raises(SystemExit) as stopped:
+            module.main()
+        assert stopped.value.code == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert f"--out: got {path}" in last
+        assert last.endswith(want)
+
+
 def test_passes_are_written_where_the_caller_says(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench.kernels"])
     with pytest.raises(SystemExit) as stopped:

@@ -110,3 +110,20 @@ def test_a_figure_has_a_panel_for_each_vocabulary(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(out)
     with pytest.raises(ValueError, match=r"^results: got those of"):
         step_figure.draw([*results, result_of("cute_lce", 512, 1.0, 1.0, gpu="other GPU")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--vocab", "0"], "--vocab: got 0"),
+        (["--reps", "0"], "--reps: got 0"),
+        (["--workspace-mb", "-1"], "--workspace-mb: got -1"),
+        (["--heads", "5", "--d", "32"], "--heads: got 5, want a divisor of --d, 32"),
+        (["--device", "cpu", "--largest"], "--largest: it needs a GPU"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], said: str, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        step.main(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -217,3 +217,11 @@ def test_what_is_built_from_sources_carries_nothing(kind: str, tmp_path: Path):
 
 def test_the_checkout_carries_nothing():
     assert not cache.CARRIED.exists()
+
+
+def test_a_file_is_no_folder_for_a_wheel(tmp_path, capsys):
+    """Which is said before the kernels are compiled."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        wheel.main(["--out", str(tmp_path / "file")])
+    assert "a file, want a folder" in capsys.readouterr().err

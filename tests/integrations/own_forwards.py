@@ -1,4 +1,4 @@
-"""Forwards of users: those that do something that a loss without logits would miss, and two that do not."""
+"""Forwards of users: those that do something that a loss without logits would miss, and those that do not."""
 
 from __future__ import annotations
 
@@ -150,6 +150,16 @@ class Uncounted(Llama):
 class Delegating(Llama):
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any):
         return super().forward(*args, labels=labels, **kwargs)
+
+
+class InPlace(Llama):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        logits *= self.config.my_scale
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
 
 
 class Unrolled(Llama):

@@ -391,6 +391,25 @@ def test_scales_and_caps_are_read_when_called(scale: float | None, cap: float | 
         mine(ids, labels=labels)
 
 
+def test_logits_that_are_scaled_in_place(llama: Any):
+    model, (ids, labels) = copy.deepcopy(llama), tokens()
+    model.__class__, model.config.my_scale = own_forwards.InPlace, 0.25
+    compare(own(patched(model), ids, labels), expected(model, ids, labels), own(model, ids, labels))
+
+
+def test_patched_under_autocast(llama: Any):
+    """What patch compares the loss function with is not what autocast would make of it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        unpatch(patched(llama))
+
+
+def test_exported_without_labels(llama: Any):
+    mine, (ids, _) = patched(llama).eval(), tokens()
+    mine.config.use_cache = False
+    exported = torch.export.export(mine, (ids,), strict=False).module()
+    torch.testing.assert_close(exported(ids).logits, mine(ids).logits)
+
+
 def test_a_head_that_is_called_twice(llama: Any):
     (ids, labels), model = tokens(), copy.deepcopy(llama)
     model.__class__ = own_forwards.Shared

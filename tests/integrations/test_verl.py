@@ -179,6 +179,8 @@ def test_refused(name, error, arguments):
         operands[index] = [1]
         with pytest.raises(TypeError, match=f"^{wrong}: got list, want a tensor"):
             call(*operands)
+    with pytest.raises(ValueError, match=r"^hidden: got shape \(\)"):
+        call(torch.tensor(1.0), weight, labels)
     weight.device_mesh = None  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="got a DTensor"):
         verl.linear_cross_entropy(hidden, weight, labels)
