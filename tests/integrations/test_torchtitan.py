@@ -102,7 +102,7 @@ def test_refused():
     loss.set_lm_head(nn.Linear(D, V))
     with pytest.raises(ValueError, match=r"^schedule: got 'fast'"):
         loss(torch.zeros(1, 1, D), torch.zeros(1, 1, dtype=torch.int64))
-    head = nn.Linear(D, V)
+    head: Any = nn.Linear(D, V)
     loss = FusedLoss.Config().build()
     loss.set_lm_head(head)
     head.register_forward_hook(lambda module, given, logits: 2 * logits)
