@@ -335,18 +335,22 @@ def _forward(patch: _Patch, *args: Any, **kwargs: Any) -> Any:
 
 def _count(given: Any) -> Tensor | float | None:
     """num_items_in_batch, of which a tensor's value is not looked at."""
+    if given is None:
+        return None
     if isinstance(given, Tensor):
         if given.numel() != 1:
             raise ValueError(f"num_items_in_batch: got shape {tuple(given.shape)}, want one element")
-    elif given is not None:
-        try:
-            given = float(given)
-        except (TypeError, ValueError):
-            got = type(given).__name__
-            raise TypeError(f"num_items_in_batch: got {got}, want a number or a tensor") from None
-        if not given > 0:
-            raise ValueError(f"num_items_in_batch: got {given}, want more than 0")
-    return given
+        return given if given.is_floating_point() else given.long()
+    if isinstance(given, str | bytes):
+        raise TypeError(f"num_items_in_batch: got {type(given).__name__}, want a number or a tensor")
+    try:
+        count = float(given)
+    except (TypeError, ValueError):
+        got = type(given).__name__
+        raise TypeError(f"num_items_in_batch: got {got}, want a number or a tensor") from None
+    if not 0 < count < float("inf"):
+        raise ValueError(f"num_items_in_batch: got {given}, want a finite number of more than 0")
+    return count
 
 
 def _check_parts(patch: _Patch) -> None:

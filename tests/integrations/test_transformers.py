@@ -420,6 +420,16 @@ def test_a_head_that_is_called_twice(llama: Any):
     assert model(ids).logits.shape == (2, 9, VOCAB)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.float32])
+def test_counts_of_every_dtype(dtype: torch.dtype, llama: Any):
+    model, (ids, labels) = patched(llama), tokens()
+    got, want = (
+        model(ids, labels=labels, num_items_in_batch=count).loss
+        for count in (torch.tensor(5, dtype=dtype), 5)
+    )
+    torch.testing.assert_close(got, want)
+
+
 def test_counts_that_are_refused(llama: Any):
     model, (ids, labels) = patched(llama), tokens()
     for count, error in (
@@ -427,7 +437,8 @@ def test_counts_that_are_refused(llama: Any):
         (-1.5, ValueError),
         (float("nan"), ValueError),
         (torch.tensor([5, 5]), ValueError),
-        ("five", TypeError),
+        ("7", TypeError),
+        (float("inf"), ValueError),
         ([5], TypeError),
     ):
         with pytest.raises(error, match=r"^num_items_in_batch: got"):
