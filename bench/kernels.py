@@ -81,26 +81,31 @@ class Calibration:
         return list(configs[first : first + ALTERNATIVES + 1])
 
     def passes(self) -> Iterator[tuple[str, KernelConfig, bool]]:
-        """(pass, configuration, whether it is chosen)."""
+        """(pass, configuration, whether it is chosen), of those that are asked for."""
         if self.windows:
             yield "forward", self.chosen_forward[0], True
             return
+        keeps_for_gradients = not {*GRADIENTS}.isdisjoint(self.asked)
+        for kind, config, is_chosen in self._every_pass():
+            if kind in self.asked or (kind == "keep" and is_chosen and keeps_for_gradients):
+                yield kind, config, is_chosen
+
+    def _every_pass(self) -> Iterator[tuple[str, KernelConfig, bool]]:
         _, dhidden, dweight = self.found.gemms(self.shape.vocab).configs
         logits, *_ = self.found.gemms(0).configs
         keeps = self.shape.n * self.shape.vocab <= MOST_LOGITS
         for kind, chosen in zip(("forward", "keep")[: 1 + keeps], self.chosen_forward, strict=False):
             configs = forward.configs_for(self.gpu, self.shape.n, kind == "keep", 0)
-            if kind in self.asked:
-                for config in self._some(configs, chosen):
-                    yield kind, config, config == chosen
-            elif kind == "keep" and {*GRADIENTS} & {*self.asked}:
-                yield kind, chosen, True
-        gradients: list[tuple[str, KernelConfig, bool]] = []
-        for config in self._some(self.configs.tokens, logits):
-            gradients += ("dinput", config, config == dhidden), ("logits", config, config == logits)
-        gradients += (("dinput", config, config == dhidden) for config in self.configs.dhidden)
-        gradients += (("dweight", config, config == dweight) for config in self.configs.dweight)
-        yield from (each for each in gradients if keeps and each[0] in self.asked)
+            for config in self._some(configs, chosen):
+                yield kind, config, config == chosen
+        if keeps:
+            for config in self._some(self.configs.tokens, logits):
+                yield "dinput", config, config == dhidden
+                yield "logits", config, config == logits
+            for config in self.configs.dhidden:
+                yield "dinput", config, config == dhidden
+            for config in self.configs.dweight:
+                yield "dweight", config, config == dweight
 
     def splits(self, config: KernelConfig) -> int:
         """The best number of splits of dinput's k."""

@@ -47,6 +47,7 @@ from torch.multiprocessing.spawn import spawn
 from bench import shapes
 from bench.inputs import DTYPES, make_inputs
 from cute_lce import linear_cross_entropy
+from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.measure.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
 from cute_lce.parallel import tensor
@@ -376,7 +377,7 @@ def run_rank(
     device_type: str,
     settings: list[Setting],
     command: str,
-    out: str,
+    out: Path | None,
 ):
     """A rank's process; the first one writes and prints the results. meeting: the file by which they make a
     group."""
@@ -400,7 +401,7 @@ def run_rank(
         origin = records.provenance(device, command)
         results += [{key: {**origin, **each}[key] for key in KEYS} for each in found]
         if rank == 0 and out:
-            records.write(Path(out), results)
+            records.write(out, results)
     if rank == 0:
         print(table(results), flush=True)
     # None leaves while another still needs it.
@@ -462,7 +463,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--reps", type=int, default=30, help="repetitions (%(default)s)")
     found.add_argument("--quick", action="store_true", help="5 repetitions")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    found.add_argument("--out", default="", help="JSON file for the results")
+    found.add_argument("--out", type=new_file, help="JSON file for the results")
     found.add_argument("--show", nargs="+", type=Path, help="print stored results, measure nothing")
     return found
 

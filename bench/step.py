@@ -348,16 +348,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         origin = records.provenance(device, command)
         if args.out:
             records.write(args.out, [*results, *({**origin, **result} for result in found)])
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            if args.largest:
-                fits = largest(sizes, ways, device)
-                for result in found:
-                    most = fits.get(Way(result["provider"], result["workspace_mb"]), Largest(None))
-                    result |= {"largest_batch": most.sequences, "largest_error": most.error}
-                gc.collect()
-                torch.cuda.empty_cache()
+        free()
+        if args.largest:
+            fits = largest(sizes, ways, device)
+            for result in found:
+                most = fits.get(Way(result["provider"], result["workspace_mb"]), Largest(None))
+                result |= {"largest_batch": most.sequences, "largest_error": most.error}
+            free()
         results += [{**origin, **result} for result in found]
         if args.out:
             records.write(args.out, results)

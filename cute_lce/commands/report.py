@@ -21,7 +21,7 @@ import cute_lce
 
 from ..measure import isolated, records
 from . import bench, doctor
-from .terminal import Refused, positive
+from .terminal import Refused, positive, unwritable
 
 GPU_SHAPES = (
     bench.Shape(1024, 4096, 128256),
@@ -98,13 +98,8 @@ def checkout() -> Path | None:
 
 def check(path: Path) -> None:
     """Raise Refused where no report can be written."""
-    if path.is_dir():
-        raise Refused(f"--out: got {path}, a folder, want a file")
-    folder = path.parent
-    if not folder.is_dir():
-        raise Refused(f"--out: got {path}, want a file in a folder that exists: {folder} does not")
-    if not os.access(folder, os.W_OK):
-        raise Refused(f"--out: got {path}, want a file in a folder that you may write to")
+    if why := unwritable(path):
+        raise Refused(f"--out: got {path}, {why}")
 
 
 def write(path: Path, origin: dict[str, Any], sections: Sequence[Section]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,11 +44,19 @@ def mebibytes(text: str) -> float:
     return value
 
 
+def unwritable(path: Path) -> str | None:
+    """Why no new file can be written there; None: one can."""
+    if path.is_dir():
+        return "a folder, want a file"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"want a file in a folder that exists: {folder} does not"
+    return None if os.access(folder, os.W_OK) else "want a file in a folder that you may write to"
+
+
 def new_file(text: str) -> Path:
     """Where results are to be written, which are measured first."""
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text}, a folder, want a file")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text}, want a file in a folder that exists")
+    if why := unwritable(path):
+        raise argparse.ArgumentTypeError(f"got {text}, {why}")
     return path

@@ -85,13 +85,18 @@ def _flushes_before(calls: Sequence[Call], device: torch.device, flush: torch.Te
 
 
 def _time_in_turn(
-    calls: Sequence[Call], reps: int, device: torch.device, draw: random.Random, passes: int = 1
+    calls: Sequence[Call],
+    reps: int,
+    device: torch.device,
+    draw: random.Random,
+    passes: int = 1,
+    idle: int = 0,
 ) -> list[list[float]]:
     """Time each of `calls` `reps` times, one after the other in turn; milliseconds, a list for each call.
 
     On a GPU, if there are more than two, the first, the floor, runs before each of them too, untimed: behind
     a call that leaves the GPU cool, or hot, another would be faster, or slower, by up to 10%. passes: over
-    the buffer, before each call.
+    the buffer, before each call. idle: cycles of an SM that the GPU waits before each call instead.
     """
     if device.type != "cuda":
         times: list[list[float]] = [[] for _ in calls]
@@ -106,10 +111,12 @@ def _time_in_turn(
     for turn in _turns(len(calls), reps, draw):
         for i in turn:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if len(calls) > 2:
+            if len(calls) > 2 and not idle:
                 calls[0]()
             for _ in range(passes):
                 flush.zero_()
+            if idle:
+                torch.cuda._sleep(idle)
             start.record()
             calls[i]()
             end.record()
@@ -190,29 +197,14 @@ def time_sustained(
 def time_cool(
     calls: Sequence[Call], device: torch.device, *, budget_s: float = 0.5, most_reps: int = 9
 ) -> list[Timing]:
-    """Time each of several calls, which have run before, behind IDLE_CYCLES without work, in an order that is
-    drawn anew in each repetition: so a GPU takes a short call at its highest clock, as behind a host that is
-    slower than it. budget_s: as in `time_interleaved`. Only on a GPU. `Timing` is of the repetitions."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-    draw, events = random.Random(0), [[] for _ in calls]
-
-    def each_once(found: list[list[Any]]) -> None:
-        for i in draw.sample(range(len(calls)), len(calls)):
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            flush.zero_()
-            torch.cuda._sleep(IDLE_CYCLES)
-            marks[0].record()
-            calls[i]()
-            marks[1].record()
-            found[i].append(marks)
-        torch.cuda.synchronize(device)
-
-    start = time.perf_counter()
-    each_once([[] for _ in calls])
-    taken = time.perf_counter() - start
-    for _ in range(max(3, min(most_reps, int(budget_s / taken)))):
-        each_once(events)
-    return [Timing.of_runs([start.elapsed_time(end) for start, end in marks]) for marks in events]
+    """Time each of several calls, which have run before, in turn, on a GPU behind IDLE_CYCLES without work:
+    so it takes a short call at its highest clock, as behind a host that is slower than it. budget_s: as in
+    `time_interleaved`. `Timing` is of the repetitions."""
+    draw, start = random.Random(0), time.perf_counter()
+    _time_in_turn(calls, 1, device, draw, idle=IDLE_CYCLES)
+    reps = max(3, min(most_reps, int(budget_s / (time.perf_counter() - start))))
+    times = _time_in_turn(calls, reps, device, draw, idle=IDLE_CYCLES)
+    return [Timing.of_runs(each) for each in times]
 
 
 def peak_extra_bytes(call: Call, device: torch.device) -> int:

@@ -215,8 +215,9 @@ class Gemm:
         """What a GEMM's time is that of, and how full its rounds are."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
-        saved = self._saved(n, -(-k // splits), epilogue)
-        tile, depth = self.tile(-(-k // splits), epilogue, saved=saved), self._depth(-(-k // splits))
+        depth = -(-k // splits)
+        saved = self._saved(n, depth, epilogue)
+        tile, depth = self.tile(depth, epilogue, saved=saved), self._depth(depth)
         mma, l2 = depth * self._mma, self._l2(depth, epilogue) * (1 - saved)
         bound = "MMAs" if mma >= l2 else "L2"
         if tile > _longer(mma, l2) + self._waits(epilogue) and not self._exposes:
@@ -350,7 +351,7 @@ class Gemm:
         return 2 * k * (m + n) / self.rates.read + stored * m * n / self.rates.write
 
 
-gemm_of = functools.lru_cache(maxsize=2048)(Gemm)
+gemm_of = functools.lru_cache(maxsize=1024)(Gemm)
 """A Gemm, built once."""
 
 

@@ -178,6 +178,16 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
         assert row["logits_floor_ms"] > 0.2
     assert all(set(row) == set(measured[0]) for row in measured)
 
+    # What dlinear_weight's passes need beside them is the chosen forward that keeps.
+    gradients = kernels.Calibration(shape, CPU, asked=("dweight",))
+    found = list(kernels.rows(gradients, CPU, 1e-4, cool=True))
+    assert [(row["pass"], row["chosen"]) for row in found if row["pass"] != "dweight"] == [("keep", True)]
+    wanted = [each for each in passes if each[0] == "dweight"]
+    assert [row["tile_n"] for row in found[1:]] == [config.tile_n for _, config, _ in wanted]
+    for row in found:
+        assert row["cool_ms"] > 0.1
+        assert row["cool_logits_floor_ms"] > 0.2
+
     windows = kernels.Calibration(shape, CPU, (36, 1, 66))
     found = list(kernels.rows(windows, CPU, 1e-4))
     # 1 is the plan's own number here.
@@ -191,7 +201,11 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
 @pytest.mark.parametrize("module", [run, kernels, errors])
 def test_results_go_to_a_file_in_a_folder_that_exists(module, tmp_path, monkeypatch, capsys):
     """Before anything is measured."""
-    for path, want in ((tmp_path, "a folder, want a file"), (tmp_path / "none" / "a.json", "that exists")):
+    missing = tmp_path / "none"
+    for path, want in (
+        (tmp_path, "a folder, want a file"),
+        (missing / "a.json", f"want a file in a folder that exists: {missing} does not"),
+    ):
         monkeypatch.setattr("sys.argv", ["bench", "--out", str(path)])
         with pytest.raises(SystemExit) as stopped:
             module.main()

@@ -127,6 +127,20 @@ def gpu_named(name: str) -> Gpu:
     return GPU._replace(model=[sheet.gpu for sheet in GPU.row.data_sheets].index(name))
 
 
+def present_config_of(row: dict, gpu: Gpu) -> KernelConfig:
+    """The configuration that was measured, of the present kernels."""
+    configs = gpu.row.configs_for(row["n"], 0)
+    among = {
+        "forward": configs.forwards(False),
+        "keep": configs.forwards(True),
+        "dinput": (*configs.tokens, *configs.dhidden),
+        "dweight": configs.dweight,
+    }.get(row["pass"], configs.tokens)
+    tile = row["tile_n"], *row["cluster"], row["pingpong"]
+    (config,) = (own for own in among if (own.tile_n, own.cluster_m, own.cluster_n, own.pingpong) == tile)
+    return config
+
+
 @cache
 def present(name: str) -> dict[tuple, dict[KernelConfig, Timed]]:
     """What `timed` has, of the present kernels on a GPU and by configuration."""
@@ -134,15 +148,7 @@ def present(name: str) -> dict[tuple, dict[KernelConfig, Timed]]:
     found: dict[tuple, dict[KernelConfig, Timed]] = defaultdict(dict)
     for row in records.read([MEASURED.with_name(PRESENT[name])]):
         kind, n, *_ = each = row["pass"], row["n"], row["d"], row["vocab"]
-        configs = gpu.row.configs_for(n, 0)
-        among = {
-            "forward": configs.forwards(False),
-            "keep": configs.forwards(True),
-            "dinput": (*configs.tokens, *configs.dhidden),
-            "dweight": configs.dweight,
-        }.get(kind, configs.tokens)
-        tile = row["tile_n"], *row["cluster"], row["pingpong"]
-        (config,) = (own for own in among if (own.tile_n, own.cluster_m, own.cluster_n, own.pingpong) == tile)
+        configs, config = gpu.row.configs_for(n, 0), present_config_of(row, gpu)
         if kind in ("forward", "keep"):
             seconds = predict(*each, config, row["parts"], gpu)
         else:
@@ -197,13 +203,7 @@ def test_chosen_tiles_are_nearly_the_fastest_on_a_hot_gpu_and_on_a_cool_one(time
     found: dict[tuple[int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
     for row in records.read([COOL]):
         if row["pass"] == kind:
-            configs = gpu.row.configs_for(row["n"], 0)
-            among = configs.dweight if kind == "dweight" else configs.forwards(kind == "keep")
-            tile = row["tile_n"], *row["cluster"], row["pingpong"]
-            (config,) = (
-                own for own in among if (own.tile_n, own.cluster_m, own.cluster_n, own.pingpong) == tile
-            )
-            found[row["n"], row["d"], row["vocab"]][config] = row[time]
+            found[row["n"], row["d"], row["vocab"]][present_config_of(row, gpu)] = row[time]
     slower = []
     for shape, some in found.items():
         if len(some) == 1:  # A keep that dlinear_weight's GEMM was timed after.
