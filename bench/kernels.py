@@ -7,8 +7,8 @@
 A row is one pass of one shape with one configuration: "forward"; "keep", the forward that keeps everything;
 "dinput" and "dweight", each from what was kept; "logits", dlogits and dinput of one stripe. Its time includes
 all of the pass's kernels, not only the GEMM, behind cuBLAS's GEMM of the logits; with --cool cool_ms is the
-time behind some 8 ms without work. `chosen` marks the plan's choice. parts: windows of a forward,
-splits of dinput's k.
+time behind some 8 ms without work, with --sustained sustained_ms that of passes back to back, at the power
+limit. `chosen` marks the plan's choice. parts: windows of a forward, splits of dinput's k.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cute_lce.launch.device import gpu_of
 from cute_lce.launch.forward import KernelForward
 from cute_lce.measure.floor import Floor
 from cute_lce.measure.records import provenance, write
-from cute_lce.measure.timing import time_cool, time_interleaved
+from cute_lce.measure.timing import Timing, time_cool, time_interleaved, time_sustained
 from cute_lce.options import LossOptions
 from cute_lce.plan import backward, forward
 from cute_lce.plan.candidates import Candidate, candidates, faster_splits
@@ -48,6 +48,7 @@ LOSS = LossOptions("mean")
 LIMITS = Limits(0, UNLIMITED)
 ALTERNATIVES = 2  # configurations beside the chosen one
 MOST_LOGITS = 6 * 10**9  # n V of shapes that are kept
+SUSTAINED_ROUNDS = 2
 GRADIENTS = ("dinput", "logits", "dweight")
 PASSES = ("forward", "keep", *GRADIENTS)
 
@@ -177,9 +178,13 @@ class Timed:
 
 
 def rows(
-    calibration: Calibration, device: torch.device, seconds: float, cool: bool = False
+    calibration: Calibration,
+    device: torch.device,
+    seconds: float,
+    cool: bool = False,
+    sustained: bool = False,
 ) -> Iterator[dict[str, object]]:
-    """cool: time each pass on a cool GPU too, and cuBLAS's of the logits."""
+    """cool, sustained: time each pass so too, and cuBLAS's of the logits."""
     shape, timed = calibration.shape, Timed(calibration, device)
     labels: list[dict[str, object]] = []
     functions: list[Callable[[], object]] = [Floor(timed.inputs.hidden, timed.inputs.weight, False)]
@@ -194,6 +199,7 @@ def rows(
                 "n": shape.n,
                 "d": shape.d,
                 "vocab": shape.vocab,
+                "tile_m": config.tile_m,
                 "tile_n": config.tile_n,
                 "cluster": [config.cluster_m, config.cluster_n],
                 "pingpong": config.pingpong,
@@ -214,11 +220,15 @@ def rows(
                 add(kind, config, False, function, parts)
     budget = seconds * len(functions)
     floor, *times = time_interleaved(functions, device, budget_s=budget, runs=1)
-    cool_ms = [timing.ms for timing in time_cool(functions, device, budget_s=budget)] if cool else []
+    more: dict[str, list[Timing]] = {}
+    if cool:
+        more["cool"] = time_cool(functions, device, budget_s=budget)
+    if sustained:
+        more["sustained"] = time_sustained(functions, device, seconds=seconds, rounds=SUSTAINED_ROUNDS)
     for i, (label, timing) in enumerate(zip(labels, times, strict=True)):
         row = {**label, "ms": round(timing.ms, 4), "logits_floor_ms": round(floor.ms, 4)}
-        if cool_ms:
-            row |= {"cool_ms": round(cool_ms[1 + i], 4), "cool_logits_floor_ms": round(cool_ms[0], 4)}
+        for name, (first, *others) in more.items():
+            row |= {f"{name}_ms": round(others[i].ms, 4), f"{name}_logits_floor_ms": round(first.ms, 4)}
         yield row
 
 
@@ -234,6 +244,7 @@ def main() -> None:
     )
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="(all)")
     parser.add_argument("--cool", action="store_true", help="time each pass on a cool GPU too")
+    parser.add_argument("--sustained", action="store_true", help="time each pass back to back too")
     parser.add_argument("--seconds", type=float, default=0.03, help="timed seconds of a pass (%(default)s)")
     parser.add_argument("--jobs", type=int, default=15, help="number of processes that compile (%(default)s)")
     parser.add_argument("--out", type=new_file, required=True, help="JSON file for the results")
@@ -248,7 +259,8 @@ def main() -> None:
     result: list[dict[str, object]] = []
     for each in found:
         try:
-            result += [{**row, **origin} for row in rows(each, device, args.seconds, args.cool)]
+            found_rows = rows(each, device, args.seconds, args.cool, args.sustained)
+            result += [{**row, **origin} for row in found_rows]
         except torch.OutOfMemoryError:
             print(f"{each.shape}: does not fit")
         write(args.out, result)

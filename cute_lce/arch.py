@@ -165,12 +165,11 @@ class KernelConfig(Tiling):
 class Tilings:
     """The tilings of calls with few tokens, or with many.
 
-    tokens: of GEMMs whose B are tokens: the forward's, the backward's logits, the gradient by hidden; narrow
-        ones of a kind first.
+    tokens: of GEMMs whose B are tokens: of logits, and the gradient by hidden; narrow ones of a kind first.
     dweight: of the gradient by weight's GEMM.
     dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. Each is
         compiled beside one of `tokens` (Configs.pairs), which is launched only if it is as wide.
-    forward: more of a forward's; of those that keep, the ones that take turns.
+    forward: more of a forward's; of those that keep, the ones of 128 rows.
     """
 
     tokens: tuple[Tiling, ...]
@@ -257,8 +256,8 @@ class Configs(NamedTuple):
     forward: tuple[KernelConfig, ...] = ()
 
     def forwards(self, keeps: bool) -> tuple[KernelConfig, ...]:
-        """Those of a forward. One that keeps has all of a tile's 128 rows in one warpgroup."""
-        more = (each for each in self.forward if each.pingpong) if keeps else self.forward
+        """Those of a forward. One that keeps has tiles of 128 rows, all in one warpgroup."""
+        more = (each for each in self.forward if each.tile_m == 128) if keeps else self.forward
         return *self.tokens, *more
 
     def pairs_for(self, tokens: int) -> list[tuple[KernelConfig, KernelConfig]]:
@@ -271,11 +270,12 @@ class Configs(NamedTuple):
         return _pairs(self)
 
     def within(self, columns: int) -> Configs:
-        """Without tiles of tokens that are wider; 0: all."""
+        """Without tiles of tokens that are wider or have more accumulators; 0: all."""
         if not columns:
             return self
         tokens, forward = (
-            tuple(each for each in some if each.tile_n <= columns) for some in (self.tokens, self.forward)
+            tuple(each for each in some if max(each.tile_n, each.accumulator_registers) <= columns)
+            for some in (self.tokens, self.forward)
         )
         return self._replace(tokens=tokens, forward=forward)
 
@@ -363,6 +363,7 @@ _HOPPER_SHARED = replace(_HOPPER_WIDE, cluster_m=2)
 _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
 """_HOPPER_SHARED and _HOPPER_TALL ask the least of L2: 32 bytes a clock, with fewer or more tokens 36 to 27.
 Their epilogues do not hide either."""
+_HOPPER_HIGH = replace(_HOPPER_PAIR, tile_m=192)
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,
@@ -414,8 +415,12 @@ _SM_90A = Architecture(
             ),
             # In steps of 8, so that some width divides nearly any number of tokens well.
             dhidden=_widths(_HOPPER_TALL, *range(104, 193, 8)),
-            # Widths between, and wider ones, which ask less of L2.
-            forward=(*_widths(_HOPPER_PAIR, 120, 136, 152, 168, 184, 200), *_widths(_HOPPER, 192, 208)),
+            # Widths between, and wider or higher tiles, which ask less of L2.
+            forward=(
+                *_widths(_HOPPER_PAIR, 120, 136, 152, 168, 184, 200),
+                *_widths(_HOPPER, 192, 208),
+                *_widths(_HOPPER_HIGH, 120, 128),
+            ),
         ),
     ),
 )

@@ -24,10 +24,12 @@ class DataSheet:
         that go with them. l2: bytes, as the driver reports them.
     panel: bytes of rows of H that stay in L2 while the vocabulary streams past, in a forward: each half of
         the SMs has a half of L2, which the windows in flight want too. panel_of_all: the most bytes of
-        tokens that are one group. panel_beside: both, of clusters with tiles of tokens side by side.
+        tokens that are one group. panel_beside: both, of clusters with tiles of tokens side by side, but for
+        tiles of 192 classes.
         panel_of_plain: of the backward's GEMMs, for their B.
-    l2_bytes_per_clock: that an SM loads from L2 while all do. beside: the same for clusters with tiles of
-        tokens side by side. beside_keeping: the same in a forward that stores 16-bit results, and
+    l2_bytes_per_clock: that an SM loads from L2 while all do. alone: the same in forwards. beside: in a
+        forward's clusters with tiles of tokens side by side, but for tiles of 192 classes, which have
+        `alone`. beside_keeping: the same in a forward that stores 16-bit results, and
         beside_dlogits, in the backward's GEMM of logits. beside_sliced: the same of the gradients'
         GEMMs, with operands that come in slices of 64 columns, since their rows are not along k.
     missed: what a forward's loads of the weight take longer, as a share of their time in L2, since one of the
@@ -54,6 +56,7 @@ class DataSheet:
     panel_beside: int
     panel_of_plain: int
     l2_bytes_per_clock: float
+    alone: float
     beside: float
     beside_keeping: float
     beside_dlogits: float
@@ -79,6 +82,7 @@ H200 = DataSheet(
     panel_beside=22 * MIB,
     panel_of_plain=22 * MIB,
     l2_bytes_per_clock=43,
+    alone=43,
     beside=43,
     beside_keeping=43,
     beside_dlogits=43,
@@ -103,11 +107,12 @@ H100 = DataSheet(
     panel_beside=5 * MIB,
     panel_of_plain=12 * MIB,
     l2_bytes_per_clock=36.5,
+    alone=39,
     beside=45,
-    beside_keeping=43,
+    beside_keeping=44,
     beside_dlogits=40,
     beside_sliced=37.5,
-    missed=0.08,
+    missed=0.04,
     again=0.05,
     write_share=0.75,
     sustained=0.95,
@@ -127,6 +132,7 @@ B200 = DataSheet(
     panel_beside=55 * MIB,
     panel_of_plain=55 * MIB,
     l2_bytes_per_clock=72,
+    alone=72,
     beside=72,
     beside_keeping=72,
     beside_dlogits=72,

@@ -266,12 +266,12 @@ def _check(config: KernelConfig) -> None:
     if config.pingpong and config.warpgroups != 2:
         raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
     rows = _rows_at_once(config)
-    # Epilogues take fragments of two or four blocks of 8 rows. CTAs that share B load whole swizzle atoms.
-    step = 8 * config.cluster_m
-    if config.tile_m not in (rows, 2 * rows) or config.tile_n % step or not 0 < config.tile_n <= 256:
+    # Epilogues take fragments of two, four or six blocks of 8 rows. CTAs that share B load whole atoms.
+    high, step = (rows, 2 * rows, 3 * rows), 8 * config.cluster_m
+    if config.tile_m not in high or config.tile_n % step or not 0 < config.tile_n <= 256:
         raise ValueError(
-            f"config: got a tile of {config.tile_m} x {config.tile_n}, want {rows} or {2 * rows} rows and"
-            f" up to 256 columns, a multiple of {step}"
+            f"config: got a tile of {config.tile_m} x {config.tile_n}, want {high[0]}, {high[1]} or {high[2]}"
+            f" rows and up to 256 columns, a multiple of {step}"
         )
     if config.stages < 2:
         raise ValueError(

@@ -65,5 +65,5 @@ def tree(values, op):
     """Reduce a list by pairs, traced as a tree."""
     while len(values) > 1:
         half = len(values) // 2
-        values = [op(values[i], values[i + half]) for i in range(half)]
+        values = [op(values[i], values[i + half]) for i in range(half)] + values[2 * half :]
     return values[0]

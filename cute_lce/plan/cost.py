@@ -19,7 +19,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from ..arch import Gpu, KernelConfig
+from ..arch import WARPGROUP, Gpu, KernelConfig
 from .gemm import cluster_count
 from .plans import BackwardConfigs, BackwardPlan, ForwardPlan
 from .problem import Problem, ceil_div
@@ -91,14 +91,16 @@ def grouped(columns: int, most: int, clusters: int) -> int:
 class Epilogue(NamedTuple):
     """clocks: of a tile, for each of its columns; scarce: where more than `registers` of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
-    exposed: clocks of one that does not hide, for each column of its tile. beside: the DataSheet's field that
-    says what L2 gives to its GEMM in clusters with tiles side by side; waits: clocks of a tile there."""
+    exposed: clocks of one that does not hide, for each column of its tile. alone, beside: the DataSheet's
+    fields that say what L2 gives to its GEMM, and in clusters with tiles side by side; waits: clocks of a
+    tile there."""
 
     clocks: float
     scarce: float
     stored: int
     exposed: float = 3.2
     registers: int = 160
+    alone: str = "l2_bytes_per_clock"
     beside: str = "beside"
     waits: float = 0.0
 
@@ -106,11 +108,11 @@ class Epilogue(NamedTuple):
 RESUMED_CLOCKS = 2500
 """The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
 that it holds lose none."""
-STATISTICS = Epilogue(56.0, 66.0, 0, exposed=5.6, registers=184, waits=150.0)
+STATISTICS = Epilogue(56.0, 66.0, 0, exposed=5.6, registers=184, alone="alone", waits=150.0)
 """With tiles side by side each CTA waits for the other's slots. Of few features single tiles of 144 to 176
 tokens take 3 to 8% less: (10229, 768, 50257), (8192, 1024, 50257)."""
-EXPONENTIALS = Epilogue(90.0, 126.0, 2, beside="beside_keeping")
-DLOGITS = EXPONENTIALS._replace(beside="beside_dlogits")
+EXPONENTIALS = Epilogue(90.0, 126.0, 2, alone="alone", beside="beside_keeping")
+DLOGITS = EXPONENTIALS._replace(alone="l2_bytes_per_clock", beside="beside_dlogits")
 DINPUT = Epilogue(60.0, 60.0, 2, beside="beside_sliced")
 SUMS = Epilogue(120.0, 120.0, 4, beside="beside_sliced")
 DWEIGHT = Epilogue(22.4, 22.4, 2, beside="beside_sliced")
@@ -152,10 +154,13 @@ def heat(macs: int) -> float:
     return min(max(share, 0.0), 1.0)
 
 
+ALONE = "l2_bytes_per_clock", "alone"
+BESIDE = "beside", "beside_keeping", "beside_dlogits", "beside_sliced"
+
+
 class Rates:
     """What a GPU keeps up in calls of one size. clock: of SMs, in Hz. read, write: bytes of DRAM a clock; l2:
-    bytes that an SM loads from L2 and stores in a clock; beside: in clusters with tiles side by side, by the
-    sheet's fields.
+    bytes that an SM loads from L2 and stores in a clock, by the sheet's fields.
 
     macs: n d V of the call, whose GEMMs follow one another. cool: below the power limit.
     """
@@ -167,9 +172,7 @@ class Rates:
         self.clock = relative * short
         self.read = READ_SHARE * sheet.memory / self.clock
         self.write = sheet.write_share * sheet.memory / self.clock
-        self.l2 = sheet.l2_bytes_per_clock / relative
-        fields = "beside", "beside_keeping", "beside_dlogits", "beside_sliced"
-        self.beside = {name: getattr(sheet, name) / relative for name in fields}
+        self.l2 = {name: getattr(sheet, name) / relative for name in (*ALONE, *BESIDE)}
 
 
 class Gemm:
@@ -185,12 +188,13 @@ class Gemm:
         multiplied = 2 * own_m * own_n / config.row.dense_flops_per_clock
         loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m)
         self._mma = multiplied * MMA_CLOCKS * (EASED if loaded <= EASY_BYTES * multiplied else 1.0)
-        alone = config.cluster_n == 1
+        # Tiles of 192 rows in turns have as large groups as single ones, and then as much from L2.
+        self._beside = config.cluster_n > 1 and (config.turns == 1 or own_m == WARPGROUP)
         self._loaded, self._stored = (
-            {name: moved / (self.rates.l2 if alone else rate) for name, rate in self.rates.beside.items()}
+            {name: moved / self.rates.l2[name] for name in (BESIDE if self._beside else ALONE)}
             for moved in (loaded, own_m * own_n)
         )
-        sheet, beside = gpu.sheet, config.cluster_n > 1
+        sheet, beside = gpu.sheet, self._beside
         self._panel = sheet.panel_beside if beside else sheet.panel
         self._panel_of_all = sheet.panel_beside if beside else sheet.panel_of_all
         self._again = gpu.sheet.again
@@ -253,13 +257,13 @@ class Gemm:
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
-        return self.tile(d, epilogue, min(columns, self._fitting(d, columns)))
+        return self.tile(d, epilogue, self.group(d, columns))
 
     def _tile(self, depth: int, epilogue: Epilogue, sharing: int, saved: float) -> float:
         config, depth = self.config, self._depth(depth)
         l2 = self._l2(depth, epilogue) * (1 - saved)
         if sharing:
-            l2 += depth * self._loaded[epilogue.beside] * self._missed / sharing
+            l2 += depth * self._loaded[self._rate_of(epilogue)] * self._missed / sharing
         tile = _longer(depth * self._mma, l2)
         scarce = config.accumulator_registers > epilogue.registers
         own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
@@ -274,8 +278,11 @@ class Gemm:
 
     def _l2(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks in which L2 moves what a tile loads and stores. depth: whole k tiles."""
-        name = epilogue.beside
+        name = self._rate_of(epilogue)
         return depth * self._loaded[name] + epilogue.stored * self._stored[name]
+
+    def _rate_of(self, epilogue: Epilogue) -> str:
+        return epilogue.beside if self._beside else epilogue.alone
 
     def _exposed(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile's epilogue in which no MMA runs. depth: of the tile, whole k tiles."""
@@ -291,7 +298,7 @@ class Gemm:
 
     def _fitting(self, d: int, columns: int) -> int:
         """Of a forward's columns of tiles those whose tokens stay in L2 while the vocabulary streams past, at
-        least LEAST_GROUP. What groups cost is fitted to these numbers; `group` has at least half of them."""
+        least LEAST_GROUP."""
         if 2 * d * self.columns * columns <= self._panel_of_all:
             return max(1, columns)
         return max(LEAST_GROUP, self._panel // (2 * d * self.columns))
@@ -328,7 +335,7 @@ class Gemm:
 
     def read_again(self, d: int, vocab: int, columns: int) -> float:
         """Clocks that a forward's groups of columns cost beside the first, each of which reads the weight."""
-        return self._again * (-(-columns // self._fitting(d, columns)) - 1) * 2 * vocab * d / self.rates.read
+        return self._again * (-(-columns // self.group(d, columns)) - 1) * 2 * vocab * d / self.rates.read
 
     def sums(self, n: int, d: int, stripes: int, splits: int) -> int:
         """Clocks of dinput's fp32 sums: of every stripe's pass over them, and of adding up the splits, which

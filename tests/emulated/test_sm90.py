@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce.arch import architecture
+from cute_lce.arch import KernelConfig, architecture
 from cute_lce.kernels.epilogues.statistics import IN_REGISTERS
 from tests.emulated.forward import (
     BF16,
@@ -30,8 +30,11 @@ from tests.numerics import assert_close, jumping, random_case
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 FEW, MANY = architecture("sm_90a").configs
-# By the tokens of a tile, and how many tiles are side by side.
-CHOSEN = {(config.tile_n, config.cluster_n): config for config in (*FEW.tokens, *MANY.forwards(False))}
+# By the tokens of a tile, how many tiles are side by side, and its classes if these are not 128.
+CHOSEN: dict[tuple[int, ...], KernelConfig] = {
+    (config.tile_n, config.cluster_n, *([config.tile_m] * (config.tile_m != 128))): config
+    for config in (*FEW.tokens, *MANY.forwards(False))
+}
 WIDEST = FEW.tokens[-1]
 # The form of the gradients' GEMMs.
 SHARED = replace(WIDEST, tile_n=128, pingpong=False)
@@ -49,6 +52,7 @@ MORE = {
     "one warpgroup": replace(SHARED, tile_m=64, tile_n=64, warpgroups=1, cluster_m=1, stages=2),
     "two blocks of a warpgroup": replace(NARROW["shared"], tile_m=256),
     "three warpgroups": replace(NARROW["shared"], tile_m=192, warpgroups=3),
+    "three blocks in turns": replace(NARROW["side by side"], tile_m=192),
     "turns of 64 rows": replace(NARROW["pingpong"], tile_m=64),
     "no pace": replace(NARROW["shared"], pace=0),
 }
@@ -124,7 +128,7 @@ WORDS = [tiles for tiles in CHOSEN if tiles[0] > IN_REGISTERS]
         ((64, 1), FP16),
     ],
 )
-def test_chosen_config(tiles: tuple[int, int], dtype: torch.dtype):
+def test_chosen_config(tiles: tuple[int, ...], dtype: torch.dtype):
     """The configurations that plans choose, their ring wrapped, with more runs than clusters."""
     config = replace(CHOSEN[tiles], stages=min(CHOSEN[tiles].stages, 3))
     case = ignoring(random_case(config.cluster_columns + 11, 136, 400, dtype))
@@ -141,7 +145,7 @@ def test_chosen_config(tiles: tuple[int, int], dtype: torch.dtype):
         for window in (600, 100_000)
     ],
 )
-def test_statistics_in_shared_memory(tiles: tuple[int, int], window: int):
+def test_statistics_in_shared_memory(tiles: tuple[int, ...], window: int):
     """Several runs of one cluster, of several tiles for either warpgroup, after the first of which some rows
     rise above their base. Some lanes own one column less, and most of the last tile lies beyond n."""
     config = replace(CHOSEN[tiles], stages=3)
@@ -162,7 +166,7 @@ def test_statistics_in_shared_memory(tiles: tuple[int, int], window: int):
     ],
     ids=str,
 )
-def test_shared_memory_is_what_the_plan_says(tiles: tuple[int, int]):
+def test_shared_memory_is_what_the_plan_says(tiles: tuple[int, ...]):
     """And the words beside it."""
     config = CHOSEN[tiles]
     run = forward(random_case(3, 8, 5, BF16), config)
@@ -177,7 +181,7 @@ def test_shared_memory_is_what_the_plan_says(tiles: tuple[int, int]):
 
 
 # Some have what others have: compiling each takes as long as running it.
-SOME_OF_MORE = ("A and B multicast", "one warpgroup", "three warpgroups")
+SOME_OF_MORE = ("A and B multicast", "one warpgroup", "three warpgroups", "three blocks in turns")
 
 
 @pytest.mark.parametrize(
@@ -316,6 +320,6 @@ def test_many_schedules(name: tuple[int, int] | str, seed: int):
 @pytest.mark.emulator_full
 @pytest.mark.parametrize("tiles", CHOSEN, ids=str)
 @pytest.mark.parametrize("corner", CORNERS)
-def test_every_corner_in_every_config(corner: str, tiles: tuple[int, int]):
+def test_every_corner_in_every_config(corner: str, tiles: tuple[int, ...]):
     case = CORNERS[corner]()
     check(case, forward(case, CHOSEN[tiles], sms=4, seed=len(corner)))

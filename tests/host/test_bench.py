@@ -164,15 +164,15 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
     calibration = kernels.Calibration(shape, CPU)
     found: list[dict[str, Any]] = list(kernels.rows(calibration, CPU, 1e-4))
     passes = list(calibration.passes())
-    assert [(row["pass"], row["tile_n"], row["chosen"]) for row in found] == [
-        (name, config.tile_n, chosen) for name, config, chosen in passes
+    assert [(row["pass"], row["tile_m"], row["tile_n"], row["chosen"]) for row in found] == [
+        (name, config.tile_m, config.tile_n, chosen) for name, config, chosen in passes
     ]
     assert [row["parts"] for row in found] == list(range(1, len(passes) + 1))
     path = Path(kernels.__file__).parent / "results" / "tuning" / "h200_kernels.json"
     measured = records.read([path])
     origin = {"gpu", "versions", "date", "command"}
     for row in found:
-        assert set(row) | origin == set(measured[0])
+        assert set(row) | origin == {*measured[0], "tile_m"}
         assert (row["n"], row["d"], row["vocab"]) == (98, 2880, 201088)
         assert row["ms"] > 0.1
         assert row["logits_floor_ms"] > 0.2
@@ -189,7 +189,8 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
         assert row["cool_logits_floor_ms"] > 0.2
 
     windows = kernels.Calibration(shape, CPU, (36, 1, 66))
-    found = list(kernels.rows(windows, CPU, 1e-4))
+    found = list(kernels.rows(windows, CPU, 1e-4, sustained=True))
+    assert all(row["sustained_ms"] > 0.1 and row["sustained_logits_floor_ms"] > 0.2 for row in found)
     # 1 is the plan's own number here.
     assert [(row["pass"], row["parts"], row["chosen"]) for row in found] == [
         ("forward", 1, True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -119,8 +120,8 @@ def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
     assert max(slower) <= 1.11
 
 
-PRESENT = {"H100": "h100_kernels.json", "H200": "h200_passes.json"}
-"""Passes of the present kernels by GPU."""
+PRESENT = {"H100": ("h100_kernels.json", "h100_sustained.json"), "H200": ("h200_passes.json",)}
+"""Passes by GPU. An H100's forwards whose clusters pace are in the second file: they pace otherwise now."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -137,8 +138,24 @@ def present_config_of(row: dict, gpu: Gpu) -> KernelConfig:
         "dweight": configs.dweight,
     }.get(row["pass"], configs.tokens)
     tile = row["tile_n"], *row["cluster"], row["pingpong"]
-    (config,) = (own for own in among if (own.tile_n, own.cluster_m, own.cluster_n, own.pingpong) == tile)
+    (config,) = (
+        own
+        for own in among
+        if (own.tile_n, own.cluster_m, own.cluster_n, own.pingpong) == tile
+        # Rows that do not say so are of no higher tiles than dinput's.
+        and own.tile_m == row.get("tile_m", own.tile_m if row["pass"] == "dinput" else 128)
+    )
     return config
+
+
+def present_rows(name: str) -> list[dict]:
+    first, *others = (records.read([MEASURED.with_name(file)]) for file in PRESENT[name])
+    replaced = ("forward", "keep") if others else ()
+    least = GPU.row.configs[0].tokens[-1].tile_n
+    found = [row for row in first if row["pass"] not in replaced or row["n"] <= least]
+    # Tiles of 192 x 112 were timed too, and no plan has them.
+    more = (row for rows in others for row in rows if (row["tile_m"], row["tile_n"]) != (192, 112))
+    return [*found, *more]
 
 
 @cache
@@ -146,7 +163,7 @@ def present(name: str) -> dict[tuple, dict[KernelConfig, Timed]]:
     """What `timed` has, of the present kernels on a GPU and by configuration."""
     gpu = gpu_named(name)
     found: dict[tuple, dict[KernelConfig, Timed]] = defaultdict(dict)
-    for row in records.read([MEASURED.with_name(PRESENT[name])]):
+    for row in present_rows(name):
         kind, n, *_ = each = row["pass"], row["n"], row["d"], row["vocab"]
         configs, config = gpu.row.configs_for(n, 0), present_config_of(row, gpu)
         if kind in ("forward", "keep"):
@@ -175,6 +192,13 @@ def timed_by(gpu: str, kind: str) -> dict[tuple, list[Timed]]:
     return found
 
 
+def chosen_forward(
+    gpu: Gpu, n: int, d: int, vocab: int, kind: str, among: Iterable[KernelConfig]
+) -> KernelConfig:
+    """The tiles that a plan would choose of those that were measured."""
+    return min(among, key=lambda config: forward.clocks(gpu, n, d, vocab, vocab * (kind == "keep"), config))
+
+
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("gpu", PRESENT)
 def test_what_a_gpu_is_predicted_to_do_fastest_is_nearly_that(gpu: str, kind: str):
@@ -183,13 +207,29 @@ def test_what_a_gpu_is_predicted_to_do_fastest_is_nearly_that(gpu: str, kind: st
         slower = []
         for (name, n, d, vocab), some in present(gpu).items():
             if name == kind:
-                chosen = some[forward.choose_config(gpu_named(gpu), n, d, vocab, kind == "keep", 0)]
-                slower.append(chosen.measured / min(some.values()).measured)
+                chosen = chosen_forward(gpu_named(gpu), n, d, vocab, kind, some)
+                slower.append(some[chosen].measured / min(some.values()).measured)
     else:
         slower = slower_than_best(timed_by(gpu, kind), kind)
     assert len(slower) > 25
     assert sum(slower) / len(slower) <= 1.01
     assert max(slower) <= 1.08
+
+
+@pytest.mark.parametrize("kind", ["forward", "keep"])
+def test_chosen_forwards_are_nearly_the_fastest_of_those_that_follow_one_another(kind: str):
+    """At the power limit: 1.2% slower than the best on average, 7% at worst."""
+    gpu = gpu_named("H100")
+    found: dict[tuple[int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
+    for row in present_rows("H100"):
+        if row["pass"] == kind and "sustained_ms" in row:
+            found[row["n"], row["d"], row["vocab"]][present_config_of(row, gpu)] = row["sustained_ms"]
+    slower = [
+        some[chosen_forward(gpu, *shape, kind, some)] / min(some.values()) for shape, some in found.items()
+    ]
+    assert len(slower) == 18
+    assert sum(slower) / len(slower) <= 1.012
+    assert max(slower) <= 1.07
 
 
 COOL = MEASURED.with_name("h100_cool.json")
@@ -211,7 +251,7 @@ def test_chosen_tiles_are_nearly_the_fastest_on_a_hot_gpu_and_on_a_cool_one(time
         if kind == "dweight":
             chosen = candidates(gpu, Problem(*shape)).gemms(0).dweight.config
         else:
-            chosen = forward.choose_config(gpu, *shape, kind == "keep", 0)
+            chosen = chosen_forward(gpu, *shape, kind, some)
         slower.append(some[chosen] / min(some.values()))
     assert len(slower) >= 24
     assert sum(slower) / len(slower) <= 1.02
@@ -361,15 +401,20 @@ def test_clocks_fall_in_long_calls_and_dram_does_not(arch: str):
         assert each.clock <= sheet.flops / (sheet.sms * gpu.row.dense_flops_per_clock)
         assert each.read * each.clock == pytest.approx(rates[0].read * rates[0].clock)
         assert each.write < each.read <= sheet.memory / each.clock
-        assert each.l2 * each.clock == pytest.approx(rates[0].l2 * rates[0].clock)
+        for name, moved in each.l2.items():
+            assert moved * each.clock == pytest.approx(rates[0].l2[name] * rates[0].clock)
 
 
 def test_a_cool_gpu_has_faster_sms_and_the_same_memory():
     gpu = gpu_named("H100")
     hot, cool = cost.Rates(gpu, 10**11), cost.Rates(gpu, 10**11, True)
     assert 1.2 < cool.clock / hot.clock < 1.5
-    for name in ("read", "write", "l2"):
-        assert getattr(cool, name) * cool.clock == pytest.approx(getattr(hot, name) * hot.clock)
+    for cool_rate, rate in (
+        (cool.read, hot.read),
+        (cool.write, hot.write),
+        *zip(cool.l2.values(), hot.l2.values(), strict=True),
+    ):
+        assert cool_rate * cool.clock == pytest.approx(rate * hot.clock)
 
 
 def test_few_tokens_save_a_part_of_what_is_loaded():
