@@ -266,7 +266,9 @@ class Gemm:
             l2 += depth * self._loaded[self._rate_of(epilogue)] * self._missed / sharing
         tile = _longer(depth * self._mma, l2)
         scarce = config.accumulator_registers > epilogue.registers
-        own = config.tile_n * (epilogue.scarce if scarce else epilogue.clocks)
+        # In turns a thread has as many logits as accumulators, and as columns if a tile has 128 rows.
+        own = config.accumulator_registers if config.turns > 1 else config.tile_n
+        own *= epilogue.scarce if scarce else epilogue.clocks
         tile += self._waits(epilogue)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
