@@ -3,12 +3,14 @@
     python3 -m bench.kernels --shapes random:3:30 --out bench/results/tuning/h200_kernels.json
     python3 -m bench.kernels --shapes 22,3584,256000 --windows 36 66 --out h200_windows.json
     python3 -m bench.kernels --shapes 1024,4096,131072 --passes dweight --cool --out h100_cool.json
+    python3 -m bench.kernels --passes forward keep --sustained 0.1 --out h100_sustained.json
 
 A row is one pass of one shape with one configuration: "forward"; "keep", the forward that keeps everything;
 "dinput" and "dweight", each from what was kept; "logits", dlogits and dinput of one stripe. Its time includes
 all of the pass's kernels, not only the GEMM, behind cuBLAS's GEMM of the logits; with --cool cool_ms is the
 time behind some 8 ms without work, with --sustained sustained_ms that of passes back to back, at the power
-limit. `chosen` marks the plan's choice. parts: windows of a forward, splits of dinput's k.
+limit. `chosen` marks the plan's choice. tile_m, tile_n: rows of A, here classes or features, and of B in a
+tile. parts: windows of a forward, splits of dinput's k.
 """
 
 from __future__ import annotations
@@ -182,9 +184,10 @@ def rows(
     device: torch.device,
     seconds: float,
     cool: bool = False,
-    sustained: bool = False,
+    sustained: float | None = None,
 ) -> Iterator[dict[str, object]]:
-    """cool, sustained: time each pass so too, and cuBLAS's of the logits."""
+    """cool: time each pass on a cool GPU too, and cuBLAS's of the logits. sustained: both back to back too,
+    for so many seconds in a round."""
     shape, timed = calibration.shape, Timed(calibration, device)
     labels: list[dict[str, object]] = []
     functions: list[Callable[[], object]] = [Floor(timed.inputs.hidden, timed.inputs.weight, False)]
@@ -223,12 +226,13 @@ def rows(
     more: dict[str, list[Timing]] = {}
     if cool:
         more["cool"] = time_cool(functions, device, budget_s=budget)
-    if sustained:
-        more["sustained"] = time_sustained(functions, device, seconds=seconds, rounds=SUSTAINED_ROUNDS)
+    if sustained is not None:
+        more["sustained"] = time_sustained(functions, device, seconds=sustained, rounds=SUSTAINED_ROUNDS)
     for i, (label, timing) in enumerate(zip(labels, times, strict=True)):
         row = {**label, "ms": round(timing.ms, 4), "logits_floor_ms": round(floor.ms, 4)}
-        for name, (first, *others) in more.items():
-            row |= {f"{name}_ms": round(others[i].ms, 4), f"{name}_logits_floor_ms": round(first.ms, 4)}
+        for name, timings in more.items():
+            row[f"{name}_ms"] = round(timings[1 + i].ms, 4)
+            row[f"{name}_logits_floor_ms"] = round(timings[0].ms, 4)
         yield row
 
 
@@ -244,7 +248,12 @@ def main() -> None:
     )
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="(all)")
     parser.add_argument("--cool", action="store_true", help="time each pass on a cool GPU too")
-    parser.add_argument("--sustained", action="store_true", help="time each pass back to back too")
+    parser.add_argument(
+        "--sustained",
+        type=float,
+        metavar="SECONDS",
+        help="time each pass back to back too, twice for so long: from 0.1 on at the power limit",
+    )
     parser.add_argument("--seconds", type=float, default=0.03, help="timed seconds of a pass (%(default)s)")
     parser.add_argument("--jobs", type=int, default=15, help="number of processes that compile (%(default)s)")
     parser.add_argument("--out", type=new_file, required=True, help="JSON file for the results")

@@ -169,7 +169,7 @@ class Tilings:
     dweight: of the gradient by weight's GEMM.
     dhidden: more of the gradient by hidden's, whose k is so long that an epilogue need not hide. Each is
         compiled beside one of `tokens` (Configs.pairs), which is launched only if it is as wide.
-    forward: more of a forward's; of those that keep, the ones of 128 rows.
+    forward: more of a forward's; one that keeps has none of 192 rows.
     """
 
     tokens: tuple[Tiling, ...]
@@ -256,8 +256,8 @@ class Configs(NamedTuple):
     forward: tuple[KernelConfig, ...] = ()
 
     def forwards(self, keeps: bool) -> tuple[KernelConfig, ...]:
-        """Those of a forward. One that keeps has tiles of 128 rows, all in one warpgroup."""
-        more = (each for each in self.forward if each.tile_m == 128) if keeps else self.forward
+        """Those of a forward. One that keeps has none of 192 rows."""
+        more = (each for each in self.forward if each.tile_m != 192) if keeps else self.forward
         return *self.tokens, *more
 
     def pairs_for(self, tokens: int) -> list[tuple[KernelConfig, KernelConfig]]:
@@ -292,9 +292,9 @@ def _pairs(configs: Configs) -> list[tuple[KernelConfig, KernelConfig]]:
 
 
 class Gpu(NamedTuple):
-    """What a plan is made for: the name of an architecture, and how many SMs there are. columns: tile_n of
-    the widest tiles of tokens that the plan may have; 0: any. model: which of the architecture's data sheets
-    is its own."""
+    """What a plan is made for: the name of an architecture, and how many SMs there are. columns: the most of
+    tiles of tokens that the plan may have, and of accumulators (Configs.within); 0: any. model: which of the
+    architecture's data sheets is its own."""
 
     arch: str
     sms: int

@@ -4,7 +4,8 @@ GPUs of one architecture run the same kernels and differ in memory and L2, on wh
 H100 has five sixths of an H200's L2, and its SMs load up to 15% less from it in a clock.
 
 The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json,
-h100_tiles.json and h100_cool.json there and, of writes, to an earlier bench/results/h100_random11.json
+h100_tiles.json, h100_cool.json and, of forwards, h100_sustained.json there and, of writes, to an earlier
+bench/results/h100_random11.json
 (tests/host/test_cost.py); what a B200's sheet does not say is a guess.
 """
 
@@ -27,9 +28,9 @@ class DataSheet:
         tokens that are one group. panel_beside: both, of clusters with tiles of tokens side by side, but for
         tiles of 192 classes.
         panel_of_plain: of the backward's GEMMs, for their B.
-    l2_bytes_per_clock: that an SM loads from L2 while all do. alone: the same in forwards. beside: in a
-        forward's clusters with tiles of tokens side by side, but for tiles of 192 classes, which have
-        `alone`. beside_keeping: the same in a forward that stores 16-bit results, and
+    l2_bytes_per_clock: that an SM loads from L2 while all do, in single tiles of the backward's GEMMs. alone:
+        in a forward's, and in its tiles of 192 classes. beside: in a forward's other tiles of tokens side
+        by side. beside_keeping: the same in a forward that stores 16-bit results, and
         beside_dlogits, in the backward's GEMM of logits. beside_sliced: the same of the gradients'
         GEMMs, with operands that come in slices of 64 columns, since their rows are not along k.
     missed: what a forward's loads of the weight take longer, as a share of their time in L2, since one of the

@@ -10,13 +10,18 @@ from unittest import mock
 import pytest
 
 from cute_lce import launch
-from cute_lce.arch import Gpu
+from cute_lce.arch import Gpu, KernelConfig
 from cute_lce.compile import cache
 from cute_lce.ops import prepared
 from cute_lce.plan import backward as backward_plans
 from cute_lce.plan import candidates, grad_in_forward, memory, schedule
 from cute_lce.plan import forward as forward_plans
 from cute_lce.plan.kernels import Key
+
+
+def tile_of(config: KernelConfig) -> tuple[int, ...]:
+    """Tokens of a tile, how many are side by side in a cluster, and its classes if these are not 128."""
+    return config.tile_n, config.cluster_n, *([config.tile_m] * (config.tile_m != 128))
 
 
 class Functions(Protocol):

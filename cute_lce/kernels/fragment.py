@@ -1,7 +1,7 @@
 """What a thread holds of a tile, and how the threads of a warp share its columns.
 
-Both mainloops hand epilogues the fragment of an m16n8 MMA: a warp has four (or two) blocks of 8 rows, and of
-each block of 8 columns the lane l has the elements of row l // 4 in columns 2 (l % 4) and 2 (l % 4) + 1. A
+Both mainloops hand epilogues the fragment of an m16n8 MMA: a warp has two, four or six blocks of 8 rows, and
+of each block of 8 columns the lane l has the elements of row l // 4 in columns 2 (l % 4) and 2 (l % 4) + 1. A
 column is therefore spread over the 8 lanes with the same l % 4.
 
 Per column a warp keeps one value, not eight: in each 32 columns lane l *owns* the one at
@@ -60,7 +60,7 @@ class Fragment:
         return 8 * (c // 2) + c % 2
 
     def unit(self, row):
-        """The number of the unit of a row: the rows of a warp's four blocks in a tile."""
+        """The number of the unit of a row: the rows of a warp's blocks in a tile, if these are four."""
         stride = self.rows[2]
         return row // (2 * stride) * (stride // 16) + row % stride // 16
 

@@ -85,7 +85,7 @@ class Gemm:
     total is what it would be if all clusters were here, less a step for one in SLACK of them; MMAs go on with
     what is in the ring. At its end a cluster adds the steps of the runs and tiles that it did not have, so
     that others do not wait for it. Only the load warp of a cluster's first CTA does this; the other CTAs
-    follow through the ring. It affects speed alone, and the power that DRAM takes from the MMAs: after
+    follow through the ring. It affects speed alone, in part by the power that DRAM takes from the MMAs: after
     PATIENCE failed polls a cluster stops pacing, so nothing depends on all clusters being resident.
 
     Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's

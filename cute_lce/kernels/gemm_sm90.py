@@ -53,8 +53,8 @@ class GemmSm90(gemm.Gemm):
 
     Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
     rise to 240 (128 (24 + 2 240) = 64,512 of 65,536). With tokens along n a consumer thread holds up to 208
-    accumulators, 128 x 208 per warpgroup, and in dweight's GEMM 64 x 256, 128 x 128 or 128 x 192. What spills
-    is named in tests/compiled/test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2
+    accumulators, 128 x 208 or 192 x 128 per warpgroup, and in dweight's GEMM 64 x 256, 128 x 128 or 128 x
+    192. What spills is named in tests/compiled/test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2
     bytes a stage, from 20 KiB for 128 x 32 x 64 and 9 stages to 56 KiB for 256 x 192 x 64 and 3, and 16 KiB
     of boxes for each warpgroup (epilogues.store); one more stage would not fit into 227 KiB. In the widest
     tiles also 9 or 10.5 KiB for each warpgroup, the words that its threads have each for itself (`words` of
@@ -266,12 +266,15 @@ def _check(config: KernelConfig) -> None:
     if config.pingpong and config.warpgroups != 2:
         raise ValueError(f"config: got {config.warpgroups} warpgroups, want 2 with pingpong")
     rows = _rows_at_once(config)
-    # Epilogues take fragments of two, four or six blocks of 8 rows. CTAs that share B load whole atoms.
-    high, step = (rows, 2 * rows, 3 * rows), 8 * config.cluster_m
-    if config.tile_m not in high or config.tile_n % step or not 0 < config.tile_n <= 256:
+    # Epilogues take fragments of two or four blocks of 8 rows, a forward's that keeps nothing six too. CTAs
+    # that share B load whole swizzle atoms.
+    heights = [rows, 2 * rows, 3 * rows] if config.pingpong else [rows, 2 * rows]
+    step = 8 * config.cluster_m
+    if config.tile_m not in heights or config.tile_n % step or not 0 < config.tile_n <= 256:
+        want = " or ".join(map(str, heights))
         raise ValueError(
-            f"config: got a tile of {config.tile_m} x {config.tile_n}, want {high[0]}, {high[1]} or {high[2]}"
-            f" rows and up to 256 columns, a multiple of {step}"
+            f"config: got a tile of {config.tile_m} x {config.tile_n}, want {want} rows and up to 256"
+            f" columns, a multiple of {step}"
         )
     if config.stages < 2:
         raise ValueError(

@@ -8,9 +8,10 @@ those of what it loads from L2 and stores, a little more where these are alike, 
 misses and of waiting for the tile beside it; its epilogue hides behind the next tile's MMAs, and where it is
 longer, tile and epilogue alternate between two warpgroups.
 
-The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json and h100_cool.json of
-bench/results/tuning (tests/host/test_cost.py) and are used for every architecture, relative to a GPU's data
-sheet, which has what differs from GPU to GPU (data_sheets.py).
+The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json, h100_cool.json and
+h100_sustained.json of bench/results/tuning (tests/host/test_cost.py) and are used for every architecture,
+relative to a GPU's data sheet, which has what differs from GPU to GPU (data_sheets.py). All but the last are
+of kernels whose clusters were farther apart; so are the constants of backwards.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import functools
 import math
 from typing import NamedTuple
 
-from ..arch import WARPGROUP, Gpu, KernelConfig
-from .gemm import cluster_count
+from ..arch import Gpu, KernelConfig
+from .gemm import cluster_count, is_high
 from .plans import BackwardConfigs, BackwardPlan, ForwardPlan
 from .problem import Problem, ceil_div
 
@@ -51,7 +52,7 @@ SCATTERED, SCATTERED_GROUPS, SCATTERED_SHARE = 1.5, 2, 0.75
 holds (a guess), are computed at once. Of h200_kernels.json's forwards, those with 66 columns of 192 tokens
 at once, 182 MB, took 1.53 times the prediction without this factor, those with up to 36 MB 0.96 to 1.05."""
 SPREAD = 1.03
-"""The same where more than a group is, but for tiles side by side, of which a group has two or three: an
+"""The same where more than a group is, but for tiles of 128 classes side by side, whose groups are small: an
 H200's 17 columns of 192 tokens at once instead of 11 took 1.04 times as long at (25047, 5120, 131072), and 22
 of 208 instead of 6 1.03 times at (31709, 4096, 128256)."""
 PARTIAL_CLOCKS, PARTIAL_SHARE = 18, 1.4
@@ -89,7 +90,7 @@ def grouped(columns: int, most: int, clusters: int) -> int:
 
 
 class Epilogue(NamedTuple):
-    """clocks: of a tile, for each of its columns; scarce: where more than `registers` of a thread hold
+    """clocks: of 128 rows of a tile, for each column; scarce: where more than `registers` of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
     exposed: clocks of one that does not hide, for each column of its tile. alone, beside: the DataSheet's
     fields that say what L2 gives to its GEMM, and in clusters with tiles side by side; waits: clocks of a
@@ -188,15 +189,15 @@ class Gemm:
         multiplied = 2 * own_m * own_n / config.row.dense_flops_per_clock
         loaded = 2 * (own_m // config.cluster_n + own_n // config.cluster_m)
         self._mma = multiplied * MMA_CLOCKS * (EASED if loaded <= EASY_BYTES * multiplied else 1.0)
-        # Tiles of 192 rows in turns have as large groups as single ones, and then as much from L2.
-        self._beside = config.cluster_n > 1 and (config.turns == 1 or own_m == WARPGROUP)
+        # Whether tiles are side by side in small groups, which get more from L2.
+        self._beside = config.cluster_n > 1 and not is_high(config)
         self._loaded, self._stored = (
             {name: moved / self.rates.l2[name] for name in (BESIDE if self._beside else ALONE)}
             for moved in (loaded, own_m * own_n)
         )
-        sheet, beside = gpu.sheet, self._beside
-        self._panel = sheet.panel_beside if beside else sheet.panel
-        self._panel_of_all = sheet.panel_beside if beside else sheet.panel_of_all
+        sheet = gpu.sheet
+        self._panel = sheet.panel_beside if self._beside else sheet.panel
+        self._panel_of_all = sheet.panel_beside if self._beside else sheet.panel_of_all
         self._again = gpu.sheet.again
         self._held = int(SCATTERED_SHARE * gpu.sheet.l2)
         # Of what a k tile loads, the weight's part.
@@ -266,7 +267,7 @@ class Gemm:
             l2 += depth * self._loaded[self._rate_of(epilogue)] * self._missed / sharing
         tile = _longer(depth * self._mma, l2)
         scarce = config.accumulator_registers > epilogue.registers
-        # In turns a thread has as many logits as accumulators, and as columns if a tile has 128 rows.
+        # In turns: for each logit of a thread, one a column in tiles of 128 rows.
         own = config.accumulator_registers if config.turns > 1 else config.tile_n
         own *= epilogue.scarce if scarce else epilogue.clocks
         tile += self._waits(epilogue)
@@ -312,7 +313,7 @@ class Gemm:
         held = self._held // (2 * d * self.columns)
         group = self.group(d, columns)
         most = max(group, min(SCATTERED_GROUPS * group, held))
-        return most if self.config.cluster_n > 1 else group, most
+        return most if self._beside else group, most
 
     def scattering(self, d: int, columns: int, windows: int, tiles: int) -> float:
         """The function's, of a forward with so many windows."""

@@ -14,6 +14,12 @@ def cluster_count(config: KernelConfig, sms: int) -> int:
     return sms // config.cluster_size
 
 
+def is_high(config: KernelConfig) -> bool:
+    """Whether it is one of a forward's tiles of 192 rows. Two of them side by side are in groups as large as
+    those of single tiles."""
+    return config.turns > 1 and config.tile_m > 128
+
+
 def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> bool:
     """Whether clusters pace: if the kernel can, and several columns of tiles share operands that do not fit
     L2."""

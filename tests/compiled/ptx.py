@@ -49,7 +49,8 @@ def pass_of(key: Key) -> str:
 
 
 def _tiles(config: KernelConfig) -> str:
-    return f"{config.cluster_m}x{config.cluster_n}x{config.tile_n}"
+    high = f"x{config.tile_m}" if config.tile_m == 192 else ""
+    return f"{config.cluster_m}x{config.cluster_n}x{config.tile_n}{high}"
 
 
 def compare(before: str, after: str) -> str:

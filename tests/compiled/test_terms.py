@@ -59,8 +59,8 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
     return keys
 
 
-# What forwards, and those that keep, may have in tiles wider than 176, some of whose statistics are in shared
-# memory; other terms are limited to narrower ones.
+# What forwards, and those that keep, may have in tiles of more than 176 accumulators, some of whose
+# statistics are in shared memory; other terms are limited to those of fewer.
 OF_WIDE_TILES = {False: ("logit_scale",), True: ("logit_scale", "proportion")}
 
 
@@ -68,9 +68,9 @@ def wide_tiles() -> Iterator:
     for keeps, terms in OF_WIDE_TILES.items():
         columns = Gpu("sm_90a", 1).serving(terms, keeps).columns
         for config in architecture("sm_90a").configs[-1].within(columns).forwards(keeps):
-            if config.tile_n > 176:
-                name = f"{config.cluster_n}x{config.tile_n}{'-keeps' * keeps}"
-                often = (config.tile_n, keeps) in ((208, False), (192, True))
+            if config.accumulator_registers > 176:
+                name = f"{config.cluster_n}x{config.tile_n}x{config.tile_m}{'-keeps' * keeps}"
+                often = (config.tile_n, keeps) in ((208, False), (192, True), (128, False))
                 yield pytest.param(config, keeps, id=name, marks=[] if often else [full])
 
 

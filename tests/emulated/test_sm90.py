@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_lce.arch import KernelConfig, architecture
+from cute_lce.arch import architecture
 from cute_lce.kernels.epilogues.statistics import IN_REGISTERS
+from tests.device import tile_of
 from tests.emulated.forward import (
     BF16,
     CORNERS,
@@ -30,11 +31,7 @@ from tests.numerics import assert_close, jumping, random_case
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 FEW, MANY = architecture("sm_90a").configs
-# By the tokens of a tile, how many tiles are side by side, and its classes if these are not 128.
-CHOSEN: dict[tuple[int, ...], KernelConfig] = {
-    (config.tile_n, config.cluster_n, *([config.tile_m] * (config.tile_m != 128))): config
-    for config in (*FEW.tokens, *MANY.forwards(False))
-}
+CHOSEN = {tile_of(config): config for config in (*FEW.tokens, *MANY.forwards(False))}
 WIDEST = FEW.tokens[-1]
 # The form of the gradients' GEMMs.
 SHARED = replace(WIDEST, tile_n=128, pingpong=False)

@@ -399,7 +399,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         assert {(key.keeps, key.terms) for key in asked if isinstance(key, ForwardKey)} == forwards
         backwards = {of_backward, *of_kept[1:]}
         assert {key.terms for key in asked if isinstance(key, BackwardKey)} == backwards
-        wide = any(key.config.tile_n > 176 for key in asked if isinstance(key, ForwardKey))
+        wide = any(key.config.accumulator_registers > 176 for key in asked if isinstance(key, ForwardKey))
         assert wide == (of_forward in ((), ("logit_scale",)))
     capsys.readouterr()
 

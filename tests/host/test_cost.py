@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -121,7 +121,8 @@ def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
 
 
 PRESENT = {"H100": ("h100_kernels.json", "h100_sustained.json"), "H200": ("h200_passes.json",)}
-"""Passes by GPU. An H100's forwards whose clusters pace are in the second file: they pace otherwise now."""
+"""Passes by GPU. An H100's forwards whose clusters pace are in the second file; the others are of kernels
+whose clusters were farther apart."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -193,9 +194,12 @@ def timed_by(gpu: str, kind: str) -> dict[tuple, list[Timed]]:
 
 
 def chosen_forward(
-    gpu: Gpu, n: int, d: int, vocab: int, kind: str, among: Iterable[KernelConfig]
+    gpu: Gpu, n: int, d: int, vocab: int, kind: str, among: Collection[KernelConfig]
 ) -> KernelConfig:
-    """The tiles that a plan would choose of those that were measured."""
+    """The plan's tiles or, if they were not measured, the fastest of the measured ones by the model."""
+    chosen = forward.choose_config(gpu, n, d, vocab, kind == "keep", 0)
+    if chosen in among:
+        return chosen
     return min(among, key=lambda config: forward.clocks(gpu, n, d, vocab, vocab * (kind == "keep"), config))
 
 

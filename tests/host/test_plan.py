@@ -81,7 +81,7 @@ def test_groups_and_clusters_are_in_bounds(arch: str, model: int):
         assert grid.clusters * config.cluster_m * config.cluster_n <= row.sms
         # The tokens of a group fit where the plan wants them, unless two columns of tiles do not.
         panel = 2 * plan.d * config.cluster_columns * grid.group
-        beside = config.cluster_n > 1 and config.tile_m == 128
+        beside = config.cluster_n > 1 and not gemm.is_high(config)
         most = sheet.panel_beside if beside else sheet.panel
         if config.cluster_n == 1 and grid.group == columns:
             most = sheet.panel_of_all
@@ -459,13 +459,14 @@ def test_configs_fit_the_device(arch: str):
 
 
 def test_hopper_configs_are_what_the_kernel_takes():
-    for config in H200.row.token_configs:
+    for config in {*H200.row.token_configs, *H200.row.forward_configs}:
         assert config.tile_m % (64 * config.warpgroups // config.turns) == 0
         assert config.tile_n % 8 == 0
         assert config.tile_n <= 256
         assert config.tile_k * 2 == 128  # bytes of a row of the 128-byte swizzle
         # fp32 accumulators of a thread, of the 240 registers that it has.
-        assert config.tile_m * config.tile_n * config.turns // (128 * config.warpgroups) <= 192
+        most = 192 if config in H200.row.token_configs else 208
+        assert config.tile_m * config.tile_n * config.turns // (128 * config.warpgroups) <= most
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -521,7 +522,7 @@ def table() -> list[str]:
         plan = forward.plan(whole("sm_90a"), n, d, vocab)
         cells = (
             f"{n}, {d}, {vocab}",
-            plan.config.tile_n,
+            f"{plan.config.tile_m} x {plan.config.tile_n}",
             f"{plan.gemm.tiles_per_window}, {plan.gemm.windows}",
             plan.gemm.group,
             f"{plan.rounds}, {plan.ideal_rounds:.1f}",
