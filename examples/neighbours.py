@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cute-lce", "quack-kernels", "flash-attn-4")
+PINNED = {"quack-kernels": "0.6.5", "flash-attn-4": "4.0.0b36"}
 HOPPER = {
     "CUTE_DSL_ARCH": "sm_90a",
     "QUACK_ARCH": "90",
@@ -92,6 +93,10 @@ def _check(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
 
 
+def _requirement(package: str) -> str:
+    return f"{package}=={PINNED[package]}" if package in PINNED else package
+
+
 COMPILES: dict[str, Callable[[], None]] = {
     "cute_lce": compile_ours,
     "quack": compile_quack,
@@ -101,9 +106,15 @@ CALLS = {"cute_lce": call_ours, "quack": call_quack, "flash_attn.cute": call_fla
 
 
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="examples.neighbours", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.parse_args()
+    missing = [package for package in PACKAGES if not list(importlib.metadata.distributions(name=package))]
+    if missing:
+        parser.error(
+            f"not installed: {', '.join(missing)}; pip install {' '.join(map(_requirement, missing))}"
+        )
     for package in PACKAGES:
         print(f"{package} {importlib.metadata.version(package)}")
     there = torch.cuda.is_available()

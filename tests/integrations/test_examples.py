@@ -139,3 +139,18 @@ def test_arguments_that_no_model_takes_are_refused(example, options, said, capsy
     with pytest.raises(SystemExit, match=r"^2$"):
         module.main(options.split())
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_neighbours_that_are_not_installed_are_named(monkeypatch, capsys):
+    from examples import neighbours
+
+    monkeypatch.setattr(neighbours, "PACKAGES", ("torch", "quack-kernels", "no-such-package"))
+    monkeypatch.setattr(
+        neighbours.importlib.metadata, "distributions", lambda name: ["it"] * (name == "torch")
+    )
+    monkeypatch.setattr("sys.argv", ["neighbours"])
+    with pytest.raises(SystemExit) as stopped:
+        neighbours.main()
+    assert stopped.value.code == 2
+    wanted = "not installed: quack-kernels, no-such-package; pip install quack-kernels==0.6.5 no-such-package"
+    assert wanted in capsys.readouterr().err
