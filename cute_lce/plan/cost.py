@@ -76,6 +76,7 @@ def _longer(one: float, other: float, power: int = TOGETHER) -> float:
     return most * (1 + (min(one, other) / most) ** power) ** (1 / power)
 
 
+@functools.lru_cache(maxsize=1024)
 def grouped(columns: int, most: int, clusters: int) -> int:
     """Columns of a group: all, if these are at most `most`. Else, from half of that on, the largest divisor
     of the clusters, which then are at the same rows of the weight all the time, if what is left over for the
