@@ -87,7 +87,8 @@ class KeepEpilogue:
             for owned in self._at_once(state):
                 self._keep(tensors, staging, state, frag, row, column, slab, owned, of)
         else:
-            self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, of)
+            every = range(self.fragment.owned)
+            self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, of, every)
         self.forward.count_seen(state.forward, slab, of)
 
     @cute.jit

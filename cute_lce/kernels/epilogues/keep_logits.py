@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Boolean, Float16, Float32, Int32
 
 from cute_lce.arguments import KEPT_TILE
+from cute_lce.kernels.epilogues.keep import IN_REGISTERS
+from cute_lce.kernels.epilogues.leaves import TotalOf
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
 from cute_lce.kernels.epilogues.store import Staging, store_columns
-from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, spread
+from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, opaque, spread
 from cute_lce.kernels.kept_logits import Notes, note
 
 
@@ -31,7 +33,7 @@ class KeepLogitsEpilogue:
         if len(fragment.rows) != 4:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
-        self.forward = ForwardEpilogue(fragment, warps)
+        self.forward = ForwardEpilogue(fragment, warps, IN_REGISTERS)
         self.words = self.forward.words
 
     @cute.jit
@@ -53,36 +55,41 @@ class KeepLogitsEpilogue:
         forward = tensors.forward
         self.forward.mask_and_catch(forward, state, frag, row, column, slab)
         of = self.forward.total_of(forward, row)
-        highest = self.forward.accumulate(state, frag, row, forward.vocab, slab, of)
-        self.forward.count_seen(state, slab, of)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
-        if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
-            self._keep(tensors, staging, frag, highest, row, column, slab)
+        keeps = first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns
+        for i in cutlass.range_constexpr(self.fragment.owned):
+            self._column(tensors, staging, state, frag, row, column, slab, of, i, keeps)
+        self.forward.count_seen(state, slab, of)
 
     @cute.jit
-    def _keep(
+    def _column(
         self,
         tensors: KeepLogitsTensors,
         staging: Staging,
+        state: ForwardState,
         frag: cute.Tensor,
-        highest: cute.Tensor,
         row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
+        of: TotalOf | None,
+        i: cutlass.Constexpr[int],
+        keeps: Boolean,
     ):
-        """Store a slab. highest: of each token that the lane owns, in the warp's rows of the tile, a unit."""
-        fragment, notes = self.fragment, tensors.keep.notes
-        unit = fragment.unit(first_row_of_warp(row))
-        for i in cutlass.range_constexpr(fragment.owned):
+        """Add the logits of a slab's i-th 32 columns to the statistics; store them if the tile is kept."""
+        fragment, only = self.fragment, range(i, i + 1)
+        highest = self.forward.accumulate(state, frag, row, tensors.forward.vocab, slab, of, only)
+        if keeps:
+            # The maximum of each token that the lane owns, in the warp's rows of the tile, a unit.
+            unit = fragment.unit(first_row_of_warp(row))
+            column = opaque(column)
             token, exists = fragment.owned_column(column, slab, i, cute.size(tensors.forward.target))
             own = note(highest[i])
             if exists:
-                notes[unit, token] = own.to(Float16)
+                tensors.keep.notes[unit, token] = own.to(Float16)
             for c in fragment.shared(i):
                 base = spread(own, c % SHARED)
                 for r in cutlass.range_constexpr(len(fragment.rows)):
                     frag[r, c] = Float32(base - frag[r, c])
-            only = range(i, i + 1)
             store_columns(tensors.keep.out, staging, frag, row, column, fragment, slab, only)
 
     @cute.jit

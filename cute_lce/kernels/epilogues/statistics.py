@@ -158,7 +158,7 @@ class ForwardEpilogue:
     ):
         self.mask_and_catch(tensors, state, frag, row, column, slab)
         of = self.total_of(tensors, row)
-        self.accumulate(state, frag, row, tensors.vocab, slab, of)
+        self.accumulate(state, frag, row, tensors.vocab, slab, of, range(self.fragment.owned))
         self.count_seen(state, slab, of)
 
     def total_of(self, tensors: ForwardTensors, row: Int32) -> Any:
@@ -196,10 +196,11 @@ class ForwardEpilogue:
         row: Int32,
         vocab: Int32,
         slab: cutlass.Constexpr[int],
-        of: TotalOf | None = None,
+        of: TotalOf | None,
+        owned: cutlass.Constexpr[range],
     ) -> cute.Tensor:
-        """Add a fragment of logits to the statistics; returns its maxima of the columns that the lane owns.
-        of: where a total is asked for.
+        """Add a fragment's logits of the columns that lanes own with the numbers `owned` to the statistics;
+        returns (owned,) their maxima. of: where a total is asked for.
 
         Terms are relative to 2^base of their token. A token that exceeds its base by the headroom, as every
         one does at first, gets a new one.
@@ -208,13 +209,13 @@ class ForwardEpilogue:
         headroom = self._headroom(state)
         row_max, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(2))
         exceeds = Boolean(False)
-        for i in cutlass.range_constexpr(fragment.owned):
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
             (row_max[i],) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
             above = maths.kept_exponent(row_max[i], state.base[slab * fragment.owned + i], fma)
             exceeds = exceeds or above > headroom
-        self.take(state, frag, row_max, row, vocab, slab, range(fragment.owned))
+        self.take(state, frag, row_max, row, vocab, slab, owned)
         if cute.arch.vote_any_sync(exceeds):
-            for i in cutlass.range_constexpr(fragment.owned):
+            for i in cutlass.range_constexpr(owned.start, owned.stop):
                 own = slab * fragment.owned + i
                 if maths.kept_exponent(row_max[i], state.base[own], fma) > headroom:
                     base = cute.math.floor(row_max[i] * Float32(maths.LOG2_E))
@@ -229,8 +230,8 @@ class ForwardEpilogue:
                         state.total[own] += (state.base[own] - base) * state.seen[0]
                     state.row_sum[own] *= cute.math.exp2(state.base[own] - base, fastmath=True)
                     state.base[own] = base
-        self._terms(state, frag, terms, slab, of)
-        for i in cutlass.range_constexpr(fragment.owned):
+        self._terms(state, frag, terms, slab, of, owned)
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
             own = slab * fragment.owned + i
             state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max[i])
             state.row_sum[own] += terms[i]
@@ -240,11 +241,17 @@ class ForwardEpilogue:
         return maths.HEADROOM if state.gap is None else maths.ENTROPY_HEADROOM
 
     def _terms(
-        self, state: ForwardState, frag: cute.Tensor, terms: cute.Tensor, slab: int, of: TotalOf | None
+        self,
+        state: ForwardState,
+        frag: cute.Tensor,
+        terms: cute.Tensor,
+        slab: int,
+        of: TotalOf | None,
+        owned: range,
     ):
         """A fragment's sum of each token that the lane owns; the sums of terms are added to the state's."""
         more = [each for each in (state.gap, state.squares, state.total) if each is not None]
-        for i in range(self.fragment.owned):
+        for i in owned:
             own = slab * self.fragment.owned + i
             leaf = functools.partial(
                 exponentials,
