@@ -10,8 +10,9 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from . import data_sheets
+from . import data_sheets, widths
 from .data_sheets import DataSheet
+from .widths import Limits, Widths
 
 KIB, WARPGROUP = 1024, 128
 WARPS = 4
@@ -32,6 +33,8 @@ SLABS = (64, 32)
 WARPGROUP_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers of a thread of the load warpgroup, and of a consumer (Hopper)."""
 
+SPARE_REGISTERS = 152, 176
+"""The same where the load warpgroup's other warps work too, beside a GEMM of few accumulators."""
 EPILOGUE_REGISTERS = 32
 """What a consumer thread needs beside its accumulators, at least."""
 
@@ -156,6 +159,11 @@ class KernelConfig(Tiling):
         return self.tile_m * self.tile_n * self.turns // (WARPGROUP * self.warpgroups)
 
     @property
+    def has_spare_warps(self) -> bool:
+        """Whether warps without a role have registers to work with."""
+        return self.warpgroups < 3 and self.accumulator_registers <= 128
+
+    @property
     def thread_registers(self) -> int:
         """Registers that a thread of the epilogue may have."""
         return 255 if self.row.tmem_columns else WARPGROUP_REGISTERS[self.warpgroups][1]
@@ -188,9 +196,7 @@ class Architecture:
     sms: of a whole GPU. shared_memory: bytes that a CTA may have. tmem_columns: of tensor memory, 0: none.
     dense_flops_per_clock: of an SM's tensor cores, 16-bit operands.
     data_sheets: of its GPUs. Plans are made for the first where none is named.
-    term_columns: (tile_n of the widest tiles of tokens whose epilogues have registers for these terms, the
-        terms, or `+` between those that want them together; "": with any terms or none).
-    kept_columns: the same of a forward that keeps.
+    widths: of tiles of tokens, by epilogues and terms.
     tilings: for few tokens first.
     """
 
@@ -203,8 +209,7 @@ class Architecture:
     tmem_columns: int
     dense_flops_per_clock: int
     data_sheets: tuple[DataSheet, ...]
-    term_columns: tuple[tuple[int, str], ...]
-    kept_columns: tuple[tuple[int, str], ...] = ()
+    widths: Limits
     tilings: tuple[Tilings, ...]
 
     @functools.cached_property
@@ -228,11 +233,11 @@ class Architecture:
         """All configurations of the gradient by weight's GEMM."""
         return tuple(dict.fromkeys(config for configs in self.configs for config in configs.dweight))
 
-    def configs_for(self, tokens: int, window: int, columns: int = 0) -> Configs:
+    def configs_for(self, tokens: int, window: int, widths: Widths | None = None) -> Configs:
         """The configurations that a call of so many tokens chooses from: the first whose widest tile holds
         all of them, or the last. An explicit window takes the first: nothing that orders a row's additions
-        may then depend on the number of tokens. columns: as in Gpu."""
-        configs = tuple(each.within(columns) for each in self.configs) if columns else self.configs
+        may then depend on the number of tokens. widths: as in Gpu."""
+        configs = self.configs if widths is None else tuple(each.within(widths) for each in self.configs)
         fit = (each for each in configs if window or each.tokens[-1].tile_n >= tokens)
         return next(fit, configs[-1])
 
@@ -269,12 +274,12 @@ class Configs(NamedTuple):
         """Those of the backward's GEMMs whose B are tokens: of the logits, and of the gradient by hidden."""
         return _pairs(self)
 
-    def within(self, columns: int) -> Configs:
-        """Without tiles of tokens that are wider or have more accumulators; 0: all."""
-        if not columns:
+    def within(self, widths: Widths | None) -> Configs:
+        """Without tiles of tokens of other widths; None: all."""
+        if widths is None:
             return self
         tokens, forward = (
-            tuple(each for each in some if max(each.tile_n, each.accumulator_registers) <= columns)
+            tuple(each for each in some if widths.holds(each.tile_m, each.tile_n))
             for some in (self.tokens, self.forward)
         )
         return self._replace(tokens=tokens, forward=forward)
@@ -292,13 +297,12 @@ def _pairs(configs: Configs) -> list[tuple[KernelConfig, KernelConfig]]:
 
 
 class Gpu(NamedTuple):
-    """What a plan is made for: the name of an architecture, and how many SMs there are. columns: the most of
-    tiles of tokens that the plan may have, and of accumulators (Configs.within); 0: any. model: which of the
-    architecture's data sheets is its own."""
+    """What a plan is made for: the name of an architecture, and how many SMs there are. widths: of the tiles
+    of tokens that the plan may have; None: any. model: which of the architecture's data sheets is its own."""
 
     arch: str
     sms: int
-    columns: int = 0
+    widths: Widths | None = None
     model: int = 0
 
     @property
@@ -309,20 +313,13 @@ class Gpu(NamedTuple):
     def sheet(self) -> DataSheet:
         return self.row.data_sheets[self.model]
 
-    def serving(self, terms: tuple[str, ...], keeps: bool = False) -> Gpu:
-        """The same for kernels that are compiled for these terms; keeps: for forwards that keep."""
-        limits = (*self.row.term_columns, *(self.row.kept_columns if keeps else ()))
-        names = {*terms, *("own_term" for each in terms if each.startswith("own_term_"))}
-        columns = [most for most, each in limits if any(map(names.issuperset, _together(each)))]
-        if self.columns:
-            columns.append(self.columns)
-        return self._replace(columns=min(columns)) if columns else self
-
-
-@functools.cache
-def _together(terms: str) -> list[list[str]]:
-    """Of Architecture.term_columns; of "" what every set contains."""
-    return [each.split("+") for each in terms.split()] or [[]]
+    def serving(self, terms: tuple[str, ...], step: str) -> Gpu:
+        """The same for kernels that are compiled for these terms. step: "forward", "keep", a forward that
+        keeps, or "backward"."""
+        if step == "keep" and "kept_logits" in terms:
+            step = "keep_logits"
+        found = widths.widths_of(getattr(self.row.widths, step), terms)
+        return self if found is None else self._replace(widths=found.both(self.widths))
 
 
 def architecture(name: str) -> Architecture:
@@ -386,13 +383,7 @@ _SM_90A = Architecture(
     tmem_columns=0,
     dense_flops_per_clock=4096,
     data_sheets=(data_sheets.H200, data_sheets.H100),
-    term_columns=(
-        (128, "own_term"),
-        (144, "squares row_scale"),
-        (160, "softcap entropy total logits argmax bias_gradient"),
-        (176, "topk gap uniform shared linear_bias"),
-    ),
-    kept_columns=((192, ""), (160, "argmax"), (128, "softcap entropy total logits kept_logits")),
+    widths=widths.HOPPER,
     tilings=(
         # One tile holds all tokens, and is shared by the CTAs of a cluster.
         Tilings(
@@ -434,8 +425,7 @@ _SM_100A = Architecture(
     tmem_columns=512,
     dense_flops_per_clock=8192,
     data_sheets=(data_sheets.B200,),
-    term_columns=((192, "own_term row_scale+entropy+squares"), (224, "softcap squares linear_bias+entropy")),
-    kept_columns=((224, "class_weight"),),
+    widths=widths.BLACKWELL,
     tilings=(Tilings(tokens=_widths(_BLACKWELL, 64, 96, 128, 160, 192, 224, 256), dweight=(_BLACKWELL,)),),
 )
 _SM_103A = replace(

@@ -76,7 +76,15 @@ TERMS: dict[str, dict[str, Any]] = {
     "uniform": {"uniform": Address},
     "shared": {"shared": Address, "weight_sum": Address, "hidden_sum": Address},
     "bias_gradient": {"dbias": Address, "column_sums": Address, "with_dhidden": Int32},
-    "kept_logits": {"kept_logits": Address, "kept_pitch": Int64, "kept_notes": Address},
+    "kept_logits": {
+        "kept_logits": Address,
+        "kept_pitch": Int64,
+        "kept_notes": Address,
+        "beside_logits": Address,
+        "beside_notes": Address,
+        "beside_first": Int32,
+        "beside_columns": Int32,
+    },
 }
 """What kernels that are compiled for a term take for it in LossArguments. Vectors are fp32, (V,) or, by the
 operands' tokens, (n,).
@@ -118,7 +126,8 @@ scratch, a number for each slab of tokens (Fragment) and class of a launch.
 Of a forward that keeps and of its backward: kept_logits: logits are kept instead of exponentials
 (kernels/kept_logits.py), of which a launch of the backward makes dlogits where it has the address of its
 classes': (n, columns) fp16, rows of kept_pitch elements; kept_notes (units, n) fp16. At address 0 it
-computes logits. A forward takes the addresses from KeepOutputs.
+computes logits. A forward takes the addresses from KeepOutputs. beside_columns others from beside_first on,
+whose addresses are beside_logits and beside_notes, become dlogits in place beside dweight's GEMM.
 """
 MORE_PARTS = {"entropy": 1, "squares": 1, "total": 2, "logits": 1, "argmax": 1}
 """Numbers in a partial of a row, by the terms of a forward, in their order there: a total's second are the

@@ -102,13 +102,15 @@ class Gemm:
     threads: int
     barriers: Mapping[str, Any] = {}
 
-    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n"):
-        """tokens_along: "n" where tokens are B's rows, "k" where they are the depth."""
+    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n", spare: Any = None):
+        """tokens_along: "n" where tokens are B's rows, "k" where they are the depth. spare: what warps
+        without another role do, spare.beside(tensors, first, step) of a warp; None: nothing."""
         if tokens_along == "k" and COMPUTED_ROWS % config.tile_k:
             raise ValueError(f"config: got k tiles of {config.tile_k}, want a divisor of {COMPUTED_ROWS}")
         self.config = config
         self.tokens_along = tokens_along
         self.epilogue = epilogue
+        self.spare = spare
         # Of shared memory: those of the epilogue's threads.
         self.epilogue_words = epilogue.words * WARPGROUP * config.warpgroups
         used, most = config.shared_memory + 4 * self.epilogue_words, config.row.shared_memory
@@ -133,11 +135,12 @@ class Gemm:
         stream: cuda.CUstream,
         early: Boolean | bool = True,
         given: cute.Tensor | None = None,  # (n, k)
+        beside=None,
     ):
         """Launch grid.clusters clusters. tensors: what the epilogue reads and writes. early: by programmatic
         dependent launch: CTAs take SMs as those of the launch before leave them. given: B in the order of the
         operands' tokens, where b is in compacted order: what is read if no token is ignored, since then
-        nobody has copied it to b."""
+        nobody has copied it to b. beside: the tensors of `spare`."""
         config = self.config
         tiled_mma, operand_a, operand_b = self.operands(a, b, given)
         self.storage = self.storage_of(a.element_type, operand_a.slots.outer, operand_b.slots.outer)
@@ -159,6 +162,7 @@ class Gemm:
                 paced=grid.paced,
             ),
             tokens,
+            beside,
         ).launch(
             grid=(grid.clusters * config.cluster_m, config.cluster_n, 1),
             block=(self.threads, 1, 1),
@@ -248,6 +252,13 @@ class Gemm:
         )
         mask = cute.make_layout_image_mask(self.cluster_layout(), coord, mode=along) if parts > 1 else None
         return Stream(operand.tma, source, shared, mask, operand.given)
+
+    @cute.jit
+    def do_beside(self, tensors, warp: Int32, warps: cutlass.Constexpr[int]):
+        """A spare warp, one of so many of a CTA: its share of what `spare` does."""
+        x, y, _ = cute.arch.block_idx()
+        width, height, _ = cute.arch.grid_dim()
+        self.spare.beside(tensors, (x * height + y) * warps + warp, width * height * warps)
 
     @cute.jit
     def load(self, a: Stream, b: Stream, ring, coord, progress, runs: Runs, tokens: Compacted):

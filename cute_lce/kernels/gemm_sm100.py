@@ -1,5 +1,7 @@
 """Blackwell's mainloop: TMA into a ring in shared memory, tcgen05 into TMEM, an epilogue on its slabs."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
@@ -20,6 +22,7 @@ WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
 MMA_WARP = 4
 LOAD_WARP = 5
+SPARE_WARPS = 4  # where they have something to do
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have finished reading it
 BOX_BARRIER = 3  # epilogues.store
@@ -96,7 +99,7 @@ class GemmSm100(gemm.Gemm):
             slabs=config.tile_n // columns,
         )
 
-    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n"):
+    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n", spare: Any = None):
         if config.tile_m not in (128, 256) or config.tile_n % SLABS[-1] or not 0 < config.tile_n <= 256:
             raise ValueError(
                 f"config: got a tile of {config.tile_m} x {config.tile_n}, want 128 or 256 rows and"
@@ -104,7 +107,9 @@ class GemmSm100(gemm.Gemm):
             )
         if config.cluster_m % config.pair:
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
-        super().__init__(config, epilogue, tokens_along)
+        super().__init__(config, epilogue, tokens_along, spare)
+        if spare is not None:
+            self.threads += WARP * SPARE_WARPS
         self.acc_stages = ACCUMULATOR_STAGES
         self.barriers = {
             "accumulators": cute.struct.MemRange[cutlass.Int64, self.acc_stages * 2],
@@ -159,6 +164,7 @@ class GemmSm100(gemm.Gemm):
         progress: cute.Tensor,
         runs: gemm.Runs,
         tokens: Compacted,
+        beside,
     ):
         config = self.config
         pdl.begin()
@@ -231,6 +237,9 @@ class GemmSm100(gemm.Gemm):
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=DONE_BARRIER, number_of_threads=WARP * EPILOGUE_WARPS)
             tmem.free(base)
+        if cutlass.const_expr(self.spare is not None):
+            if warp > LOAD_WARP:
+                self.do_beside(beside, warp - (LOAD_WARP + 1), SPARE_WARPS)
 
     @cute.jit
     def _mma(

@@ -1,5 +1,7 @@
 """Hopper's mainloop: TMA into a ring in shared memory, WGMMA into registers, an epilogue on these."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
@@ -8,7 +10,7 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from cute_lce.arch import WARPGROUP, WARPGROUP_REGISTERS, KernelConfig
+from cute_lce.arch import SPARE_REGISTERS, WARPGROUP, WARPGROUP_REGISTERS, WARPS, KernelConfig
 from cute_lce.kernels import gemm, pdl
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
@@ -73,12 +75,14 @@ class GemmSm90(gemm.Gemm):
         rows = tuple(block + half for block in range(0, config.tile_m, apart) for half in (0, 8))
         return Fragment(rows=rows, columns=config.tile_n, slabs=1)
 
-    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n"):
+    def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n", spare: Any = None):
         _check(config)
-        super().__init__(config, epilogue, tokens_along)
+        super().__init__(config, epilogue, tokens_along, spare)
         self.threads = WARPGROUP * (config.warpgroups + 1)
         self.turns = config.turns
         self.load_registers, self.mma_registers = WARPGROUP_REGISTERS[config.warpgroups]
+        if spare is not None:
+            self.load_registers, self.mma_registers = SPARE_REGISTERS
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, given: cute.Tensor | None = None):
         config, dtype = self.config, a.element_type
@@ -111,6 +115,7 @@ class GemmSm90(gemm.Gemm):
         progress: cute.Tensor,
         runs: gemm.Runs,
         tokens: Compacted,
+        beside,
     ):
         config = self.config
         pdl.begin()
@@ -155,6 +160,9 @@ class GemmSm90(gemm.Gemm):
                     runs,
                     tokens,
                 )
+            if cutlass.const_expr(self.spare is not None):
+                if warp > 0:
+                    self.do_beside(beside, warp - 1, WARPS - 1)
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
             own = (group - 1) * (config.box_bytes // config.warpgroups)

@@ -7,8 +7,8 @@ dweight waits until the sum over the shards has begun.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,10 @@ from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts, copies_into_dinput
 from ..plan.problem import Problem, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, layout, loss_arguments, readable, template, unpadded
+from .empty import EmptyBackward
 from .packing import Packing
 from .rows import Compaction
-from .steps import COUNTERS, Step, after, arguments_of_kept, halves, of_recomputed
+from .steps import COUNTERS, Step, after, arguments_of_kept, halves, in_pieces, of_recomputed
 
 Memory = tuple[Tensor | None, Tensor | None, Tensor]
 """What a pass writes: dinput, dweight and the workspace."""
@@ -48,35 +49,6 @@ def backward(operands: Operands, loss: LossOptions, request: Request) -> KernelB
     if operands.hidden.shape[0] == 0:
         return EmptyBackward(request)
     return (ShardBackward if request.shard else KernelBackward)(operands, loss, request)
-
-
-@dataclass(frozen=True)
-class EmptyBackward:
-    """The backward of a call without rows."""
-
-    request: Request
-
-    def dinput(
-        self, dloss: Tensor, saved: Saved, loss: LossOptions, out: Tensor | None = None
-    ) -> BothGradients | Halfway:
-        shard = self.request.shard
-        dinput = _zeros(saved.hidden.float() if shard else saved.hidden) if self.request.need_dinput else None
-        return Halfway(dinput, None) if shard else (dinput, None)
-
-    def dweight(
-        self,
-        dloss: Tensor,
-        saved: Saved,
-        loss: LossOptions,
-        gradients: BothGradients | Halfway,
-        out: Tensor | None = None,
-    ) -> BothGradients:
-        writes = self.request.need_dweight and out is None
-        return gradients[0], _zeros(saved.weight) if writes else None
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
 
 
 class KernelBackward:
@@ -104,7 +76,7 @@ class KernelBackward:
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
         half, overwrites = dtype is torch.float16, keeps_logits and request.overwrites
         problem = Problem(n, d, weight.shape[0], half, *needs, keeps_logits, request.shard, overwrites)
-        gpu = gpu_of(device).serving(loss.terms)
+        gpu = gpu_of(device).serving(loss.terms, "backward")
         chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
         dtypes = dtype_name(dtype), dtype_name(target.dtype)
@@ -124,11 +96,16 @@ class KernelBackward:
         self.chunks = [
             (chunk.first, chunk.tokens, freeze(chunk.stripe._replace(**last))) for chunk in chosen.chunks
         ]
+        self.pieces: Sequence[overlap.Piece] = ()
+        if overwrites and all(needs) and "bias_gradient" not in loss.terms:
+            self.pieces = overlap.pieces(gpu, chosen.dweight, problem, kept)
         launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
         self.column_sums = _column_sums(chosen, n)
         paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
         # A shard's last launch may be two.
-        self.counters = COUNTERS * (len(launched) + request.shard) if paced else 0
+        # Those of pieces are beside their stripe's.
+        count = len(launched) + request.shard + (len(self.pieces) + 1) * bool(self.pieces)
+        self.counters = COUNTERS * count if paced else 0
         self.row_bytes = d * (4 if exact else self.itemsize)
         self.hidden = None
         if problem.need_dinput:
@@ -275,7 +252,13 @@ class KernelBackward:
                 at_kept = source._replace(dlogits=own.kept_logits, pitch=own.kept_pitch)
                 own, written = loss_arguments(own), at_kept if self.problem.overwrites else source
             groups = hidden, weight, target, own, upstream, statistics, gradients
-            yield *groups, written, last, stripe, counters
+            step = Step(*groups, written, last, stripe, counters)
+            if not self.pieces or planned.first >= self.kept_logits:
+                yield step
+            else:
+                of_logits = functools.partial(self._loss_of_logits, saved, loss)
+                yield from in_pieces(step, self.pieces, planned, of_logits, self._gathered(last))
+                counters = after(counters, 1 + len(self.pieces))
             counters = after(counters)
             source, rows = source._replace(scales=0), self._gathered(rows)
 

@@ -98,7 +98,7 @@ class KernelForward:
         problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs, self.keeps_logits)
         sizes = n, problem.d, problem.vocab
         beside = {"kept": kept, "reserved": forward_compaction_bytes(problem, kept)}
-        gpu = gpu_of(device).serving(loss.terms, kept > 0)
+        gpu = gpu_of(device).serving(loss.terms, "keep" if kept else "forward")
         chosen = plan or forward_plan.plan(gpu, *sizes, request.limits, **beside)
         dtypes = dtype_name(hidden.dtype), dtype_name(target.dtype)
         self.function = cache.get(ForwardKey(chosen.config, *dtypes, keeps=kept > 0, terms=loss.terms))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,8 +13,10 @@ from ..arguments import (
     Gradients,
     LossArguments,
     Statistics,
+    Stripe,
     Upstream,
 )
+from ..plan.overlap import Piece
 from .device import loss_arguments
 
 COUNTERS = 3
@@ -36,9 +39,9 @@ class Step(NamedTuple):
     counters: Counters
 
 
-def after(counters: Counters) -> Counters:
-    """Those of the launch behind."""
-    return Counters(address=counters.address + 4 * COUNTERS, clears=0)
+def after(counters: Counters, count: int = 1) -> Counters:
+    """Those of the launch behind so many."""
+    return Counters(address=counters.address + 4 * COUNTERS * count, clears=0)
 
 
 def halves(step: Step) -> tuple[Step, Step]:
@@ -55,6 +58,41 @@ def halves(step: Step) -> tuple[Step, Step]:
             counters=step.counters._replace(clears=0),
         ),
     )
+
+
+def in_pieces(
+    step: Step, pieces: Sequence[Piece], stripe: Stripe, loss_of: Callable[[int], Any], gathered: Any
+) -> Iterator[Step]:
+    """The launch of a stripe of kept logits as several: dlogits of its first piece, each piece's dweight
+    beside the next one's dlogits, and dinput of all. loss_of: the loss of what begins at a column. gathered:
+    the rows, behind the first launch."""
+    begun = step._replace(gradients=step.gradients._replace(dhidden=0, dweight=0))
+    _, whole = halves(step)
+    counters = step.counters
+    losses = [loss_of(stripe.first + piece.first) for piece in pieces]
+    for i, (first, columns, grid) in enumerate(pieces):
+        own = losses[i]
+        part = stripe._replace(first=stripe.first + first, columns=columns, is_last=0, dweight=grid)
+        if not i:
+            yield begun._replace(stripe=part)
+        if i + 1 < len(pieces):
+            behind = losses[i + 1]
+            own = own._replace(
+                beside_logits=behind.kept_logits,
+                beside_notes=behind.kept_notes,
+                beside_first=stripe.first + pieces[i + 1].first,
+                beside_columns=pieces[i + 1].columns,
+            )
+        counters = after(counters)
+        yield whole._replace(
+            loss=loss_arguments(own),
+            source=whole.source._replace(dlogits=own.kept_logits),
+            rows=gathered,
+            stripe=part,
+            counters=counters,
+        )
+    gradients = step.gradients._replace(dweight=0)
+    yield whole._replace(gradients=gradients, rows=gathered, counters=after(counters))
 
 
 def arguments_of_kept(loss: Any, arguments: Any) -> Any:

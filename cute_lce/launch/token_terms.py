@@ -80,6 +80,10 @@ class Loss(NamedTuple):
     kept_logits: int = 0
     kept_pitch: int = 0
     kept_notes: int = 0
+    beside_logits: int = 0
+    beside_notes: int = 0
+    beside_first: int = 0
+    beside_columns: int = 0
     reduction: str = "none"
 
     def with_terms(self, *terms: str, **changes: Any) -> Any:

@@ -243,7 +243,7 @@ def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
         hot = seconds(config, False)
         return hot + share * (seconds(config, True) - hot) if share else hot
 
-    return gemm_of(gpu, min(gpu.row.configs_for(n, window, gpu.columns).dweight, key=weighed), macs)
+    return gemm_of(gpu, min(gpu.row.configs_for(n, window, gpu.widths).dweight, key=weighed), macs)
 
 
 def _tokens(
@@ -258,7 +258,7 @@ def _tokens(
     additions: no other splits than its stripes."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     found = []
-    for pair in gpu.row.configs_for(n, window, gpu.columns).pairs_for(n):
+    for pair in gpu.row.configs_for(n, window, gpu.widths).pairs_for(n):
         tokens, dhidden = (gemm_of(gpu, config, n * d * vocab) for config in pair)
         clocks, splits = 0, [1]
         if not all_is_kept:

@@ -415,8 +415,7 @@ def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_
     if not is_kept:
         total += gemms.tokens.clocks(columns, n, d, DLOGITS)
     elif problem.keeps_logits:
-        rates = gemms.tokens.rates
-        total += int(2 * n * columns * (1 / rates.read + 1 / rates.write))
+        total += dlogits_clocks(gemms.tokens.rates, n, columns)
     elif problem.need_dweight:
         total += int(4 * n * d / gemms.tokens.rates.read)
     if problem.need_dinput:
@@ -424,6 +423,11 @@ def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_
     if problem.need_dweight:
         total += LAUNCH_CLOCKS + gemms.dweight.clocks(columns, d, n, DWEIGHT)
     return total
+
+
+def dlogits_clocks(rates: Rates, n: int, columns: int) -> int:
+    """Clocks in which so many columns of kept logits become dlogits."""
+    return int(2 * n * columns * (1 / rates.read + 1 / rates.write))
 
 
 def chunk_clocks(gemms: Gemms, problem: Problem, chunk: int, splits: int) -> int:

@@ -164,6 +164,6 @@ def configs_for(gpu: Gpu, n: int, keeps: bool, window: int) -> tuple[KernelConfi
     Where one column holds all tokens, tiles of 192 rows are left out: lower ones divide the classes more
     evenly among clusters, and 256 tokens took 5% less time in them on an H100.
     """
-    columns = gpu.serving((), keeps).columns
-    configs = gpu.row.configs_for(n, window, columns).forwards(keeps)
+    widths = gpu.serving((), "keep" if keeps else "forward").widths
+    configs = gpu.row.configs_for(n, window, widths).forwards(keeps)
     return tuple(each for each in configs if n > each.cluster_columns or not is_high(each))

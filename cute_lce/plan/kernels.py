@@ -82,10 +82,11 @@ def kernels(
     forward, keeps, backwards = terms or Terms()
     for configs in row.configs:
         for names, keep in ((forward, False), *(((keeps, True),) if keeps is not None else ())):
-            for config in configs.within(Gpu(arch, 1).serving(names, keep).columns).forwards(keep):
+            widths = Gpu(arch, 1).serving(names, "keep" if keep else "forward").widths
+            for config in configs.within(widths).forwards(keep):
                 keys[ForwardKey(config, dtype, target_dtype, keep, names)] = None
         for names in backwards:
-            pairs = configs.within(Gpu(arch, 1).serving(names).columns).pairs
+            pairs = configs.within(Gpu(arch, 1).serving(names, "backward").widths).pairs
             for pair, dweight in product(pairs, configs.dweight):
                 keys[BackwardKey(*pair, dweight, dtype, target_dtype, added, names)] = None
     keys[MultiplyKey(arch, dtype, added)] = None

@@ -1,4 +1,4 @@
-"""How dweight's GEMM makes room for a collective that runs beside it.
+"""How dweight's GEMM makes room for what runs beside it: a collective, or the pass that makes dlogits.
 
 A kernel of NCCL takes whole SMs, and CTAs of a persistent GEMM that find no SM begin when it ends, with all
 of their tiles before them: the collective would cost its whole time. So the GEMM is launched twice: over as
@@ -9,11 +9,12 @@ launch waits for the collective, whose next kernel might find no SM, and then th
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
-from ..arguments import Stripe
+from ..arguments import GemmPlan, Stripe
 from . import gemm
-from .cost import DWEIGHT, LAUNCH_CLOCKS, START_CLOCKS, Gemm
+from .cost import DWEIGHT, LAUNCH_CLOCKS, START_CLOCKS, Gemm, dlogits_clocks, gemm_of
 from .problem import Collective, Problem, ceil_div
 
 WIRE = 210e9
@@ -86,3 +87,43 @@ def divide(
         dweight=gemm.plan(gpu, config, columns - width, d, n),
     )
     return early, late
+
+
+MOST_PIECES = 8
+PASSED = 5.5e9
+"""Bytes a second that an SM's spare warps read and write beside dweight's GEMM, making dlogits."""
+
+
+class Piece(NamedTuple):
+    """Columns of a stripe of kept logits: the first of them, how many, and dweight's GEMM of theirs."""
+
+    first: int
+    columns: int
+    dweight: GemmPlan
+
+
+def pieces(gpu: Gpu, config: KernelConfig, problem: Problem, columns: int) -> tuple[Piece, ...]:
+    """How to make dlogits of so many kept columns beside dweight's GEMM of `config`, those of a piece beside
+    that of the piece before. Empty: that is predicted to be no faster than before it."""
+    n, d = problem.n, problem.d
+    if not config.has_spare_warps:
+        return ()
+    model = gemm_of(gpu, config, n * d * problem.vocab)
+    alone = dlogits_clocks(model.rates, n, columns)
+    across, down = ceil_div(d, config.cluster_columns), ceil_div(columns, config.cluster_rows)
+    tile = model.tile(n, DWEIGHT)
+    beside = 4 * n * config.cluster_rows / (PASSED * gpu.sms) * model.rates.clock  # a row of tiles
+    best, chosen = alone + ceil_div(down * across, model.clusters) * tile, 0
+    for count in range(2, MOST_PIECES + 1):
+        # Whole rounds of tiles.
+        rounds = ceil_div(ceil_div(down, count) * across, model.clusters)
+        rows = max(rounds * model.clusters // across, 1)
+        taken, left = alone * rows / down, down
+        while left > 0:
+            own, left = min(rows, left), left - rows
+            multiplied = ceil_div(own * across, model.clusters) * tile
+            taken += START_CLOCKS + LAUNCH_CLOCKS + max(multiplied, beside * min(rows, max(left, 0)))
+        if taken < best:
+            best, chosen = taken, rows * config.cluster_rows
+    widths = [(first, min(chosen, columns - first)) for first in range(0, columns, chosen)] if chosen else []
+    return tuple(Piece(*each, gemm.plan(gpu, config, each[1], d, n)) for each in widths)

@@ -39,8 +39,8 @@ class Pass(NamedTuple):
     @property
     def keeps(self) -> bool:
         """Whether forwards that keep have these tiles."""
-        most = Gpu(self.arch, 1).serving((), keeps=True).columns
-        return not most or self.config.tile_n <= most
+        widths = Gpu(self.arch, 1).serving((), "keep").widths
+        return widths is None or widths.holds(self.config.tile_m, self.config.tile_n)
 
     @property
     def dweight(self) -> KernelConfig:
@@ -154,7 +154,7 @@ OF_FORWARDS = [
     config
     for config in architecture("sm_90a")
     .configs[-1]
-    .within(Gpu("sm_90a", 1).serving((), True).columns)
+    .within(Gpu("sm_90a", 1).serving((), "keep").widths)
     .forwards(True)
     if config not in architecture("sm_90a").token_configs
 ]

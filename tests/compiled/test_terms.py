@@ -49,8 +49,8 @@ def test_a_logit_scale_spills_nothing(arch: str, i: int):
 def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> list[Key]:
     """Of the widest tiles that plans may choose for the terms of a forward, and for those of a backward."""
     keys: list[Key] = []
-    for terms in (forward, backward):
-        configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(terms).columns)
+    for terms, step in ((forward, "forward"), (backward, "backward")):
+        configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(terms, step).widths)
         tokens = max(configs.tokens, key=lambda config: config.tile_n)
         of_forward = ForwardKey(tokens, terms=terms)
         keys.append(
@@ -66,8 +66,8 @@ OF_WIDE_TILES = {False: ("logit_scale",), True: ("logit_scale", "proportion")}
 
 def wide_tiles() -> Iterator:
     for keeps, terms in OF_WIDE_TILES.items():
-        columns = Gpu("sm_90a", 1).serving(terms, keeps).columns
-        for config in architecture("sm_90a").configs[-1].within(columns).forwards(keeps):
+        widths = Gpu("sm_90a", 1).serving(terms, "keep" if keeps else "forward").widths
+        for config in architecture("sm_90a").configs[-1].within(widths).forwards(keeps):
             if config.accumulator_registers > 176:
                 name = f"{config.cluster_n}x{config.tile_n}x{config.tile_m}{'-keeps' * keeps}"
                 often = (config.tile_n, keeps) in ((208, False), (192, True), (128, False))
@@ -133,7 +133,7 @@ KEPT = (
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...]):
     """In the widest tiles that plans may choose for the terms."""
-    configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(terms, True).columns)
+    configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(terms, "keep").widths)
     key = ForwardKey(max(configs.tokens, key=lambda config: config.tile_n), keeps=True, terms=terms)
     own, without = (cubin.kernel(each, "Gemm") for each in (key, key._replace(terms=())))
     # Of one that keeps logits a word, which is written before the loop over tiles.

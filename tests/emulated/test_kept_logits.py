@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,11 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
+from cute_lce.arch import Gpu, KernelConfig
 from cute_lce.launch import token_stats as launch
 from cute_lce.launch.topk import Topk
-from cute_lce.plan import memory
+from cute_lce.plan import gemm, memory, overlap
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
-from cute_lce.plan.problem import round_up
+from cute_lce.plan.problem import Problem, round_up
 from tests.device import forget_plans
 from tests.emulated import token_stats
 from tests.emulated.backward import half_boxes, narrow_plans
@@ -87,6 +88,18 @@ def losses() -> dict[str, Numbers]:
 
 
 SHORT = ("all at once", 128, "sm_90a"), ("own", 201, "sm_100a")
+RL_BESIDE = "entropy", "some", "sm_100a"
+
+
+def pieces_of(width: int) -> Callable[..., list[overlap.Piece]]:
+    """Instead of plan.overlap.pieces: pieces of so many classes."""
+
+    def pieces(gpu: Gpu, config: KernelConfig, problem: Problem, columns: int) -> list[overlap.Piece]:
+        assert config.has_spare_warps
+        parts = [(first, min(width, columns - first)) for first in range(0, columns, width)]
+        return [overlap.Piece(*each, gemm.plan(gpu, config, each[1], problem.d, problem.n)) for each in parts]
+
+    return pieces
 
 
 @pytest.mark.parametrize(
@@ -142,6 +155,59 @@ def test_shapes(arch, n, d, V, kept, window):
     """Stripes within what was kept and behind it, and tails of all of them."""
     numbers = Numbers(ignoring(random_case(n, d, V, BF16, scale=3.0)), RL, RL)
     token_stats.check(numbers, run(numbers, arch, kept, window=window))
+
+
+@pytest.mark.parametrize(
+    ("which", "ignored", "arch"),
+    [
+        pytest.param(*each, marks=[] if each in (("given ids", "some", "sm_90a"), RL_BESIDE) else [full])
+        for each in itertools.product(
+            ("entropy", "cap", "own", "smoothing and class weights", "given ids"),
+            ("some", "none", "all"),
+            ("sm_90a", "sm_100a"),
+        )
+    ],
+)
+def test_dlogits_beside_dweight(which, ignored, arch, monkeypatch):
+    """Of pieces of 128 classes, by spare warps of the GEMM of the piece before; the last has 73."""
+    monkeypatch.setattr(overlap, "pieces", pieces_of(128))
+    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
+    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
+    forget_plans()
+    numbers = losses()[which]
+    case = numbers.case
+    target = {"some": case.target, "none": torch.arange(21), "all": torch.full((21,), case.ignore_index)}
+    numbers = replace(numbers, case=replace(case, target=target[ignored]))
+    if isinstance(numbers.temperature, torch.Tensor):
+        numbers = replace(numbers, temperature=numbers.temperature.nan_to_num(1.0))
+    if which == "given ids":
+        numbers = replace(numbers, topk_ids=given_ids(numbers.case, 40))
+    found = run(numbers, arch, 201, overwrites=True)
+    # Of the forward, dweight of two pieces, and dinput.
+    assert sum("Gemm" in name for name in found.emulator.launched) == 4
+    token_stats.check(numbers, found)
+
+
+@full
+@both
+def test_dlogits_beside_a_dweight_that_is_added(arch, monkeypatch):
+    monkeypatch.setattr(overlap, "pieces", pieces_of(128))
+    numbers = losses()["entropy"]
+    before = torch.randn_like(numbers.case.linear_weight, dtype=torch.float32)
+    found = run(numbers, arch, 201, out=before, overwrites=True)
+    dinput, total, _ = found.gradients
+    assert total is not None
+    found.gradients = dinput, (total - before).to(BF16), None
+    token_stats.check(numbers, found)
+
+
+@both
+def test_tokens_and_classes_of_many_pieces(arch, monkeypatch):
+    """More rounds than a warp has of a piece, more pieces than warps, and tokens that fill neither."""
+    monkeypatch.setattr(overlap, "pieces", pieces_of(640))
+    numbers = Numbers(ignoring(random_case(39, 8, 1300, BF16, scale=3.0)), RL, RL)
+    found = run(numbers, arch, 1300, overwrites=True)
+    token_stats.check(numbers, found)
 
 
 @pytest.mark.parametrize("window", [128, pytest.param(130, marks=full)])

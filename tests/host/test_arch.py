@@ -174,4 +174,4 @@ def test_a_gpu_with_a_row_has_kernels(arch: str, gpu, caplog):
 def test_plans_are_made_for_the_gpu_by_its_l2(mib: int, name: str, gpu):
     found = gpu_of(gpu(9, 0, mib << 20))
     assert found.sheet.gpu == name
-    assert found.serving(("softcap",)).sheet.gpu == name
+    assert found.serving(("softcap",), "forward").sheet.gpu == name

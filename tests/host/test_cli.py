@@ -297,7 +297,7 @@ def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()[1:]
     named = [line.split()[2].partition("(")[0] for line in lines[:-1]]
     assert named == [type(key).__name__ for key in keys]
-    row, most = architecture("sm_90a"), Gpu("sm_90a", 1).serving((), keeps=True).columns
+    row, most = architecture("sm_90a"), Gpu("sm_90a", 1).serving((), "keep").widths
     keeping = {config for configs in row.configs for config in configs.within(most).forwards(True)}
     found = {
         (tokens, dhidden, dweight)

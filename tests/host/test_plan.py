@@ -239,7 +239,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
     """Every number of tokens: all are covered, and no other tiles for so many take fewer clocks."""
     gpu = whole(arch)
     epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
-    widest = gpu.serving((), keeps).columns
+    widest = gpu.serving((), "keep" if keeps else "forward").widths
     for n in range(1, 5001):
         configs = forward.configs_for(gpu, n, keeps, 0)
         chosen = forward.ranked(gpu, n, 4096, 1000, keeps, 0)[0]
@@ -255,7 +255,7 @@ def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
             for config in configs
         }
         assert clocks[chosen] == min(clocks.values())
-        if n <= (widest or gpu.row.configs[0].tokens[-1].cluster_columns):
+        if n <= (widest.columns if widest else gpu.row.configs[0].tokens[-1].cluster_columns):
             # The weight is then read once, by the narrowest tile that holds all tokens.
             assert chosen == next(config for config in configs if config.cluster_columns >= n)
 
@@ -388,7 +388,8 @@ def test_calls_choose_among_the_configurations_for_their_number_of_tokens(arch: 
         problem, limits = Problem(n, 8 * ceil_div(d, 8), vocab), Limits(window)
         configs = gpu.row.configs_for(n, window)
         for kept in (0, vocab):
-            forwards = gpu.row.configs_for(n, window, gpu.serving((), kept > 0).columns).forwards(kept > 0)
+            widths = gpu.serving((), "keep" if kept else "forward").widths
+            forwards = gpu.row.configs_for(n, window, widths).forwards(kept > 0)
             assert forward.plan(gpu, *problem[:3], limits, kept=kept).config in forwards
             plan = backward.plan(gpu, problem, kept, limits)
             assert plan.tokens in configs.tokens

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64, Numeric
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
@@ -107,6 +107,7 @@ class Backward:
         tokens: the configuration of the logits' GEMM.
         dhidden, dweight: those of the gradients' GEMMs.
         half: whether the operands are float16, whose dlogits do not hold grad_scale.
+        beside: whether dweight's GEMM has spare warps make dlogits of kept logits, if it has any.
         added: the type of a matrix to which dweight is added; None: dweight is written.
     """
 
@@ -117,16 +118,20 @@ class Backward:
         dweight: KernelConfig,
         half: bool,
         added: Numeric | None = None,
+        *,
+        beside: bool = False,
     ):
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
         self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)))
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
-        self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k")
+        self.dlogits_of_kept = DlogitsOfKept(gemm.fragment(tokens))
+        self.beside = beside and dweight.has_spare_warps
+        spare = self.dlogits_of_kept if self.beside else None
+        self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k", spare=spare)
         self.added = added
         self.bias_gradient = BiasGradient(gemm.fragment(tokens), half)
         self.kept_sums = KeptSums(gemm.fragment(tokens), half)
-        self.dlogits_of_kept = DlogitsOfKept(gemm.fragment(tokens))
         self.gather = Gather()
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
@@ -177,16 +182,14 @@ class Backward:
         )
         progress = [vector(Int32, counters.address + 4 * i, 1) for i in range(3)]
         num_valid = vector(Int64, statistics.num_valid, 1)
+        own = target, row_max, row_sum, dloss
         # A kept stripe has no GEMM of logits: its first kernel is the scaling, which zeroes the counters too.
         scaled_first = source.kept_scale != 0 and source.scales != 0
         if counters.clears != 0 and not scaled_first:
             clear(vector(Int32, counters.address, counters.clears), stream)
         if source.kept_scale == 0:
             written = DlogitsTensors(
-                target=target,
-                row_max=row_max,
-                row_sum=row_sum,
-                dloss=dloss,
+                *own,
                 num_valid=num_valid,
                 dlogits=output(matrices.dlogits),
                 loss=loss,
@@ -234,6 +237,7 @@ class Backward:
                 # Else SMs that become free are for another stream's sum of dhidden over shards.
                 gradients.dhidden != 0,
                 given=transposed(matrices.given_rows),
+                beside=self._kept_beside(own, loss, tokens),
             )
         if gradients.dhidden != 0:
             # Last: until here rows.hidden may lie where this writes.
@@ -255,23 +259,27 @@ class Backward:
         if cutlass.const_expr("kept_logits" in loss.terms):
             if loss.kept_logits != 0:
                 n, columns = dlogits.shape
-                kept = KeptTensors(
-                    target=written.target,
-                    row_max=written.row_max,
-                    row_sum=written.row_sum,
-                    dloss=written.dloss,
-                    kept=matrix(Float16, loss.kept_logits, n, columns, loss.kept_pitch),
-                    notes=notes_of(loss.kept_notes, columns, n),
-                    dlogits=dlogits,
-                    loss=loss,
-                    first=written.first,
-                    rows=tokens,
+                kept = matrix(Float16, loss.kept_logits, n, columns, loss.kept_pitch)
+                notes = notes_of(loss.kept_notes, columns, n)
+                own = written.target, written.row_max, written.row_sum, written.dloss
+                self.dlogits_of_kept(
+                    KeptTensors(*own, kept, notes, dlogits, loss, written.first, tokens), stream
                 )
-                self.dlogits_of_kept(kept, stream)
             else:
                 self.dlogits(*operands, written, progress, grid, tokens, stream, given=given)
         else:
             self.dlogits(*operands, written, progress, grid, tokens, stream, given=given)
+
+    def _kept_beside(
+        self, own: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor], loss, tokens: Compacted
+    ) -> KeptTensors | None:
+        """What becomes dlogits beside dweight's GEMM. own: the first fields of KeptTensors."""
+        if not self.beside:
+            return None
+        n, columns, pitch = cute.size(own[0]), loss.beside_columns, loss.kept_pitch
+        kept, dlogits = (matrix(kind, loss.beside_logits, n, columns, pitch) for kind in (Float16, BFloat16))
+        notes = notes_of(loss.beside_notes, columns, n)
+        return KeptTensors(*own, kept, notes, dlogits, loss, loss.beside_first, tokens)
 
     @cute.jit
     def _dbias(
@@ -402,7 +410,12 @@ def compile_backward(
 ):
     """Compile `Backward` for any n, d, V, stripe, and pitch of rows that begin at multiples of 16 bytes."""
     return cute.compile(
-        Backward(tokens, dhidden, dweight, half=dtype == "float16", added=ADDED[added]),
+        Backward(
+            *(tokens, dhidden, dweight),
+            half=dtype == "float16",
+            added=ADDED[added],
+            beside="kept_logits" in terms,
+        ),
         *example_operands(dtype, target_dtype),
         example(with_terms(terms)),
         example(Upstream),
