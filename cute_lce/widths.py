@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 
@@ -60,29 +61,37 @@ def _together(terms: str) -> list[list[str]]:
     return [each.split("+") for each in terms.split()] or [[]]
 
 
+def _each(terms: str, count: int = 1, beside: str = "") -> str:
+    """For Limit.terms: every choice of `count` of these terms, each with those beside."""
+    some = itertools.combinations(terms.split(), count)
+    return " ".join("+".join((*each, *beside.split())) for each in some)
+
+
 _SUMS = "entropy squares total logits argmax"
-_CAPPED = "softcap+linear_bias softcap+entropy softcap+squares softcap+total softcap+logits softcap+argmax"
 HOPPER = Limits(
     forward=(
         Limit(Widths(192, 128), "row_scale"),
         Limit(Widths(176, 128), _SUMS),
-        Limit(Widths(176, 120), _CAPPED),
+        Limit(Widths(176, 120), "argmax softcap+linear_bias"),
+        Limit(Widths(176, 120), _each(_SUMS, beside="softcap")),
+        Limit(Widths(160, 120), _each(_SUMS, 3)),
         Limit(Widths(144), "softcap+row_scale"),
         Limit(Widths(128), "own_term"),
     ),
     keep=(
         Limit(Widths(192), ""),
         Limit(Widths(160), "logits argmax"),
-        Limit(Widths(144), "entropy total logits+argmax softcap+logits softcap+argmax"),
-        Limit(Widths(144), "softcap+row_scale softcap+linear_bias"),
-        Limit(Widths(128), "own_term softcap+row_scale+linear_bias"),
+        Limit(Widths(144), f"entropy total softcap+linear_bias softcap+row_scale {_each(_SUMS, 2)}"),
+        Limit(Widths(144), _each(_SUMS, beside="softcap")),
+        Limit(Widths(128), f"own_term softcap+row_scale+linear_bias entropy+total {_each(_SUMS, 3)}"),
     ),
     keep_logits=(
         Limit(Widths(192), ""),
         Limit(Widths(192, but=(168, 176)), "entropy squares argmax"),
         Limit(Widths(184, but=(168, 176)), "total logits"),
+        Limit(Widths(160), _each(_SUMS, 2)),
         Limit(Widths(144), "softcap+row_scale"),
-        Limit(Widths(128), "own_term logits+argmax"),
+        Limit(Widths(128), f"own_term {_each(_SUMS, 2, 'softcap row_scale')} {_each(_SUMS, 4)}"),
     ),
     backward=(
         Limit(Widths(176), "topk gap uniform shared linear_bias"),
@@ -91,6 +100,7 @@ HOPPER = Limits(
         Limit(Widths(128), "own_term"),
     ),
 )
+"""By tests/compiled/test_terms.py."""
 _BLACKWELL = (
     Limit(Widths(224), "softcap squares linear_bias+entropy"),
     Limit(Widths(192), "own_term row_scale+entropy+squares"),

@@ -176,8 +176,8 @@ class DlogitsOfKept:
 
     @cute.jit
     def beside(self, tensors: KeptTensors, first: Int32, step: Int32):
-        """Of a warp, a GEMM's or the kernel's: the pieces first, first + step, ..., by rounds, whose loads are a
-        round ahead."""
+        """Of a warp, a GEMM's or the kernel's: the pieces first, first + step, ..., in rounds of rows, whose
+        loads are a round ahead."""
         wide, pieces = self._pieces(tensors)
         if first < pieces:
             now, ahead = Loads.empty(), Loads.empty()

@@ -176,6 +176,10 @@ class Rates:
         self.write = sheet.write_share * sheet.memory / self.clock
         self.l2 = {name: getattr(sheet, name) / relative for name in (*ALONE, *BESIDE)}
 
+    def dlogits(self, n: int, columns: int) -> int:
+        """Clocks in which so many columns of kept logits become dlogits."""
+        return int(2 * n * columns * (1 / self.read + 1 / self.write))
+
 
 class Gemm:
     """The GEMMs of one configuration in calls of one size: (m, k) x (n, k). Built once for all that are
@@ -196,11 +200,10 @@ class Gemm:
             {name: moved / self.rates.l2[name] for name in (BESIDE if self._beside else ALONE)}
             for moved in (loaded, own_m * own_n)
         )
-        sheet = gpu.sheet
-        self._panel = sheet.panel_beside if self._beside else sheet.panel
-        self._panel_of_all = sheet.panel_beside if self._beside else sheet.panel_of_all
-        self._again = gpu.sheet.again
-        self._held = int(SCATTERED_SHARE * gpu.sheet.l2)
+        sheet, beside = gpu.sheet, self._beside
+        self._panel = sheet.panel_beside if beside else sheet.panel
+        self._panel_of_all = sheet.panel_beside if beside else sheet.panel_of_all
+        self._again, self._held = sheet.again, int(SCATTERED_SHARE * sheet.l2)
         # Of what a k tile loads, the weight's part.
         self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
@@ -410,12 +413,11 @@ class Gemms(NamedTuple):
 def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_kept: bool = False) -> int:
     """Clocks of a stripe: its logits' GEMM, or the factors and scaled rows of one that was kept, or its
     dlogits from kept logits, and those of the gradients."""
-    n, d = problem.n, problem.d
-    total = LAUNCH_CLOCKS
+    n, d, total = problem.n, problem.d, LAUNCH_CLOCKS
     if not is_kept:
         total += gemms.tokens.clocks(columns, n, d, DLOGITS)
     elif problem.keeps_logits:
-        total += dlogits_clocks(gemms.tokens.rates, n, columns)
+        total += gemms.tokens.rates.dlogits(n, columns)
     elif problem.need_dweight:
         total += int(4 * n * d / gemms.tokens.rates.read)
     if problem.need_dinput:
@@ -423,11 +425,6 @@ def stripe_clocks(gemms: Gemms, problem: Problem, columns: int, splits: int, is_
     if problem.need_dweight:
         total += LAUNCH_CLOCKS + gemms.dweight.clocks(columns, d, n, DWEIGHT)
     return total
-
-
-def dlogits_clocks(rates: Rates, n: int, columns: int) -> int:
-    """Clocks in which so many columns of kept logits become dlogits."""
-    return int(2 * n * columns * (1 / rates.read + 1 / rates.write))
 
 
 def chunk_clocks(gemms: Gemms, problem: Problem, chunk: int, splits: int) -> int:
@@ -450,5 +447,4 @@ def floor_clocks(gpu: Gpu, problem: Problem) -> float:
 
 
 def floor_seconds(gpu: Gpu, problem: Problem) -> float:
-    """Seconds of `floor_clocks`."""
     return floor_clocks(gpu, problem) / Rates(gpu, problem.n * problem.d * problem.vocab).clock

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan, Stripe
 from . import gemm
-from .cost import DWEIGHT, LAUNCH_CLOCKS, START_CLOCKS, Gemm, dlogits_clocks, gemm_of
+from .cost import DWEIGHT, LAUNCH_CLOCKS, START_CLOCKS, Gemm, gemm_of
 from .problem import Collective, Problem, ceil_div
 
 WIRE = 210e9
@@ -109,7 +109,7 @@ def pieces(gpu: Gpu, config: KernelConfig, problem: Problem, columns: int) -> tu
     if not config.has_spare_warps:
         return ()
     model = gemm_of(gpu, config, n * d * problem.vocab)
-    alone = dlogits_clocks(model.rates, n, columns)
+    alone = model.rates.dlogits(n, columns)
     across, down = ceil_div(d, config.cluster_columns), ceil_div(columns, config.cluster_rows)
     tile = model.tile(n, DWEIGHT)
     beside = 4 * n * config.cluster_rows / (PASSED * gpu.sms) * model.rates.clock  # a row of tiles

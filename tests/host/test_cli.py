@@ -399,9 +399,15 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         assert {(key.keeps, key.terms) for key in asked if isinstance(key, ForwardKey)} == forwards
         backwards = {of_backward, *of_kept[1:]}
         assert {key.terms for key in asked if isinstance(key, BackwardKey)} == backwards
-        wide = any(key.config.accumulator_registers > 176 for key in asked if isinstance(key, ForwardKey))
-        assert wide == (of_forward in ((), ("logit_scale",)))
-    capsys.readouterr()
+        for key in asked:
+            if isinstance(key, ForwardKey):
+                widths = Gpu("sm_90a", 132).serving(key.terms, "keep" if key.keeps else "forward").widths
+                assert widths is None or widths.holds(key.config.tile_m, key.config.tile_n)
+        widest = max(key.config.tile_n for key in asked if isinstance(key, ForwardKey) and not key.keeps)
+        narrow = {"entropy", "total", "logits", "argmax"}.intersection(of_forward) or {*bias, *cap} <= {
+            *of_forward
+        }
+        assert (widest > 192) == (not narrow)
 
 
 def test_compile_says_why_it_refuses_a_folder(tmp_path, monkeypatch, capsys):

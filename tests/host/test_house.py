@@ -54,7 +54,8 @@ def test_imports_run_downwards():
     ("room", "below"),
     [
         ("data_sheets", set()),
-        ("arch", {"data_sheets"}),
+        ("widths", set()),
+        ("arch", {"data_sheets", "widths"}),
         ("arguments", set()),
         ("plan", {"arch", "arguments"}),
         ("kernels", {"arch", "arguments", "logit_term", "maths"}),
