@@ -92,6 +92,8 @@ class Gemm:
     producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; epilogues
     mask what they add up of rows beyond m, and write neither these nor columns beyond n.
 
+    Spare warps do other work of the launch (`spare`), on which nothing in it waits.
+
     A mainloop is a subclass that defines the movement of data: the operands' layouts in shared memory, the
     pipelines, the other warp roles. It has `threads`, the threads of a CTA, and defines
         operands(a, b, given)  (tiled MMA, Operand of A, Operand of B); given: as in __call__

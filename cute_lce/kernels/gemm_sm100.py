@@ -36,12 +36,13 @@ class GemmSm100(gemm.Gemm):
     (cta_group::2); each loads and holds 128 rows of A and of the accumulator, and half of the rows of B. 128:
     each CTA computes a tile.
 
-    Warps of a CTA (192 threads, one CTA to an SM):
+    Warps of a CTA (192 threads, 320 with spare warps, one CTA to an SM):
         0-3  epilogue: warp w has rows 32 w to 32 w + 31 of the CTA's 128, which are its lanes of TMEM; it
              reads them in slabs of 64 or 32 columns, each by two tcgen05.ld.16x256b of 16 lanes, and gets the
              fragment of m16n8 MMAs (kernels.fragment)
         4    MMA: issues for the pair in its first CTA, idle in its second
         5    load: TMA of this CTA's parts of A and B
+        6-9  do what is `spare`, where that is given
 
     Pipelines (producer -> consumer, slots):
         ring          load -> MMA, config.stages. full, in the pair's first CTA: 1 arrival and the bytes of

@@ -142,6 +142,49 @@ def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...])
     assert len(own.local_accesses) <= max(len(without.local_accesses), accesses)
 
 
+OFTEN = (("entropy", "kept_logits"), True, 192), (("softcap",), True, 192), (("entropy",), False, 128)
+
+
+def wide_tiles_of_terms() -> Iterator:
+    """All that plans may choose of 160 and more accumulators."""
+    forwards = {*((terms[0], False) for terms in TERMS.values()), *((terms, True) for terms in KEPT)}
+    forwards |= {(terms, keeps) for terms, keeps, _ in OFTEN}
+    for terms, keeps in sorted(forwards):
+        widths = Gpu("sm_90a", 1).serving(terms, "keep" if keeps else "forward").widths
+        for config in architecture("sm_90a").configs[-1].within(widths).forwards(keeps):
+            if config.accumulator_registers >= 160:
+                name = f"{'-'.join(terms)}{'-keeps' * keeps}-{config.tile_m}x{config.tile_n}"
+                often = (terms, keeps, config.tile_n) in OFTEN and (keeps or config.tile_m == 192)
+                yield pytest.param(terms, keeps, config, id=name, marks=[] if often else [full])
+
+
+@pytest.mark.parametrize(("terms", "keeps", "config"), list(wide_tiles_of_terms()))
+def test_no_wide_tile_of_terms_spills(terms: tuple[str, ...], keeps: bool, config: KernelConfig):
+    kernel = cubin.kernel(ForwardKey(config, keeps=keeps, terms=terms), "Gemm")
+    assert not kernel.usage["STACK"], kernel.usage
+    assert not kernel.local_accesses
+
+
+OF_KEPT_LOGITS = ("coefficients", "gap", "kept_logits"), ("coefficients", "kept_logits", "topk")
+
+
+@pytest.mark.parametrize("terms", OF_KEPT_LOGITS, ids="-".join)
+@pytest.mark.parametrize(
+    ("arch", "i"),
+    [
+        pytest.param(arch, i, marks=[] if i == 3 else [full])
+        for arch in ("sm_90a", "sm_100a")
+        for i, config in enumerate(architecture(arch).configs[-1].dweight)
+        if config.has_spare_warps
+    ],
+)
+def test_what_spare_warps_do_spills_nothing(arch: str, i: int, terms: tuple[str, ...]):
+    """And takes no registers from the GEMM that are not there: ptxas refuses or spills."""
+    configs = architecture(arch).configs[-1]
+    key = BackwardKey(configs.tokens[0], configs.tokens[0], configs.dweight[i], terms=terms)
+    assert local_memory(key) == [(0, 0)] * len(local_memory(key))
+
+
 PASSES = ("forward", "backward")
 SHORT = ("sm_90a", "softcap"), ("sm_100a", "entropy")
 SPILLS = {

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cute_lce.arch import Gpu
+from cute_lce.arguments import KEPT_TILE
 from cute_lce.parallel.collectives import DEFAULT_CTAS, ctas_of, is_local
 from cute_lce.plan import backward, overlap
 from cute_lce.plan.problem import MIB, Collective, Limits, Problem
@@ -50,6 +51,40 @@ def test_a_collective_longer_than_the_gemm():
     assert parts is not None
     assert parts[0].columns == stripe.columns
     assert parts[1] is None
+
+
+@pytest.mark.parametrize(("n", "d", "V"), [(8192, 4096, 131072), (2048, 2048, 50257), (9817, 3584, 152064)])
+def test_pieces_are_the_whole(n: int, d: int, V: int):
+    """Each begins at whole units and tiles, and all but the last fill rounds of clusters."""
+    problem = Problem(n, d, V, keeps_logits=True, overwrites=True)
+    plan = backward.plan(GPU, problem, V, Limits(0, 1 << 40))
+    found = overlap.pieces(GPU, plan.dweight, problem, V)
+    assert 2 <= len(found) <= overlap.MOST_PIECES
+    assert [piece.first for piece in found] == [
+        sum(each.columns for each in found[:i]) for i in range(len(found))
+    ]
+    assert sum(piece.columns for piece in found) == V
+    assert all(piece.first % KEPT_TILE == 0 for piece in found)
+    clusters = GPU.sms // plan.dweight.cluster_size
+    across = -(-d // plan.dweight.cluster_columns)
+    for piece in found[:-1]:
+        tiles = -(-piece.columns // plan.dweight.cluster_rows) * across
+        assert piece.dweight.clusters == min(clusters, tiles)
+        assert tiles % clusters == 0 or tiles + across > -(-tiles // clusters) * clusters
+
+
+@pytest.mark.parametrize(("n", "d", "V"), [(16, 4096, 8192), (300, 512, 2000), (1, 64, 128)])
+def test_short_calls_have_no_pieces(n: int, d: int, V: int):
+    problem = Problem(n, d, V, keeps_logits=True, overwrites=True)
+    plan = backward.plan(GPU, problem, V, Limits(0, 1 << 40))
+    assert not overlap.pieces(GPU, plan.dweight, problem, V)
+
+
+def test_tiles_without_spare_registers_have_no_pieces():
+    problem = Problem(8192, 2048, 131072, keeps_logits=True, overwrites=True)
+    for config in GPU.row.dweight_configs:
+        assert bool(overlap.pieces(GPU, config, problem, 131072)) == config.has_spare_warps
+        assert config.has_spare_warps == (config.accumulator_registers <= 128)
 
 
 @pytest.mark.parametrize(
