@@ -34,7 +34,8 @@ WARPGROUP_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers of a thread of the load warpgroup, and of a consumer (Hopper)."""
 
 SPARE_REGISTERS = 152, 176
-"""The same where the load warpgroup's other warps work too, beside a GEMM of few accumulators."""
+"""The same of two consumer warpgroups where the load warpgroup's other warps work too."""
+
 EPILOGUE_REGISTERS = 32
 """What a consumer thread needs beside its accumulators, at least."""
 
@@ -160,8 +161,10 @@ class KernelConfig(Tiling):
 
     @property
     def has_spare_warps(self) -> bool:
-        """Whether warps without a role have registers to work with."""
-        return self.warpgroups < 3 and self.accumulator_registers <= 128
+        """Whether warps without a role have registers to work with (Hopper: SPARE_REGISTERS)."""
+        if self.row.tmem_columns:
+            return True
+        return self.warpgroups == 2 and self.accumulator_registers + EPILOGUE_REGISTERS <= SPARE_REGISTERS[1]
 
     @property
     def thread_registers(self) -> int:

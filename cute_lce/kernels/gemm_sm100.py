@@ -59,12 +59,12 @@ class GemmSm100(gemm.Gemm):
     Partials: CTAs of a pair have rows of their own, and each of their warps a partial for every window.
 
     Budgets: registers up to 208 a thread in the forward, 255 if it keeps, 153 for dlogits, 249 for dhidden
-    and 160 for dweight, without spills; 192 threads could have 255, so setmaxnreg is not needed. The loop
-    over slabs is unrolled, since an epilogue's numbers of a column are in registers. Shared memory:
-    (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (6 stages in 227
-    KiB), 20 KiB for 256 x 64 x 64 (10 stages) and 48 KiB for 128 x 256 x 64 (4 stages), and 16 KiB of boxes
-    (epilogues.store). TMEM: two accumulators of tile_n columns, all 512 columns at 256; a power of two is
-    allocated.
+    and 160 for dweight, without spills; 192 threads could have 255, and 320 have 168, so setmaxnreg is not
+    needed. The loop over slabs is unrolled, since an epilogue's numbers of a column are in registers. Shared
+    memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (6 stages
+    in 227 KiB), 20 KiB for 256 x 64 x 64 (10 stages) and 48 KiB for 128 x 256 x 64 (4 stages), and 16 KiB of
+    boxes (epilogues.store). TMEM: two accumulators of tile_n columns, all 512 columns at 256; a power of two
+    is allocated.
 
     Four epilogue warps, one for each of the SM's schedulers: the exponentials are the limit, 16 a clock and
     SM, and four warps keep enough of them in flight. Eight would not make them fewer.

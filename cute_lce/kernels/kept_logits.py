@@ -31,10 +31,11 @@ from cute_lce.kernels.rows import Compacted, computed
 WARPS = 4  # of a block
 ELEMENTS = 8  # adjacent ones of a thread in a row, which one access moves
 CHUNKS = 2  # of them, of one unit
-CLASSES = 32 * CHUNKS * ELEMENTS  # of a piece
-ROWS = TOPK_TOKENS  # of a piece: 16, whose notes of a unit are 32 consecutive bytes
-AT_ONCE = 4  # rows of a piece whose loads are in flight together, a round
-IN_A_ROW = 4  # pieces of a warp
+CLASSES = 32 * CHUNKS * ELEMENTS  # of a patch
+ROWS = TOPK_TOKENS  # of a patch: 16, whose notes of a unit are 32 consecutive bytes
+AT_ONCE, SCARCE_AT_ONCE = 4, 2  # rows of a patch whose loads are in flight together, a round
+IN_A_ROW = 4  # patches of a warp, unless there are few
+FEW_BLOCKS = 512
 LARGEST = 65504.0  # of fp16
 NO_ENTRY = -1
 NOWHERE, IGNORED = -(2**30), -(2**31)  # places of targets that are not in a stripe, and of ignored ones
@@ -97,7 +98,7 @@ class Token(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a piece: a thread's first column, its first row, and where those that are computed end."""
+    """Of a patch: a thread's first column, its first row, and where those that are computed end."""
 
     column: Int32
     begin: Int32
@@ -105,7 +106,7 @@ class Place(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What a round reads: below (8, 2, rows) and notes (rows,) fp16, and the piece's Token, in registers."""
+    """What a round reads: below (8, 2, rows) and notes (rows,) fp16, and the patch's Token, in registers."""
 
     below: cute.Tensor
     notes: cute.Tensor
@@ -113,8 +114,8 @@ class Loads(NamedTuple):
     numbers: cute.Tensor
 
     @classmethod
-    def empty(cls) -> "Loads":
-        shapes = ((ELEMENTS, CHUNKS, AT_ONCE), Float16), (AT_ONCE, Float16), (1, Int32), (4, Float32)
+    def empty(cls, rows: int) -> "Loads":
+        shapes = ((ELEMENTS, CHUNKS, rows), Float16), (rows, Float16), (1, Int32), (4, Float32)
         found = cls(*(cute.make_rmem_tensor(*each) for each in shapes))
         for each in found:
             each.fill(0)
@@ -147,21 +148,24 @@ class Entries(NamedTuple):
 class DlogitsOfKept:
     """dlogits of a stripe that was kept, rounded once; 0 in ignored rows. Moves 4 bytes an element.
 
-    A warp takes pieces of 16 tokens and 512 classes, a lane two times 8 adjacent classes of a unit of each
+    A warp takes patches of 16 tokens and 512 classes, a lane two times 8 adjacent classes of a unit of each
     token, whose loads of 16 bytes are in flight for AT_ONCE tokens together. No shared memory. It is a kernel
     of blocks of WARPS, or what spare warps of a GEMM do beside it (gemm.Gemm).
     """
 
-    def __init__(self, fragment: Fragment):
-        """fragment: of the logits' GEMM, whose units are the forward's, whatever the width of tiles."""
+    def __init__(self, fragment: Fragment, terms: tuple[str, ...]):
+        """fragment: of the logits' GEMM, whose units are the forward's, whatever the width of tiles.
+        terms: of the loss; with ids and numbers of classes rounds are shorter, so that nothing spills."""
         self.fragment = fragment
+        self.at_once = SCARCE_AT_ONCE if {"uniform", "topk"} <= {*terms} else AT_ONCE
         self.apart = fragment.rows[2]  # chunks of a unit
 
     @cute.jit
     def __call__(self, tensors: KeptTensors, stream: cuda.CUstream):
-        _, pieces = self._pieces(tensors)
+        _, patches = self._patches(tensors)
+        few = cutlass.min(cute.ceil_div(patches, WARPS), FEW_BLOCKS)
         self.kernel(tensors).launch(
-            grid=(cute.ceil_div(pieces, WARPS * IN_A_ROW), 1, 1),
+            grid=(cutlass.max(cute.ceil_div(patches, WARPS * IN_A_ROW), few), 1, 1),
             block=(32 * WARPS, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -176,29 +180,30 @@ class DlogitsOfKept:
 
     @cute.jit
     def beside(self, tensors: KeptTensors, first: Int32, step: Int32):
-        """Of a warp, a GEMM's or the kernel's: the pieces first, first + step, ..., in rounds of rows, whose
+        """Of a warp, a GEMM's or the kernel's: the patches first, first + step, ..., in rounds of rows, whose
         loads are a round ahead."""
-        wide, pieces = self._pieces(tensors)
-        if first < pieces:
-            now, ahead = Loads.empty(), Loads.empty()
+        wide, patches = self._patches(tensors)
+        if first < patches:
+            now, ahead = (Loads.empty(self.at_once) for _ in range(2))
             behind = self._place(tensors, first, wide)
             self._load(tensors, ahead, behind, behind.begin)
             self._load_token(tensors, ahead, behind)
-            for piece in cutlass.range(first, pieces, step, unroll=1):
-                place = self._place(tensors, piece, wide)
-                # The last one again behind the last.
-                behind = self._place(tensors, cutlass.min(piece + step, pieces - 1), wide)
+            for patch in cutlass.range(first, patches, step, unroll=1):
+                place = self._place(tensors, patch, wide)
+                # Behind the last the last one again, which nobody reads: another warp may be writing there.
+                behind = self._place(tensors, cutlass.min(patch + step, patches - 1), wide)
                 own = ahead.token()
-                weight = self._class_weights(tensors, place.column)
                 left = self._entries(tensors, place.column, place.begin)
-                for row in cutlass.range(place.begin, place.begin + ROWS, AT_ONCE, unroll=1):
+                for row in cutlass.range(place.begin, place.begin + ROWS, self.at_once, unroll=1):
                     now.take(ahead)
-                    if row + AT_ONCE < place.begin + ROWS:
-                        self._load(tensors, ahead, place, row + AT_ONCE)
+                    if row + self.at_once < place.begin + ROWS:
+                        self._load(tensors, ahead, place, row + self.at_once)
                     else:
                         self._load(tensors, ahead, behind, behind.begin)
                         self._load_token(tensors, ahead, behind)
-                    for i in cutlass.range_constexpr(AT_ONCE):
+                    # Read again for every round: registers are scarcer than loads.
+                    weight = self._class_weights(tensors, place.column)
+                    for i in cutlass.range_constexpr(self.at_once):
                         if row + i < place.end:
                             token = own.of(row + i - place.begin)
                             found = self._gradients(
@@ -211,26 +216,26 @@ class DlogitsOfKept:
                             )
                             left = self._row(tensors, found, token, row + i, place.column, left)
 
-    def _pieces(self, tensors: KeptTensors):
-        """(pieces of the same tokens, which come one after another, all pieces)."""
+    def _patches(self, tensors: KeptTensors):
+        """(patches of the same tokens, which come one after another, all patches)."""
         n, columns = tensors.dlogits.shape
         wide = cute.ceil_div(columns, CLASSES)
         return wide, wide * cute.ceil_div(n, ROWS)
 
-    def _place(self, tensors: KeptTensors, piece: Int32, wide: Int32) -> "Place":
+    def _place(self, tensors: KeptTensors, patch: Int32, wide: Int32) -> "Place":
         abreast = self.apart // ELEMENTS  # lanes of a unit's chunk
-        pair = piece % wide * 32 + cute.arch.lane_idx()
+        pair = patch % wide * 32 + cute.arch.lane_idx()
         column = (pair // abreast * CHUNKS * abreast + pair % abreast) * ELEMENTS
-        begin = piece // wide * ROWS
+        begin = patch // wide * ROWS
         end = cutlass.min(begin + ROWS, computed(tensors.rows))
         return Place(column, begin, end)
 
     @cute.jit
     def _load(self, tensors: KeptTensors, ahead: "Loads", place: "Place", row: Int32):
-        """A thread's elements of the rows of a piece from `row` on, and its unit's notes. They come before
+        """A thread's elements of the rows of a patch from `row` on, and its unit's notes. They come before
         the stores of the rows before: the compiler cannot know that these do not overlap."""
         columns, unit = cute.size(tensors.kept, mode=[1]), self.fragment.unit(place.column)
-        for i in cutlass.range_constexpr(AT_ONCE):
+        for i in cutlass.range_constexpr(self.at_once):
             at = cutlass.max(cutlass.min(row + i, place.end - 1), 0)
             if place.column < columns:
                 ahead.notes[i] = tensors.notes[unit, at]
@@ -241,7 +246,7 @@ class DlogitsOfKept:
                     cute.autovec_copy(source, ahead.below[None, chunk, i])
 
     def _load_token(self, tensors: KeptTensors, ahead: "Loads", place: "Place"):
-        """A piece's token that is the lane's."""
+        """A patch's token that is the lane's."""
         last = cutlass.max(place.end - 1, 0)
         ahead.set_token(self._token(tensors, cutlass.min(place.begin + cute.arch.lane_idx() % ROWS, last)))
 
@@ -281,7 +286,7 @@ class DlogitsOfKept:
 
     @cute.jit
     def _entries(self, tensors: KeptTensors, column: Int32, begin: Int32) -> "Entries":
-        """Of the given ids of a piece's tokens those in a thread's unit of TOPK_CLASSES, by rising tokens."""
+        """Of the given ids of a patch's tokens those in a thread's unit of TOPK_CLASSES, by rising tokens."""
         entry, last, next_one = Int32(0), Int32(0), Int32(NO_ENTRY)
         if cutlass.const_expr("topk" in tensors.loss.terms):
             block = (tensors.rows.first + begin) // TOPK_TOKENS

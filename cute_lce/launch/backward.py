@@ -97,14 +97,14 @@ class KernelBackward:
             (chunk.first, chunk.tokens, freeze(chunk.stripe._replace(**last))) for chunk in chosen.chunks
         ]
         self.pieces: Sequence[overlap.Piece] = ()
-        if overwrites and all(needs) and "bias_gradient" not in loss.terms:
-            self.pieces = overlap.pieces(gpu, chosen.dweight, problem, kept)
+        if overwrites and all(needs) and not request.shard and "bias_gradient" not in loss.terms:
+            self.pieces = overlap.pieces(gpu, chosen.dweight, problem, chosen.stripes[0].columns)
         launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
         self.column_sums = _column_sums(chosen, n)
-        paced = any(each.logits.paced or each.dhidden.paced or each.dweight.paced for each in launched)
-        # A shard's last launch may be two.
-        # Those of pieces are beside their stripe's.
-        count = len(launched) + request.shard + (len(self.pieces) + 1) * bool(self.pieces)
+        grids = [grid for each in launched for grid in (each.logits, each.dhidden, each.dweight)]
+        paced = any(grid.paced for grid in [*grids, *(piece.dweight for piece in self.pieces)])
+        # A shard's last launch may be two; pieces are launched beside their stripe's two others.
+        count = len(launched) + request.shard + (len(self.pieces) + 1 if self.pieces else 0)
         self.counters = COUNTERS * count if paced else 0
         self.row_bytes = d * (4 if exact else self.itemsize)
         self.hidden = None
@@ -253,12 +253,12 @@ class KernelBackward:
                 own, written = loss_arguments(own), at_kept if self.problem.overwrites else source
             groups = hidden, weight, target, own, upstream, statistics, gradients
             step = Step(*groups, written, last, stripe, counters)
-            if not self.pieces or planned.first >= self.kept_logits:
+            if not self.pieces or planned.first:
                 yield step
             else:
                 of_logits = functools.partial(self._loss_of_logits, saved, loss)
                 yield from in_pieces(step, self.pieces, planned, of_logits, self._gathered(last))
-                counters = after(counters, 1 + len(self.pieces))
+                counters = after(counters, len(self.pieces) + 1)
             counters = after(counters)
             source, rows = source._replace(scales=0), self._gathered(rows)
 

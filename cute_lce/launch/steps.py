@@ -63,9 +63,9 @@ def halves(step: Step) -> tuple[Step, Step]:
 def in_pieces(
     step: Step, pieces: Sequence[Piece], stripe: Stripe, loss_of: Callable[[int], Any], gathered: Any
 ) -> Iterator[Step]:
-    """The launch of a stripe of kept logits as several: dlogits of its first piece, each piece's dweight
-    beside the next one's dlogits, and dinput of all. loss_of: the loss of what begins at a column. gathered:
-    the rows, behind the first launch."""
+    """The launch of a stripe of kept logits as len(pieces) + 2: dlogits of its first piece, each piece's
+    dweight beside the next one's dlogits, and dinput of all. stripe: the step's, not frozen. loss_of: the
+    loss of what begins at a column. gathered: the rows, behind the first launch."""
     begun = step._replace(gradients=step.gradients._replace(dhidden=0, dweight=0))
     _, whole = halves(step)
     counters = step.counters

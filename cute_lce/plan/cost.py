@@ -447,4 +447,5 @@ def floor_clocks(gpu: Gpu, problem: Problem) -> float:
 
 
 def floor_seconds(gpu: Gpu, problem: Problem) -> float:
+    """Seconds of that."""
     return floor_clocks(gpu, problem) / Rates(gpu, problem.n * problem.d * problem.vocab).clock

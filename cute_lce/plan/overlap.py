@@ -4,6 +4,8 @@ A kernel of NCCL takes whole SMs, and CTAs of a persistent GEMM that find no SM 
 of their tiles before them: the collective would cost its whole time. So the GEMM is launched twice: over as
 many columns as take the collective's time on the SMs that it leaves, then over the others on all. The second
 launch waits for the collective, whose next kernel might find no SM, and then those of all ranks would wait.
+
+The pass that makes dlogits of kept logits runs in warps of the GEMM itself, a piece of the classes ahead.
 """
 
 from __future__ import annotations
@@ -90,8 +92,10 @@ def divide(
 
 
 MOST_PIECES = 8
+"""More save little of the first one's time, and each is a launch."""
 PASSED = 5.5e9
-"""Bytes a second that an SM's spare warps read and write beside dweight's GEMM, making dlogits."""
+"""Bytes a second that an SM's spare warps read and write beside dweight's GEMM, making dlogits: an H100,
+with the entropy's terms; with given ids 4.6."""
 
 
 class Piece(NamedTuple):
@@ -112,7 +116,8 @@ def pieces(gpu: Gpu, config: KernelConfig, problem: Problem, columns: int) -> tu
     alone = model.rates.dlogits(n, columns)
     across, down = ceil_div(d, config.cluster_columns), ceil_div(columns, config.cluster_rows)
     tile = model.tile(n, DWEIGHT)
-    beside = 4 * n * config.cluster_rows / (PASSED * gpu.sms) * model.rates.clock  # a row of tiles
+    sms = min(model.clusters, down * across) * config.cluster_size
+    beside = 4 * n * config.cluster_rows / (PASSED * sms) * model.rates.clock  # a row of tiles
     best, chosen = alone + ceil_div(down * across, model.clusters) * tile, 0
     for count in range(2, MOST_PIECES + 1):
         # Whole rounds of tiles.

@@ -195,6 +195,7 @@ def test_dlogits_beside_a_dweight_that_is_added(arch, monkeypatch):
     numbers = losses()["entropy"]
     before = torch.randn_like(numbers.case.linear_weight, dtype=torch.float32)
     found = run(numbers, arch, 201, out=before, overwrites=True)
+    assert sum("Gemm" in name for name in found.emulator.launched) == 4
     dinput, total, _ = found.gradients
     assert total is not None
     found.gradients = dinput, (total - before).to(BF16), None
@@ -203,10 +204,11 @@ def test_dlogits_beside_a_dweight_that_is_added(arch, monkeypatch):
 
 @both
 def test_tokens_and_classes_of_many_pieces(arch, monkeypatch):
-    """More rounds than a warp has of a piece, more pieces than warps, and tokens that fill neither."""
+    """More patches than spare warps, and tokens and classes that fill neither these nor the pieces."""
     monkeypatch.setattr(overlap, "pieces", pieces_of(640))
-    numbers = Numbers(ignoring(random_case(39, 8, 1300, BF16, scale=3.0)), RL, RL)
-    found = run(numbers, arch, 1300, overwrites=True)
+    numbers = Numbers(ignoring(random_case(70, 8, 1300, BF16, scale=3.0)), RL, RL)
+    found = run(numbers, arch, 1300, overwrites=True, sms=2)
+    assert sum("Gemm" in name for name in found.emulator.launched) == 5
     token_stats.check(numbers, found)
 
 

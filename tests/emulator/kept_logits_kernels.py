@@ -39,7 +39,7 @@ def narrow() -> Iterator[None]:
 
 @functools.cache
 def _numbers(which: str) -> Numbers:
-    """test_kept_logits' loss of this name. A thread computes eight classes of four tokens at once: each of
+    """test_kept_logits' loss of this name. A thread computes sixteen classes of four tokens at once: each of
     these classes is the target of each of these tokens several times, with an upstream gradient and without.
     """
     from tests.emulated.test_kept_logits import losses

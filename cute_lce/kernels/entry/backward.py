@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Numeric
 
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
@@ -107,7 +107,8 @@ class Backward:
         tokens: the configuration of the logits' GEMM.
         dhidden, dweight: those of the gradients' GEMMs.
         half: whether the operands are float16, whose dlogits do not hold grad_scale.
-        beside: whether dweight's GEMM has spare warps make dlogits of kept logits, if it has any.
+        terms: of the loss. Spare warps of dweight's GEMM, if its configuration has any, make dlogits of kept
+            logits, but with a bias, whose gradient is summed before.
         added: the type of a matrix to which dweight is added; None: dweight is written.
     """
 
@@ -119,14 +120,15 @@ class Backward:
         half: bool,
         added: Numeric | None = None,
         *,
-        beside: bool = False,
+        terms: tuple[str, ...] = (),
     ):
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
         self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)))
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
-        self.dlogits_of_kept = DlogitsOfKept(gemm.fragment(tokens))
-        self.beside = beside and dweight.has_spare_warps
+        if "kept_logits" in terms:
+            self.dlogits_of_kept = DlogitsOfKept(gemm.fragment(tokens), terms)
+        self.beside = "kept_logits" in terms and "bias_gradient" not in terms and dweight.has_spare_warps
         spare = self.dlogits_of_kept if self.beside else None
         self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k", spare=spare)
         self.added = added
@@ -237,7 +239,7 @@ class Backward:
                 # Else SMs that become free are for another stream's sum of dhidden over shards.
                 gradients.dhidden != 0,
                 given=transposed(matrices.given_rows),
-                beside=self._kept_beside(own, loss, tokens),
+                beside=self._kept_beside(own, dtype, loss, tokens),
             )
         if gradients.dhidden != 0:
             # Last: until here rows.hidden may lie where this writes.
@@ -271,13 +273,13 @@ class Backward:
             self.dlogits(*operands, written, progress, grid, tokens, stream, given=given)
 
     def _kept_beside(
-        self, own: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor], loss, tokens: Compacted
+        self, own: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor], dtype, loss, tokens: Compacted
     ) -> KeptTensors | None:
         """What becomes dlogits beside dweight's GEMM. own: the first fields of KeptTensors."""
         if not self.beside:
             return None
         n, columns, pitch = cute.size(own[0]), loss.beside_columns, loss.kept_pitch
-        kept, dlogits = (matrix(kind, loss.beside_logits, n, columns, pitch) for kind in (Float16, BFloat16))
+        kept, dlogits = (matrix(kind, loss.beside_logits, n, columns, pitch) for kind in (Float16, dtype))
         notes = notes_of(loss.beside_notes, columns, n)
         return KeptTensors(*own, kept, notes, dlogits, loss, loss.beside_first, tokens)
 
@@ -414,7 +416,7 @@ def compile_backward(
             *(tokens, dhidden, dweight),
             half=dtype == "float16",
             added=ADDED[added],
-            beside="kept_logits" in terms,
+            terms=terms,
         ),
         *example_operands(dtype, target_dtype),
         example(with_terms(terms)),

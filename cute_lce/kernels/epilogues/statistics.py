@@ -200,7 +200,7 @@ class ForwardEpilogue:
         owned: cutlass.Constexpr[range],
     ) -> cute.Tensor:
         """Add a fragment's logits of the columns that lanes own with the numbers `owned` to the statistics;
-        returns (owned,) their maxima. of: where a total is asked for.
+        returns (owned,) their maxima, of other columns nothing. of: where a total is asked for.
 
         Terms are relative to 2^base of their token. A token that exceeds its base by the headroom, as every
         one does at first, gets a new one.
