@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
-
 from ..arguments import NOTE_BYTES, units
 from .problem import KIB, MIB, Problem, ceil_div, round_up
 
@@ -23,6 +21,8 @@ class SmallWorkspace(ValueError):
 
 def refuse_workspace(schedule: str, workspace: int, least: int, heads: int = 1) -> SmallWorkspace:
     """The error. heads: the numbers are of how many heads' call."""
+    import decimal  # A hundredth of what the package's import takes.
+
     # Rounded up, so that the printed number suffices.
     up = decimal.Context(prec=6, rounding=decimal.ROUND_CEILING)
     least_mb = up.divide(decimal.Decimal(int(least)), decimal.Decimal(MIB))
