@@ -215,8 +215,7 @@ class Gemm:
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
-        rounds = -(-tiles // self.clusters)
-        depth = -(-k // splits)
+        rounds, depth = -(-tiles // self.clusters), -(-k // splits)
         computed = rounds * self.tile(depth, epilogue, saved=self._saved(n, depth, epilogue))
         return START_CLOCKS + int(_longer(computed, self._moved(m, n, k, epilogue.stored), STREAMED))
 
@@ -447,5 +446,5 @@ def floor_clocks(gpu: Gpu, problem: Problem) -> float:
 
 
 def floor_seconds(gpu: Gpu, problem: Problem) -> float:
-    """Seconds of that."""
+    """Seconds of `floor_clocks`."""
     return floor_clocks(gpu, problem) / Rates(gpu, problem.n * problem.d * problem.vocab).clock
