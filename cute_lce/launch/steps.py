@@ -66,22 +66,22 @@ def in_pieces(
     """The launch of a stripe of kept logits as len(pieces) + 2: dlogits of its first piece, each piece's
     dweight beside the next one's dlogits, and dinput of all. stripe: the step's, not frozen. loss_of: the
     loss of what begins at a column. gathered: the rows, behind the first launch."""
-    begun = step._replace(gradients=step.gradients._replace(dhidden=0, dweight=0))
+    parts = [
+        stripe._replace(first=stripe.first + first, columns=columns, is_last=0, dweight=grid)
+        for first, columns, grid in pieces
+    ]
+    losses = [loss_of(part.first) for part in parts]
+    nothing = step.gradients._replace(dhidden=0, dweight=0)
+    yield step._replace(gradients=nothing, stripe=parts[0])
     _, whole = halves(step)
     counters = step.counters
-    losses = [loss_of(stripe.first + piece.first) for piece in pieces]
-    for i, (first, columns, grid) in enumerate(pieces):
-        own = losses[i]
-        part = stripe._replace(first=stripe.first + first, columns=columns, is_last=0, dweight=grid)
-        if not i:
-            yield begun._replace(stripe=part)
-        if i + 1 < len(pieces):
-            behind = losses[i + 1]
+    for i, (part, own) in enumerate(zip(parts, losses, strict=True)):
+        if i + 1 < len(parts):
             own = own._replace(
-                beside_logits=behind.kept_logits,
-                beside_notes=behind.kept_notes,
-                beside_first=stripe.first + pieces[i + 1].first,
-                beside_columns=pieces[i + 1].columns,
+                beside_logits=losses[i + 1].kept_logits,
+                beside_notes=losses[i + 1].kept_notes,
+                beside_first=parts[i + 1].first,
+                beside_columns=parts[i + 1].columns,
             )
         counters = after(counters)
         yield whole._replace(
