@@ -23,6 +23,7 @@ from .token_stats import (
     LossGradientsFunction,
     StatsFunction,
     StatsHow,
+    eager_token_stats,
     listed,
     token_loss_gradients,
     token_stats,
@@ -197,7 +198,10 @@ def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
     if how.destination is None and not request.overwrites:
         found = token_stats(*operands, *arguments)
     else:
-        found = apply_of(StatsFunction)(functools.partial(_run, token_stats, arguments), how, *operands)
+        run = functools.partial(_run, token_stats, arguments)
+        if request.overwrites:
+            run = functools.partial(eager_token_stats, options, Request(request.limits, request.kept_columns))
+        found = apply_of(StatsFunction)(run, how, *operands)
     named = zip(Stats._fields, found, strict=True)
     return Stats(**{name: value for name, value in named if name in options.outputs})
 

@@ -169,16 +169,24 @@ def _check(operands: StatsOperands, ignore_index: int) -> None:
 def token_stats(*arguments):
     operands = StatsOperands(*arguments[:_TENSORS])
     options, (window, workspace, kept_columns) = options_of(arguments[_TENSORS:])
+    found = _forward(operands, options, Request(Limits(window, workspace), kept_columns))
+    return all_present(found._replace(sorted_ids=None), operands, options)
+
+
+def eager_token_stats(options: StatsOptions, request: Request, operands: tuple) -> tuple[Tensor, ...]:
+    """token_stats of a call that nothing intercepts, whose backward has the ids' order too."""
+    given = StatsOperands(*operands)
+    return all_present(_forward(given, options, request), given, options)
+
+
+def _forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
     _check(operands, options.ignore_index)
-    request = Request(Limits(window, workspace), kept_columns)
-    found = _statistics(operands, options, kept_columns).forward(operands, options, request)
-    return all_present(found, operands, options)
+    return _statistics(operands, options, request.kept_columns).forward(operands, options, request)
 
 
 def all_present(found: Stats, operands: StatsOperands, options: StatsOptions) -> tuple[Tensor, ...]:
-    """With empty tensors for what there is none of: a schema has no optional results. The ids' order, whose
-    size depends on what serves the call, is left out: a graph's backward sorts them again."""
-    found = found._replace(sorted_ids=None)
+    """With empty tensors for what there is none of: a schema has no optional results. An op's have no
+    sorted_ids, whose size depends on what serves the call: a graph's backward sorts them again."""
     if found.kept is None:
         found = found._replace(**_empty_kept(operands, options, 0))
     acc = accumulate_dtype(operands.hidden.dtype)

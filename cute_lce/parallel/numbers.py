@@ -270,7 +270,9 @@ def sharded_token_stats(*arguments):
     hidden, acc = operands.hidden, accumulate_dtype(operands.hidden.dtype)
     weight, every, target, ids, elsewhere, ids_elsewhere = others
     stats = whole.all_present(
-        stats, operands if every is None else operands._replace(hidden=every), how.options
+        stats._replace(sorted_ids=None),
+        operands if every is None else operands._replace(hidden=every),
+        how.options,
     )
     return (
         *stats,

@@ -228,6 +228,10 @@ class Backward:
             shared = self._shared(loss, tokens, d)
             self._dhidden(matrices, parts, stripe, shared, progress[1], tokens, stream)
         if gradients.dweight != 0:
+            # Else SMs that become free are for another stream's sum of dhidden over shards.
+            early = gradients.dhidden != 0
+            if cutlass.const_expr(self.beside):
+                early = early or loss.beside_columns != 0
             self.dweight(
                 transposed(matrices.dlogits),
                 transposed(matrices.rows),
@@ -236,8 +240,7 @@ class Backward:
                 stripe.dweight,
                 tokens,
                 stream,
-                # Else SMs that become free are for another stream's sum of dhidden over shards.
-                gradients.dhidden != 0,
+                early,
                 given=transposed(matrices.given_rows),
                 beside=self._kept_beside(own, dtype, loss, tokens),
             )
