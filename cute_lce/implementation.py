@@ -53,7 +53,8 @@ class Request(NamedTuple):
     outside it that is not ignore_index belongs to another part. The two phases of a pass are then apart:
     Forward and Backward say what the first one gives. is_summed: whether a shard's dinput is summed over the
     shards before it is rounded. beside: what runs beside the second phase of a shard's backward. need_dbias:
-    of a Statistics. overwrites: whether a Statistics' backward frees kept logits, whose place dlogits take.
+    of a Statistics. overwrites: whether a Statistics' backward may write to what was kept: it frees kept
+    logits, whose place dlogits take.
     """
 
     limits: Limits = NO_LIMITS
@@ -287,7 +288,14 @@ class StatsOptions(NamedTuple):
     def of(cls, loss: LossOptions, terms: TermOptions) -> StatsOptions:
         """Of the numbers that RowLoss makes a loss of."""
         numbers = loss.ignore_index, loss.logit_scale, terms.softcap, 1.0
-        return cls(*numbers, outputs_of(terms), terms.z_loss, terms.label_smoothing)
+        return cls(*numbers, terms.numbers, terms.z_loss, terms.label_smoothing)
+
+    @property
+    def saves_logits(self) -> bool:
+        """Whether a backward may read the logits of targets and of given ids: for the slope of a softcap, or
+        for what they are in kept exponentials (launch/entries.py)."""
+        others = not self.z_loss and ("lse" in self.outputs or "topk_logprob" in self.outputs)
+        return self.softcap is not None or others
 
 
 class Stats(NamedTuple):
@@ -300,8 +308,8 @@ class Stats(NamedTuple):
     For the backward: row_max, row_sum as above. mean_gap: sum p (row_max - z), if entropy is asked for. kept
     (n, kept_columns): products of hidden and weight, or what kernels keep, with kept_scale, as in Results, or
     of kept logits (units, n) fp16; onehot_ratio: what was subtracted from that at the target, over the
-    softmax, where it is not 1. target_logit: z of the target, if there is a softcap; topk_logit (n, K):
-    likewise of the ids, of use where they are classes. sorted_ids int32: these as the kernels take them.
+    softmax, where it is not 1. target_logit: z of the target, where options.saves_logits; topk_logit (n,
+    K): likewise of the ids, of use where they are classes. sorted_ids int32: these as the kernels take them.
     """
 
     logprob: Tensor | None = None
@@ -346,16 +354,6 @@ class StatsSaved(NamedTuple):
     onehot_ratio: Tensor | None = None
     topk_logit: Tensor | None = None
     sorted_ids: Tensor | None = None
-
-
-def outputs_of(terms: TermOptions) -> tuple[str, ...]:
-    """The numbers of each token that RowLoss makes the loss of."""
-    names = ["logprob"]
-    if terms.label_smoothing != 0:
-        names.append("total_nll")
-    if terms.z_loss != 0:
-        names.append("lse")
-    return tuple(names)
 
 
 class RowLoss(NamedTuple):

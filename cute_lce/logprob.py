@@ -67,9 +67,9 @@ def linear_logprob(
     Returns:
         TokenStats with the fields that outputs names; the others are None.
 
-    Where logits are kept, for the gradient of lse or an entropy, or for given ids, an eager call's backward
-    overwrites and frees them, unless hooks on saved tensors had them; another one of a retained graph
-    recomputes, with other roundings.
+    Where logits are kept, for the gradient of an entropy or more than 256 ids of a token, an eager call's
+    backward overwrites and frees them, unless hooks on saved tensors had them; another one of a retained
+    graph recomputes, with other roundings.
 
     Errors are as in linear_cross_entropy; a temperature that requires a gradient is refused. Any combination
     of the differentiable fields may have an upstream gradient; one without costs nothing. torch.func's

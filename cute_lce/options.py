@@ -136,6 +136,12 @@ class TermOptions(_TermFields):
         given = {**self._asdict(), "softcap": term_of(self.softcap) or self.softcap}
         return TermOptions, tuple(given.values())
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Those of each token that the loss is made of (implementation.RowLoss)."""
+        others = ("total_nll",) * (self.label_smoothing != 0), ("lse",) * (self.z_loss != 0)
+        return ("logprob", *others[0], *others[1])
+
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):

@@ -23,7 +23,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # Numbers of tokens and terms of the loss, for which kernels are compiled that no other test shares.
-_TERMS = ("test_terms", "test_shard_terms", "test_own_terms", "test_softcap", "test_kept_logits")
+_TERMS = (
+    "test_terms",
+    "test_shard_terms",
+    "test_own_terms",
+    "test_softcap",
+    "test_kept_logits",
+    "test_entries",
+)
 
 
 def _kernels_of(item: pytest.Item) -> str:

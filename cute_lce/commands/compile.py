@@ -118,8 +118,9 @@ def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
     statistics = *logits, *weights, *(term for term in MORE_PARTS if sums[term])
     forward = *statistics, *topk
     smooth_cap = args.softcap and args.label_smoothing
-    keeps = None
-    if not (args.entropy or args.lse or args.log_sum_sq_probs or args.topk or weights or smooth_cap):
+    keeps, of_logits = None, args.entropy or args.log_sum_sq_probs or weights
+    forms = args.lse or args.topk
+    if not (of_logits or forms or smooth_cap):
         keeps = (*forward, *("proportion",) * (args.z_loss or args.label_smoothing))
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights, *topk
     numbers = args.lse, args.log_sum_sq_probs, args.mean_logit, args.argmax
@@ -131,6 +132,10 @@ def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
         shared = ("shared",) * args.label_smoothing
         backwards.append((*logits, *more, *shared, *bias))
         backwards.append((*("coefficients",) * args.linear_bias, *shared, *bias) if more else logits)
+    elif dtype == "bfloat16" and not (of_logits or args.z_loss or args.label_smoothing):
+        keeps = *statistics, "proportion", *topk
+        backwards.append((*logits, *more, "entries", *bias))
+        backwards.append((*("coefficients",) * args.linear_bias, "entries", *bias))
     elif dtype == "bfloat16" and not smooth_cap:
         keeps = *statistics, "kept_logits", *topk
         backwards.append((*logits, *more, "kept_logits", *bias))

@@ -35,6 +35,7 @@ from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
 from .backward import backward as backward_of
+from .entries import Entries, forms_entries
 from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
@@ -85,8 +86,13 @@ def keeps_logits(operands: StatsOperands, options: StatsOptions) -> bool:
 
 
 def keeps_exponentials(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether exponentials suffice: where the onehot's share is known in the forward. A LogitTerm's slope may
-    be beyond fp16's range."""
+    """Whether exponentials suffice: the gradient by z is a share of the softmax but for a few entries."""
+    return knows_onehots(operands, options) or forms_entries(operands, options)
+
+
+def knows_onehots(operands: StatsOperands, options: StatsOptions) -> bool:
+    """Whether the onehot's share is known in the forward, which then subtracts it from what it keeps. A
+    LogitTerm's slope may be beyond fp16's range."""
     if term_of(options.softcap) is not None and operands.hidden.dtype is torch.float16:
         return False
     if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
@@ -214,7 +220,7 @@ def forward(
     return _stats_of(own, losses, options, valid)._replace(
         kept=found.kept,
         kept_scale=found.kept_scale,
-        onehot_ratio=asked.onehot_ratio,
+        onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
         sorted_ids=None if topk is None else topk.packed,
     )
 
@@ -240,14 +246,14 @@ class _Asked(NamedTuple):
         loss = loss.with_terms(*more)
         if kept_columns and keeps_logits(operands, options):
             loss = loss.with_terms("kept_logits")
-        elif kept_columns and _has_proportion(options):
+        elif kept_columns and (_has_proportion(options) or not knows_onehots(operands, options)):
             tensors = tensors.with_target_weight(operands.target)
             ratio = torch.empty(operands.target.shape, dtype=torch.float32, device=operands.target.device)
             own = tensors.target_weight
             loss = loss.with_terms(
                 "proportion",
                 target_weight=0 if own is None else own.data_ptr(),
-                onehot=1.0 - options.label_smoothing,
+                onehot=1.0 - options.label_smoothing if _has_proportion(options) else 0.0,
                 beside=options.label_smoothing,
                 lse_slope=2.0 * options.z_loss,
                 onehot_ratio=ratio.data_ptr(),
@@ -280,14 +286,14 @@ def _stats_of(own: RowSums, losses: Tensor | None, options: StatsOptions, valid:
     if own.topk_logit is not None and own.topk_known is not None:
         each = maths.logprob(log_row_sum.unsqueeze(1), own.row_max.unsqueeze(1), own.topk_logit)
         wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & own.topk_known, each, 0)
-    capped = options.softcap is not None
+    saves = options.saves_logits
     return Stats(
         **wanted,
         row_max=own.row_max,
         row_sum=own.row_sum,
         mean_gap=own.mean_gap,
-        target_logit=lse + logprob if capped else None,
-        topk_logit=own.topk_logit if capped else None,
+        target_logit=lse + logprob if saves else None,
+        topk_logit=own.topk_logit if saves else None,
     )
 
 
@@ -346,7 +352,14 @@ def backward(
     if saved.kept is None or of_logits:
         gradient = Gradient.of(operands, saved, options, tensors, coefficients, valid)
     else:
-        gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, valid)
+        entries = None
+        if not knows_onehots(operands, options):
+            restores = not (request.overwrites or request.shard)
+            entries = Entries.of(operands, saved, options, tensors, coefficients, restores=restores)
+        softmax = None if entries is None else entries.softmax
+        gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, valid, softmax)
+        if entries is not None:
+            gradient = entries.added_to(gradient)
         if coefficients.uniform is not None:
             shared = Shared.of(given, options, request, tensors, coefficients.uniform, valid)
             gradient = shared.added_to(gradient)

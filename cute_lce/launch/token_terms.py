@@ -71,6 +71,17 @@ class Loss(NamedTuple):
     topk_values: int = 0
     topk_units: int = 0
     topk_blocks: int = 0
+    entries: int = 0
+    entry_ids: int = 0
+    entry_logits: int = 0
+    entry_values: int = 0
+    entry_slopes: int = 0
+    target_logits: int = 0
+    target_values: int = 0
+    target_slopes: int = 0
+    entry_softmax: int = 0
+    entry_row_sum: int = 0
+    entries_before: int = 0
     shared: int = 0
     weight_sum: int = 0
     hidden_sum: int = 0
@@ -172,7 +183,8 @@ class Gradient(NamedTuple):
         softmax = maths.softmax_factor(coefficients.softmax * factor, saved.row_sum)
         target = torch.zeros_like(softmax) if coefficients.target is None else coefficients.target * -factor
         if saved.target_logit is not None:
-            target *= _slope(saved.target_logit, options, tensors)
+            slope = slopes(saved.target_logit, options, tensors)
+            target = target if slope is None else target * slope
         gap, uniform = coefficients.gap_factor, coefficients.uniform
         if gap is not None:
             gap = maths.softmax_factor(gap * factor, saved.row_sum)
@@ -186,7 +198,8 @@ class Gradient(NamedTuple):
         if topk is not None and topk.numel():
             topk = topk * (factor.unsqueeze(1) if isinstance(factor, Tensor) else factor)
             if saved.topk_logit is not None:
-                topk *= _slope(saved.topk_logit, options, tensors)
+                slope = slopes(saved.topk_logit, options, tensors)
+                topk = topk if slope is None else topk * slope
             loss = loss.with_terms("topk")
         return cls(loss, target, softmax, (row_factor, gap, uniform, *tensors), topk)
 
@@ -199,10 +212,13 @@ def kept_gradient(
     tensors: Tensors,
     coefficients: Coefficients,
     valid: Tensor,
+    softmax: Tensor | None,
 ) -> Gradient:
-    """Where columns were kept. Of all of them nothing is computed by coefficients."""
+    """Where columns were kept. Of all of them nothing is computed by coefficients. softmax: those of the
+    softmax, if they are not what the forward took them to be."""
     loss = loss_of(options, tensors)
-    factor = _kept_factor(saved, coefficients, _product_factor(loss, tensors, valid), valid)
+    factor = _product_factor(loss, tensors, valid)
+    factor = _kept_factor(saved, coefficients, factor, valid) if softmax is None else softmax * factor
     if request.kept_columns < operands.weight.shape[0]:
         found = Gradient.of(operands, saved, options, tensors, coefficients, valid)
     else:
@@ -259,10 +275,10 @@ class Shared(NamedTuple):
         return gradient._replace(loss=loss, others=(*gradient.others, *self))
 
 
-def _slope(logit: Tensor, options: StatsOptions, tensors: Tensors) -> Tensor | float:
-    """The derivative of a softcap, or of a LogitTerm, where it gave z; logit (n, ...)."""
-    if options.softcap is None:
-        return 1.0
+def slopes(logit: Tensor | None, options: StatsOptions, tensors: Tensors) -> Tensor | None:
+    """The derivative of a softcap, or of a LogitTerm, where it gave z, (n, ...) as logit; None: 1."""
+    if options.softcap is None or logit is None:
+        return None
     capped = logit * options.temperature
     if tensors.row_scale is not None:
         capped /= tensors.row_scale.view(-1, *[1] * (logit.dim() - 1))

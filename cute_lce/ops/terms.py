@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import Request, RowLoss, Statistics, Stats, StatsOperands, StatsOptions, outputs_of
+from ..implementation import Request, RowLoss, Statistics, Stats, StatsOperands, StatsOptions
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..plan.problem import Problem
 from ..streaming.products import accumulate_dtype
@@ -62,7 +62,7 @@ def linear_cross_entropy(
     # DTensor, which knows how inner ops spread over a mesh, has no regard to their reduction.
     weighs = tensors.weight is not None or tensors.token_weight is not None or is_distributed(*flat)
     # What changes no number of a token but its factor is a plain call, which the kernels serve.
-    plainly = outputs_of(terms) == ("logprob",) and terms.softcap is None and linear_bias is None
+    plainly = terms.numbers == ("logprob",) and terms.softcap is None and linear_bias is None
     plainly = plainly and not (weighs and compute.schedule == "grad_in_forward")
     V, acc = flat.weight.shape[0], accumulate_dtype(flat.hidden.dtype)
     target_weight = token_weight = None

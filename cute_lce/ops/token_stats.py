@@ -111,11 +111,11 @@ def fake_token_stats(*arguments):
     shapes: dict[str, tuple[int, ...]] = {name: (n,) for name in (*options.outputs, "row_max", "row_sum")}
     if "entropy" in options.outputs:
         shapes["mean_gap"] = (n,)
-    if options.softcap is not None:
+    if options.saves_logits:
         shapes["target_logit"] = (n,)
     if ids is not None:
         shapes["topk_logprob"] = tuple(ids.shape)
-        if options.softcap is not None:
+        if options.saves_logits:
             shapes["topk_logit"] = tuple(ids.shape)
     kept = _empty_kept(operands, options, kept_columns)
     return tuple(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..implementation import RowLoss, Stats, StatsOperands, StatsOptions, outputs_of
+from ..implementation import RowLoss, Stats, StatsOperands, StatsOptions
 from ..ops import Destination, TermTensors
 from ..ops.call import needs_gradient
 from ..ops.plain import is_plain_eager
@@ -51,7 +51,7 @@ def linear_cross_entropy(
         token_weight = token_weight.masked_fill(ignored, 0)
     if tensors.weight is not None:
         target_weight, classes = _of_classes(flat, tensors.weight.to(acc), ignored, spread)
-    plainly = outputs_of(terms) == ("logprob",) and terms.softcap is None and linear_bias is None
+    plainly = terms.numbers == ("logprob",) and terms.softcap is None and linear_bias is None
     weighs = target_weight is not None or token_weight is not None
     if plainly and not weighs and loss.reduction != "none":
         total = _plain(flat, loss._replace(reduction="sum"), compute, spread, destination)

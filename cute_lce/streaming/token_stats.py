@@ -227,8 +227,8 @@ def _numbers(sums: RowSums, options: StatsOptions, valid: Tensor) -> Stats:
         row_sum=sums.row_sum,
         mean_gap=sums.mean_gap,
         # Kernels read these in the backward; this path has the shapes that they have.
-        target_logit=sums.target_logit if options.softcap is not None else None,
-        topk_logit=sums.topk_logit if options.softcap is not None else None,
+        target_logit=sums.target_logit if options.saves_logits else None,
+        topk_logit=sums.topk_logit if options.saves_logits else None,
     )
 
 

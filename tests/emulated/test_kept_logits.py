@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
 blackwell_first = pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=full), "sm_100a"])
-RL, TOP = ("logprob", "entropy"), ("topk_logprob", "lse")
+RL, TOP = ("logprob", "entropy"), ("topk_logprob", "entropy")
 TEMPERATURES = torch.linspace(0.3, 3, 21)
 TEMPERATURES[1] = torch.nan
 """Of a row that is ignored."""
@@ -66,7 +66,7 @@ def losses() -> dict[str, Numbers]:
         "every number": Numbers(
             case, (*RL, "lse", *PLAIN), (*RL, "lse"), temperature=TEMPERATURES, logit_scale=0.7
         ),
-        "lse": Numbers(case, ("logprob", "lse"), ("logprob", "lse")),
+        "lse": Numbers(case, (*RL, "lse"), ("logprob", "lse")),
         "entropy alone": Numbers(case, ("entropy",), ("entropy",)),
         "cap": Numbers(case, RL, RL, softcap=5.0, logit_scale=-0.8, temperature=0.7),
         "cap and temperatures": Numbers(case, RL, RL, softcap=5.0, temperature=TEMPERATURES),
@@ -76,8 +76,8 @@ def losses() -> dict[str, Numbers]:
         "given ids": Numbers(case, TOP, TOP, topk_ids=given_ids(case, 9), temperature=0.7),
         "all at once": Numbers(
             case,
-            (*RL, *TOP, *PLAIN),
-            (*RL, *TOP),
+            (*RL, "topk_logprob", "lse", *PLAIN),
+            (*RL, "topk_logprob", "lse"),
             topk_ids=given_ids(case, 40),
             linear_bias=bias,
             softcap=5.0,
@@ -262,7 +262,7 @@ def test_compacted_rows(arch, ignored, monkeypatch):
     target = torch.where(where, case.ignore_index or -100, case.target)
     temperature = torch.linspace(0.5, 2, n).masked_fill(where, torch.nan)
     case = replace(case, input=hidden, target=target)
-    names, bias = (*RL, *TOP), torch.linspace(-2, 2, 270).to(BF16)
+    names, bias = (*RL, "topk_logprob", "lse"), torch.linspace(-2, 2, 270).to(BF16)
     ids = given_ids(case, 5)
     numbers = Numbers(case, names, names, temperature=temperature, topk_ids=ids, linear_bias=bias)
     poisoned = replace(case, input=hidden.masked_fill(where.unsqueeze(1), torch.nan))
@@ -321,7 +321,7 @@ def test_corners(which, arch):
 def test_logits_about_their_cap(arch, height, cap):
     """The slope is of logits as they were kept."""
     case = scaled(ignoring(random_case(21, 72, 201, BF16, scale=4.0)), height)
-    numbers = Numbers(case, ("logprob", "lse"), ("logprob", "lse"), softcap=cap)
+    numbers = Numbers(case, RL, RL, softcap=cap)
     token_stats.check(numbers, run(numbers, arch, 201))
 
 

@@ -218,18 +218,17 @@ KEPT_LOGITS = [
         ("class_weight", "total"),
         (GIVEN, "uniform", "class_weight"),
     ),
-    (linear_logprob, {"outputs": ("lse", "logprob")}, (), (GIVEN,)),
-    (
-        linear_logprob,
-        {"outputs": ("lse", "logprob"), "softcap": 30.0},
-        ("softcap",),
-        ("softcap", GIVEN),
-    ),
     (linear_logprob, {"outputs": ("entropy", "logprob")}, ("entropy",), (GIVEN, "gap")),
     (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs")}, ("squares",), (GIVEN,)),
     (
         linear_logprob,
-        {"outputs": ("topk_logprob", "logprob"), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)},
+        {"outputs": ("topk_logprob", "entropy"), "topk_ids": torch.zeros(40, 2, dtype=torch.int64)},
+        ("entropy", "topk"),
+        (GIVEN, "gap", "topk"),
+    ),
+    (
+        linear_logprob,
+        {"outputs": ("topk_logprob", "logprob"), "topk_ids": torch.zeros(40, 257, dtype=torch.int64)},
         ("topk",),
         (GIVEN, "topk"),
     ),
@@ -245,7 +244,7 @@ KEPT_LOGITS = [
 @pytest.mark.parametrize(
     ("call", "terms", "forward", "backward"),
     KEPT_LOGITS,
-    ids=["weighted smoothing", "lse", "capped lse", "entropy", "squares", "topk", "bias"],
+    ids=["weighted smoothing", "entropy", "squares", "topk", "many ids", "bias"],
 )
 @pytest.mark.parametrize("schedule", ["auto", "keep"])
 def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, backward):
@@ -253,9 +252,37 @@ def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, bac
     logits = ("kept_logits",) * (schedule == "keep")
     wanted = [(*forward, *logits), (*backward, *logits)]
     if "topk" in forward:
-        wanted[0] = (*logits, *forward)
+        wanted[0] = (*forward[:-1], *logits, "topk")
     assert [key.terms for key in asked.keys] == wanted
     assert asked.keys[0].keeps is (schedule == "keep")
+
+
+@pytest.mark.parametrize(
+    ("terms", "forward", "backward"),
+    [
+        ({"outputs": ("lse", "logprob")}, ("proportion",), ("entries",)),
+        ({"outputs": ("lse", "logprob"), "softcap": 30.0}, ("softcap", "proportion"), ("entries",)),
+        (
+            {"outputs": ("lse",), "linear_bias": torch.ones(300, dtype=BF16, requires_grad=True)},
+            ("linear_bias", "proportion"),
+            (GIVEN, "entries", "bias_gradient"),
+        ),
+        (
+            {"outputs": ("topk_logprob", "argmax"), "topk_ids": torch.zeros(40, 256, dtype=torch.int32)},
+            ("argmax", "proportion", "topk"),
+            ("entries",),
+        ),
+        (
+            {"outputs": ("lse", "entropy", "logprob"), "entropy_grad": False},
+            ("entropy", "proportion"),
+            ("entries",),
+        ),
+    ],
+)
+def test_exponentials_of_which_entries_are_formed(asked, terms, forward, backward):
+    train(linear_logprob, schedule="keep", **terms)
+    assert [key.terms for key in asked.keys] == [forward, backward]
+    assert asked.keys[0].keeps
 
 
 @pytest.mark.parametrize(
@@ -265,8 +292,9 @@ def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, bac
         ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 131072),
         ({"softcap": 30.0}, 131072),
         ({"softcap": 30.0, "label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 0),
-        ({"softcap": 30.0, "outputs": ("lse",)}, LOGITS),
-        ({"outputs": ("lse",)}, LOGITS),
+        ({"softcap": 30.0, "outputs": ("lse",)}, 131072),
+        ({"outputs": ("lse", "topk_logprob")}, 131072),
+        ({"outputs": ("lse", "log_sum_sq_probs")}, LOGITS),
         ({"outputs": ("logprob", "entropy")}, LOGITS),
     ],
 )

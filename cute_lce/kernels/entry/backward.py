@@ -31,6 +31,7 @@ from cute_lce.arguments import (
 )
 from cute_lce.kernels.bias_gradient import BiasGradient, KeptSums
 from cute_lce.kernels.clear import clear
+from cute_lce.kernels.entries import Entries, entries_of
 from cute_lce.kernels.entry.types import (
     ADDED,
     chosen,
@@ -134,6 +135,7 @@ class Backward:
         self.added = added
         self.bias_gradient = BiasGradient(gemm.fragment(tokens), half)
         self.kept_sums = KeptSums(gemm.fragment(tokens), half)
+        self.entries = Entries()
         self.gather = Gather()
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
@@ -200,6 +202,9 @@ class Backward:
                 rows=tokens if has_numbers_of_tokens(loss) else None,
             )
             self._dlogits(written, matrices, progress[0], stripe.logits, tokens, stream)
+        if cutlass.const_expr("entries" in loss.terms):
+            if scaled_first:
+                self.entries(entries_of(matrices.dlogits, target, statistics, source, loss, tokens), stream)
         if source.scales != 0:
             self.scale(
                 ScaleTensors(
@@ -247,6 +252,10 @@ class Backward:
         if gradients.dhidden != 0:
             # Last: until here rows.hidden may lie where this writes.
             self._rounded(parts, rows, stripe, tokens, stream)
+        if cutlass.const_expr("entries" in loss.terms):
+            if scaled_first and loss.entries_before != 0:
+                kept = entries_of(matrices.dlogits, target, statistics, source, loss, tokens)
+                self.entries.restore(kept, stream)
 
     @cute.jit
     def _dlogits(
