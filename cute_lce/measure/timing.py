@@ -175,9 +175,9 @@ def time_sustained(
 ) -> list[Timing]:
     """Time each of several calls back to back for so long, in rounds of random order.
 
-    So long, a GPU settles at the clock that its power limit leaves to this load; the order is drawn anew in
-    each round, so that none has always the same predecessor's heat. Nothing is flushed from the caches.
-    `Timing` is of the rounds.
+    So long, a GPU settles at the clock that its power limit leaves to this load: half as many calls go before,
+    untimed, since the first ones have the heat of the load before. The order is drawn anew in each round.
+    Nothing is flushed from the caches. `Timing` is of the rounds.
     """
     reps = []
     for call in calls:
@@ -190,6 +190,8 @@ def time_sustained(
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for i in draw.sample(range(len(calls)), len(calls)):
+            for _ in range(reps[i] // 2):
+                calls[i]()
             found[i].append(time_back_to_back(calls[i], reps[i], device))
     return [Timing.of_runs(times) for times in found]
 
