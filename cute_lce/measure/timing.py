@@ -175,9 +175,9 @@ def time_sustained(
 ) -> list[Timing]:
     """Time each of several calls back to back for so long, in rounds of random order.
 
-    So long, a GPU settles at the clock that its power limit leaves to this load: half as many calls go before,
-    untimed, since the first ones have the heat of the load before. The order is drawn anew in each round.
-    Nothing is flushed from the caches. `Timing` is of the rounds.
+    So long, a GPU settles at the clock that its power limit leaves to this load. Half as many calls go
+    before, untimed: they have the heat of the load before. The order is drawn anew in each round. Nothing is
+    flushed from the caches. `Timing` is of the rounds.
     """
     reps = []
     for call in calls:

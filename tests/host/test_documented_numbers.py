@@ -511,6 +511,29 @@ def by_budget(file: str) -> Rows:
     return rows
 
 
+def back_to_back(file: str) -> Rows:
+    """Calls with terms, each of a file's runs x the call without any; and the first run's x the GEMMs."""
+    rows: Rows = []
+    for terms in dict.fromkeys(record["terms"] for record in records(file)):
+        row: list[Cell] = [terms or "none"]
+        for d, passes in itertools.product((4096, 2048), ("fwd", "fwd_bwd")):
+            mine, plain = (
+                [
+                    each
+                    for each in records(file)
+                    if (each["terms"], each["d"], each["pass"]) == (given, d, passes)
+                ]
+                for given in (terms, None)
+            )
+            assert len(mine) == len(plain) > 1
+            multiples = " ".join(
+                f"{each['ms'] / other['ms']:.3f}" for each, other in zip(mine, plain, strict=True)
+            )
+            row.append(f"{multiples}; {ratio(mine[0]):.3f}")
+        rows.append(row)
+    return rows
+
+
 def by_heads(file: str) -> Rows:
     """Several heads: milliseconds of each way, and of one call as a multiple of the heads' GEMMs."""
     keys = ("n", "d", "vocab", "heads", "pass")
@@ -724,6 +747,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         over_gpus,
         by_terms,
         by_budget,
+        back_to_back,
         by_heads,
         term_peers,
         term_costs,
