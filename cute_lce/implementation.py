@@ -294,7 +294,9 @@ class StatsOptions(NamedTuple):
     def saves_logits(self) -> bool:
         """Whether a backward may read the logits of targets and of given ids: for the slope of a softcap, or
         for what they are in kept exponentials (launch/entries.py)."""
-        others = not self.z_loss and ("lse" in self.outputs or "topk_logprob" in self.outputs)
+        differ = self.z_loss or "log_sum_sq_probs" in self.outputs
+        differ = differ or ("entropy" in self.outputs and self.entropy_grad)
+        others = not differ and ("lse" in self.outputs or "topk_logprob" in self.outputs)
         return self.softcap is not None or others
 
 

@@ -71,7 +71,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         ("--log-sum-sq-probs", "for linear_logprob's log_sum_sq_probs"),
         ("--mean-logit", "for linear_logprob's mean_logit"),
         ("--argmax", "for linear_logprob's argmax and is_top1"),
-        ("--topk", "for linear_logprob's topk_logprob, with a gradient, for any K"),
+        ("--topk", "for linear_logprob's topk_logprob, with a gradient; what is kept, of up to 256 ids"),
         ("--temperatures", "for linear_logprob with a tensor of temperatures"),
     ):
         command.add_argument(option, action="store_true", help=text)
@@ -132,10 +132,11 @@ def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
         shared = ("shared",) * args.label_smoothing
         backwards.append((*logits, *more, *shared, *bias))
         backwards.append((*("coefficients",) * args.linear_bias, *shared, *bias) if more else logits)
-    elif dtype == "bfloat16" and not (of_logits or args.z_loss or args.label_smoothing):
+    elif dtype == "bfloat16" and not (of_logits or args.label_smoothing):
         keeps = *statistics, "proportion", *topk
         backwards.append((*logits, *more, "entries", *bias))
-        backwards.append((*("coefficients",) * args.linear_bias, "entries", *bias))
+        kept = ("coefficients",) * args.linear_bias
+        backwards += [(*kept, "entries", *bias), *[(*kept, *bias)] * bool(args.z_loss)]
     elif dtype == "bfloat16" and not smooth_cap:
         keeps = *statistics, "kept_logits", *topk
         backwards.append((*logits, *more, "kept_logits", *bias))

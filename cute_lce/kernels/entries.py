@@ -1,12 +1,12 @@
 """The entries of what a forward kept whose gradient is more than a share of the softmax: those of a target
 and of given ids, where their coefficients over the softmax's were not known in the forward.
 
-What is kept is E = p / kept_scale (kernels/keep.py). With c the softmax's coefficient in a row's gradient by
-z, and a the sum of the coefficients of onehots at a class, the entry becomes
+What is kept is E = p slope / kept_scale (kernels/keep.py). With c the softmax's coefficient in a row's
+gradient by z, and a the sum of the coefficients of onehots at a class, the entry becomes
 
     E' = (p + a / c) slope / kept_scale
 
-so that c kept_scale E' is the gradient there, as elsewhere that is c kept_scale E slope. p is of the logit in
+so that c kept_scale E' is the gradient there, as c kept_scale E is elsewhere. p is of the logit in
 fp32, and E' is rounded once: in bf16, whose range is fp32's, also where it is far larger than E. A c of 0, or
 of much less than the onehots' coefficients, is launch.entries' to replace.
 """
@@ -73,8 +73,11 @@ def entries_of(
 
 
 class Entries:
-    """A warp for each row, a lane for each entry, which compares its class with all of the row's: equal ids
-    are one entry, whose lanes store the same bits. Moves 18 bytes an entry, and 32 of a sector of E twice."""
+    """A warp for each row, in rounds of 32 entries, the target being the last one: a lane compares its class
+    with all ids of the row, which are shuffled around, and adds the coefficients of equal ones in their
+    order. Equal ids are one entry, whose lanes store the same bits. A round reads 8 bytes an id, from the
+    caches but once; each entry 8 more and, of a matrix whose sectors have 32, its 2 bytes. No shared memory.
+    """
 
     @cute.jit
     def __call__(self, tensors: EntryTensors, stream: cuda.CUstream):

@@ -52,7 +52,7 @@ class Entries(NamedTuple):
         at_target, at_ids = saved.target_logit, saved.topk_logit
         topk = None if coefficients.topk is None else coefficients.topk.contiguous()
         count = 0 if ids is None else ids.shape[1]
-        softmax = _at_least_a_share(coefficients.softmax, target, topk if count else None)
+        softmax = _at_least(coefficients.softmax, target, topk if count else None)
         found: dict[str, Tensor | None] = {
             "target_logits": at_target,
             "target_values": target,
@@ -61,7 +61,7 @@ class Entries(NamedTuple):
             "entry_row_sum": saved.row_sum,
         }
         if ids is not None and count:
-            # Wider ids would not be theirs in 32 bits.
+            # An int64 id beyond int32 would wrap.
             found |= {
                 "entry_ids": ids.clamp(-1, operands.weight.shape[0]).int().contiguous(),
                 "entry_logits": at_ids,
@@ -78,9 +78,9 @@ class Entries(NamedTuple):
         return gradient._replace(loss=loss, others=(*gradient.others, *self.tensors))
 
 
-def _at_least_a_share(softmax: Tensor, target: Tensor | None, topk: Tensor | None) -> Tensor:
-    """The softmax's coefficients, or maths.LEAST_SOFTMAX of the row's largest one of a onehot where they are
-    less: these onehots are of use over any number but 0."""
+def _at_least(softmax: Tensor, target: Tensor | None, topk: Tensor | None) -> Tensor:
+    """The softmax's coefficients, raised to maths.LEAST_SOFTMAX of the row's largest one of a onehot: the
+    kernel divides by them."""
     largest = None if target is None else target.abs()
     if topk is not None:
         others = torch.linalg.vector_norm(topk, torch.inf, dim=1)

@@ -221,8 +221,13 @@ def forward(
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
-        sorted_ids=None if topk is None else topk.packed,
+        sorted_ids=None if topk is None or not _reads_ids(operands, options, request) else topk.packed,
     )
+
+
+def _reads_ids(operands: StatsOperands, options: StatsOptions, request: Request) -> bool:
+    """Whether a backward may read the sorted ids: not of exponentials alone."""
+    return request.kept_columns < operands.weight.shape[0] or keeps_logits(operands, options)
 
 
 class _Asked(NamedTuple):

@@ -144,6 +144,18 @@ def test_the_entries_are_formed_again(arch, overwrites):
 
 
 @blackwell_first
+@pytest.mark.parametrize("K", [1, 32, *(pytest.param(each, marks=full) for each in (31, 33, 64, 256))])
+def test_rounds_of_ids(arch, K):
+    """Equal ones in rounds of their own, the last of which is the target, too."""
+    case = losses_case()
+    ids = given_ids(case, max(K, 2))[:, :K].clone()
+    ids[:, K - 1] = ids[:, 0]
+    ids[::3, K - 1] = case.target[::3]
+    numbers = Numbers(case, TOP, TOP, topk_ids=ids)
+    token_stats.check(numbers, run(numbers, arch, 201))
+
+
+@blackwell_first
 @pytest.mark.parametrize("names", [BOTH, (*TOP, "lse")])
 def test_no_share_of_the_softmax(arch, names):
     """Where upstream gradients cancel only the onehots' are left."""

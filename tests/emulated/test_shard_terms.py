@@ -196,6 +196,22 @@ def test_kept_logits_of_shards(arch, kept, monkeypatch):
     assert sum("Gemm" in name for name in launched) == 3 * (1 + 2 + 3 * (kept == "some"))
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
+@pytest.mark.parametrize("sm_margin", [0, pytest.param(1, marks=full)])
+@pytest.mark.parametrize("names", [("logprob", "topk_logprob"), pytest.param(("logprob", "lse"), marks=full)])
+def test_entries_of_shards(arch, names, sm_margin):
+    """Of kept exponentials; a shard has some of the ids and targets, and forms them for either gradient."""
+    case = ignoring(random_case(24, 64, 263, BF16, scale=4.0))
+    ids = torch.arange(72).view(24, 3) * 11 % 270
+    ids[:, 1] = case.target
+    topk = ids if "topk_logprob" in names else None
+    numbers = Numbers(case, names, names, topk_ids=topk, temperature=torch.linspace(0.5, 2, 24))
+    compute = ComputeOptions("keep", 64)
+    launched = check(numbers, arch, [128, 128, 7], compute=compute, sm_margin=sm_margin or None)
+    assert sum("Entries" in name for name in launched) >= 3
+    assert not any("DlogitsOfKept" in name for name in launched)
+
+
 @full
 @each_of()
 @pytest.mark.parametrize("softcap", [5.0, LogCap(2.0).key], ids=["softcap", "own"])

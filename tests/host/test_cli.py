@@ -352,7 +352,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
         ("--entropy --dtype float16", ("entropy",), (*given, "gap")),
         ("--lse", plain, given, ("proportion",), (*given, "entries"), ("entries",)),
         ("--lse --dtype float16", plain, given),
-        ("--lse --z-loss", plain, given, (kept,), (*given, kept)),
+        ("--lse --z-loss", plain, given, ("proportion",), (*given, "entries"), ("entries",), plain),
         ("--argmax --mean-logit", ("logits", "argmax"), given, ("logits", "argmax"), plain),
         (
             "--topk --argmax",

@@ -7,7 +7,7 @@
 All three use the architecture's mainloop, with different major dimensions of the operands and different
 epilogues. A stripe that the forward kept does not need the first. It and float16's, whose dlogits are without
 grad_scale, need factors and scaled rows (kernels.scale) instead. Of kept logits dlogits are made without a
-GEMM (kernels.kept_logits).
+GEMM (kernels.kept_logits). Of exponentials a few entries may be formed first (kernels.entries).
 """
 
 from typing import NamedTuple
@@ -187,7 +187,7 @@ class Backward:
         progress = [vector(Int32, counters.address + 4 * i, 1) for i in range(3)]
         num_valid = vector(Int64, statistics.num_valid, 1)
         own = target, row_max, row_sum, dloss
-        # A kept stripe has no GEMM of logits: its first kernel is the scaling, which zeroes the counters too.
+        # A kept stripe has no GEMM of logits: the scaling zeroes the counters too.
         scaled_first = source.kept_scale != 0 and source.scales != 0
         if counters.clears != 0 and not scaled_first:
             clear(vector(Int32, counters.address, counters.clears), stream)
@@ -233,7 +233,7 @@ class Backward:
             shared = self._shared(loss, tokens, d)
             self._dhidden(matrices, parts, stripe, shared, progress[1], tokens, stream)
         if gradients.dweight != 0:
-            # Else SMs that become free are for another stream's sum of dhidden over shards.
+            # A shard's dweight alone is not: SMs that become free are for another stream's sum of dhidden.
             early = gradients.dhidden != 0
             if cutlass.const_expr(self.beside):
                 early = early or loss.beside_columns != 0
