@@ -148,7 +148,7 @@ def test_the_entries_are_formed_again(arch, overwrites):
 def test_rounds_of_ids(arch, K):
     """Equal ones in rounds of their own, the last of which is the target, too."""
     case = losses_case()
-    ids = given_ids(case, max(K, 2))[:, :K].clone()
+    ids = given_ids(case, max(K, 9))[:, :K].clone()
     ids[:, K - 1] = ids[:, 0]
     ids[::3, K - 1] = case.target[::3]
     numbers = Numbers(case, TOP, TOP, topk_ids=ids)
