@@ -139,8 +139,12 @@ class TermOptions(_TermFields):
     @property
     def numbers(self) -> tuple[str, ...]:
         """Those of each token that the loss is made of (implementation.RowLoss)."""
-        others = ("total_nll",) * (self.label_smoothing != 0), ("lse",) * (self.z_loss != 0)
-        return ("logprob", *others[0], *others[1])
+        names = ["logprob"]
+        if self.label_smoothing != 0:
+            names.append("total_nll")
+        if self.z_loss != 0:
+            names.append("lse")
+        return tuple(names)
 
 
 def _check_number(name: str, value: object) -> None:
