@@ -133,12 +133,12 @@ shared: of what was kept, by the products of each kept class the gradient is mor
 (d,) is the sum of these classes' rows, hidden_sum (d,) that of the tokens' hidden states times shared; 0 in
 a launch whose classes were not kept.
 entries: of what was kept, those of the target and of so many ids of each token, which launches of what was
-kept write (kernels/entries.py): entry_ids (n, entries) int32, beyond the vocabulary where there is none.
-Of each the logit z, the coefficient of its onehot in the gradient by z, 0 at address 0, and the slope, 1 at
+kept write (kernels/entries.py): entry_ids (n, entries) int32, beyond the vocabulary where there is none. Of
+each the logit z, the coefficient of its onehot in the gradient by z, 0 at address 0, and the slope, 1 at
 address 0: entry_logits, entry_values, entry_slopes (n, entries), and for targets target_logits,
 target_values, target_slopes (n,). entry_softmax (n,): the coefficient of the softmax; entry_row_sum (n,): the
-row's sum, since coefficients lie where else it does. entries_before
-(n, entries + 1), 16-bit scratch: at its end the launch restores what was kept; 0: it does not.
+row's sum, since coefficients lie where else it does. entries_before (n, entries + 1), 16-bit scratch: at its
+end the launch restores what was kept; 0: it does not.
 bias_gradient: dbias (V,), the gradient's sums over tokens: written by launches whose tokens are all or the
 first ones, else added to. with_dhidden: whether only by those that compute dhidden (0 or 1). column_sums:
 scratch, a number for each slab of tokens (Fragment) and class of a launch.

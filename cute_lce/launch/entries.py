@@ -16,7 +16,6 @@ from .token_terms import Gradient, Tensors, slopes
 MOST_IDS = 256
 """Of a token: each is compared with all of them. Of more ids logits are kept."""
 DIFFERENTIABLE = {"logprob", "lse", "topk_logprob"}
-CONSTANT = {"mean_logit", "argmax", "is_top1"}
 
 
 def forms_entries(operands: StatsOperands, options: StatsOptions) -> bool:
@@ -25,8 +24,12 @@ def forms_entries(operands: StatsOperands, options: StatsOptions) -> bool:
     ids = operands.topk_ids
     if operands.hidden.dtype is not torch.bfloat16 or (ids is not None and ids.shape[1] > MOST_IDS):
         return False
-    constant = CONSTANT if options.entropy_grad else CONSTANT | {"entropy"}
-    return not options.z_loss and set(options.outputs) <= DIFFERENTIABLE | constant
+    return not options.z_loss and set(options.outputs) <= DIFFERENTIABLE | beside_exponentials(options)
+
+
+def beside_exponentials(options: StatsOptions) -> set[str]:
+    """The numbers without a gradient that a forward gives which keeps exponentials."""
+    return {"mean_logit", "argmax", "is_top1", *("entropy",) * (not options.entropy_grad)}
 
 
 class Entries(NamedTuple):

@@ -35,7 +35,7 @@ from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
 from .backward import backward as backward_of
-from .entries import Entries, forms_entries
+from .entries import Entries, beside_exponentials, forms_entries
 from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
@@ -97,11 +97,10 @@ def knows_onehots(operands: StatsOperands, options: StatsOptions) -> bool:
         return False
     if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
         return False
-    known = ("lse",) * bool(options.z_loss) + ("total_nll",) * bool(options.label_smoothing)
+    known = {"logprob", *("lse",) * bool(options.z_loss), *("total_nll",) * bool(options.label_smoothing)}
     if "logprob" in options.outputs:
-        # Without a gradient.
-        known += ("mean_logit", "argmax", "is_top1", *("entropy",) * (not options.entropy_grad))
-    return set(options.outputs) <= {"logprob", *known}
+        known |= beside_exponentials(options)
+    return set(options.outputs) <= known
 
 
 def choose(
@@ -217,17 +216,14 @@ def forward(
     if merge is not None:
         own, losses = merge(own), None
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
+    # Of exponentials alone a backward does not read them.
+    reads_ids = "kept_logits" in loss.terms or request.kept_columns < given.weight.shape[0]
     return _stats_of(own, losses, options, valid)._replace(
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
-        sorted_ids=None if topk is None or not _reads_ids(operands, options, request) else topk.packed,
+        sorted_ids=topk.packed if topk is not None and reads_ids else None,
     )
-
-
-def _reads_ids(operands: StatsOperands, options: StatsOptions, request: Request) -> bool:
-    """Whether a backward may read the sorted ids: not of exponentials alone."""
-    return request.kept_columns < operands.weight.shape[0] or keeps_logits(operands, options)
 
 
 class _Asked(NamedTuple):

@@ -12,8 +12,7 @@ from torch import Tensor
 from cute_lce.launch import KERNELS
 from cute_lce.plan import grad_in_forward as plans
 from tests import passes
-from tests.device import forget_plans
-from tests.emulated.backward import device, known, narrow_plans, train
+from tests.emulated.backward import device, known, train
 from tests.emulated.forward import ignoring
 from tests.numerics import Case, assert_close, random_case, with_bad_ignored_rows
 
@@ -22,14 +21,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 full = pytest.mark.emulator_full
 both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch):
-    narrow_plans(monkeypatch)
-    yield
-    forget_plans()
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "narrow")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ entries of the target and of given ids. Against float64."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,32 +11,19 @@ import pytest
 import torch
 
 from cute_lce.launch import token_stats as launch
-from cute_lce.plan import memory
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
-from tests.device import forget_plans
 from tests.emulated import token_stats
-from tests.emulated.backward import narrow_plans
-from tests.emulated.forward import ignoring, offset, scaled
-from tests.emulated.token_stats import Numbers, given_ids
+from tests.emulated.forward import ignoring
+from tests.emulated.token_stats import CORNERS, TEMPERATURES, Numbers, given_ids
 from tests.logit_terms import LogCap
-from tests.numerics import jumping, random_case
+from tests.numerics import random_case
 
 BF16 = torch.bfloat16
 full = pytest.mark.emulator_full
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "narrow")
 hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
 blackwell_first = pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=full), "sm_100a"])
 BOTH, TOP = ("logprob", "lse"), ("logprob", "topk_logprob")
-TEMPERATURES = torch.linspace(0.3, 3, 21)
-TEMPERATURES[1] = torch.nan
-"""Of a row that is ignored."""
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch) -> Iterator[None]:
-    narrow_plans(monkeypatch)
-    yield
-    forget_plans()
 
 
 def run(numbers: Numbers, arch: str, kept: int, **options: Any) -> token_stats.Run:
@@ -179,10 +165,7 @@ class Cancelling(Numbers):
 
 @hopper_first
 @pytest.mark.parametrize("ignored", ["some", "none", "all", "all but one"])
-def test_compacted_rows(arch, ignored, monkeypatch):
-    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
-    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
-    forget_plans()
+def test_compacted_rows(arch, ignored, compacting):
     n = 150
     case = random_case(n, 72, 270, BF16, scale=3.0)
     at = torch.arange(n)
@@ -194,17 +177,6 @@ def test_compacted_rows(arch, ignored, monkeypatch):
     poisoned = replace(case, input=case.input.masked_fill(where.unsqueeze(1), torch.nan))
     for kept in (270, 128):
         token_stats.check(numbers, run(replace(numbers, case=poisoned), arch, kept, overwrites=kept == 270))
-
-
-CORNERS = {
-    "common offset of 10000": lambda: offset(random_case(20, 64, 137, BF16), 10000),
-    "logits of +-60": lambda: scaled(random_case(20, 64, 201, BF16), 60),
-    "logits of +-1e4": lambda: scaled(random_case(20, 64, 201, BF16, scale=8), 1e4),
-    "rows that rise": lambda: jumping(
-        random_case(20, 64, 201, BF16, scale=4.0), {20: 100.0, 150: 300.0}, slice(0, None, 2)
-    ),
-    "hardly any logit differs": lambda: random_case(20, 64, 201, BF16, scale=0.02),
-}
 
 
 @pytest.mark.parametrize(
@@ -222,15 +194,6 @@ def test_corners(which, arch):
 
 @full
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("needs", [{"need_dinput": False}, {"need_dweight": False}, {"out": torch.float32}])
+@token_stats.each_need
 def test_one_gradient_and_one_that_is_added(arch, needs):
-    numbers = losses()["ids"]
-    if "out" not in needs:
-        token_stats.check(numbers, run(numbers, arch, 201, **needs))
-        return
-    before = torch.randn_like(numbers.case.linear_weight, dtype=torch.float32)
-    found = run(numbers, arch, 201, out=before)
-    dinput, total, _ = found.gradients
-    assert total is not None
-    found.gradients = dinput, (total - before).to(BF16), None
-    token_stats.check(numbers, found)
+    token_stats.check_needs(losses()["ids"], run, arch, 201, needs)

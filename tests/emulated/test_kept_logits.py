@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,34 +15,23 @@ import torch
 from cute_lce.arch import Gpu, KernelConfig
 from cute_lce.launch import token_stats as launch
 from cute_lce.launch.topk import Topk
-from cute_lce.plan import gemm, memory, overlap
+from cute_lce.plan import gemm, overlap
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from cute_lce.plan.problem import Problem, round_up
-from tests.device import forget_plans
 from tests.emulated import token_stats
-from tests.emulated.backward import half_boxes, narrow_plans
-from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
-from tests.emulated.token_stats import PLAIN, Numbers, given_ids
+from tests.emulated.backward import half_boxes
+from tests.emulated.forward import ignoring, minus_infinity, scaled
+from tests.emulated.token_stats import CORNERS, PLAIN, TEMPERATURES, Numbers, given_ids
 from tests.logit_terms import LogCap
-from tests.numerics import assert_close, jumping, random_case
+from tests.numerics import assert_close, random_case
 
 BF16 = torch.bfloat16
 full = pytest.mark.emulator_full
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "narrow")
 both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
 blackwell_first = pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=full), "sm_100a"])
 RL, TOP = ("logprob", "entropy"), ("topk_logprob", "entropy")
-TEMPERATURES = torch.linspace(0.3, 3, 21)
-TEMPERATURES[1] = torch.nan
-"""Of a row that is ignored."""
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch) -> Iterator[None]:
-    narrow_plans(monkeypatch)
-    yield
-    forget_plans()
 
 
 def run(numbers: Numbers, arch: str, kept: int, **options: Any) -> token_stats.Run:
@@ -168,12 +158,9 @@ def test_shapes(arch, n, d, V, kept, window):
         )
     ],
 )
-def test_dlogits_beside_dweight(which, ignored, arch, monkeypatch):
+def test_dlogits_beside_dweight(which, ignored, arch, compacting, monkeypatch):
     """Of pieces of 128 classes, by spare warps of the GEMM of the piece before; the last has 73."""
     monkeypatch.setattr(overlap, "pieces", pieces_of(128))
-    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
-    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
-    forget_plans()
     numbers = losses()[which]
     case = numbers.case
     target = {"some": case.target, "none": torch.arange(21), "all": torch.full((21,), case.ignore_index)}
@@ -242,11 +229,8 @@ def test_numbers_of_classes_in_stripes(which, arch, window):
         for each in itertools.product(("sm_90a", "sm_100a"), ("some", "none", "all", "most", "all but one"))
     ],
 )
-def test_compacted_rows(arch, ignored, monkeypatch):
+def test_compacted_rows(arch, ignored, compacting):
     """Ignored rows of nan are not read; ids and a bias's gradient are of the others."""
-    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
-    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
-    forget_plans()
     n = 150
     case = random_case(n, 72, 270, BF16, scale=3.0)
     at = torch.arange(n)
@@ -278,29 +262,10 @@ def test_compacted_rows(arch, ignored, monkeypatch):
 @full
 @both
 @pytest.mark.parametrize("overwrites", [False, True])
-@pytest.mark.parametrize("needs", [{"need_dinput": False}, {"need_dweight": False}, {"out": torch.float32}])
+@token_stats.each_need
 def test_one_gradient_and_one_that_is_added(arch, needs, overwrites):
     numbers = losses()["entropy"]
-    if "out" not in needs:
-        token_stats.check(numbers, run(numbers, arch, 201, overwrites=overwrites, **needs))
-        return
-    before = torch.randn_like(numbers.case.linear_weight, dtype=torch.float32)
-    found = run(numbers, arch, 201, out=before, overwrites=overwrites)
-    dinput, total, _ = found.gradients
-    assert total is not None
-    found.gradients = dinput, (total - before).to(BF16), None
-    token_stats.check(numbers, found)
-
-
-CORNERS = {
-    "common offset of 10000": lambda: offset(random_case(20, 64, 137, BF16), 10000),
-    "logits of +-60": lambda: scaled(random_case(20, 64, 201, BF16), 60),
-    "logits of +-1e4": lambda: scaled(random_case(20, 64, 201, BF16, scale=8), 1e4),
-    "rows that rise": lambda: jumping(
-        random_case(20, 64, 201, BF16, scale=4.0), {20: 100.0, 150: 300.0}, slice(0, None, 2)
-    ),
-    "hardly any logit differs": lambda: random_case(20, 64, 201, BF16, scale=0.02),
-}
+    token_stats.check_needs(numbers, functools.partial(run, overwrites=overwrites), arch, 201, needs)
 
 
 @pytest.mark.parametrize(

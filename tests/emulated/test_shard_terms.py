@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +23,7 @@ from cute_lce.parallel.numbers import numbers_of
 from cute_lce.parallel.terms import linear_cross_entropy
 from cute_lce.plan import memory, overlap
 from cute_lce.plan.problem import Problem
-from tests.device import forget_plans
 from tests.emulated import token_stats
-from tests.emulated.backward import narrow_plans
 from tests.emulated.forward import ignoring
 from tests.emulated.ranks import ranks
 from tests.emulated.token_stats import PLAIN, Numbers, repeating
@@ -35,14 +32,7 @@ from tests.numerics import Case, assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch) -> Iterator[None]:
-    narrow_plans(monkeypatch)
-    yield
-    forget_plans()
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "narrow")
 
 
 def run(

@@ -3,7 +3,6 @@ the other, their statistics folded as the ranks of a group fold them, against fl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,22 +18,15 @@ from cute_lce.parallel.tensor import local_loss
 from cute_lce.plan import memory, overlap
 from cute_lce.plan.problem import Collective, Limits
 from cute_lce.streaming import STREAMING
-from tests.device import forget_plans, two_sweeps
+from tests.device import two_sweeps
 from tests.emulated.backward import device, narrow_plans
 from tests.emulated.forward import ignoring
 from tests.numerics import Case, assert_close, jumping, negated, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "narrow")
 hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch) -> Iterator[None]:
-    narrow_plans(monkeypatch)
-    yield
-    forget_plans()
 
 
 def train(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from cute_lce.arch import architecture
 from cute_lce.logit_term import kernel_term
 from cute_lce.plan import forward as forward_plans
-from cute_lce.plan import memory
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from tests.device import forget_plans, two_sweeps
 from tests.emulated import token_stats
@@ -26,15 +24,8 @@ from tests.numerics import assert_close, jumping, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "narrow")
 hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch) -> Iterator[None]:
-    narrow_plans(monkeypatch)
-    yield
-    forget_plans()
 
 
 @hopper_first
@@ -62,10 +53,7 @@ def test_logit_scale(arch, dtype, kept, reduction):
 
 @hopper_first
 @pytest.mark.parametrize("kept", [0, pytest.param(200, marks=full)])
-def test_logit_scale_of_compacted_rows(arch, kept, monkeypatch):
-    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
-    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
-    forget_plans()
+def test_logit_scale_of_compacted_rows(arch, kept, compacting):
     case = replace(ignoring(random_case(20, 64, 200, BF16, scale=4.0)), logit_scale=0.37)
     run = train(case, arch, kept_columns=kept)
     check(case, run)
@@ -385,10 +373,7 @@ def test_topk_of_any_schedule_of_warps(arch, seed):
 
 
 @each_architecture(("sm_90a", BF16))
-def test_topk_of_compacted_rows(arch, dtype, monkeypatch):
-    monkeypatch.setattr(memory, "LEAST_VOCAB", 0)
-    monkeypatch.setattr(memory, "LEAST_COMPACTED", 0)
-    forget_plans()
+def test_topk_of_compacted_rows(arch, dtype, compacting):
     case = ignoring(random_case(20, 64, 200, dtype, scale=4.0))
     names = ("logprob", "topk_logprob")
     numbers = Numbers(case, names, names, topk_ids=given_ids(case, 6))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,12 +25,24 @@ from cute_lce.options import TermOptions
 from cute_lce.plan.problem import Limits
 from cute_lce.torch_ops import logit_of
 from tests.emulated.backward import device
-from tests.emulated.forward import Emulator
-from tests.numerics import Case, assert_close
+from tests.emulated.forward import Emulator, offset, scaled
+from tests.numerics import Case, assert_close, jumping, random_case
 
 NAMES = ("dinput", "dweight", "dbias")
 PLAIN = ("log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
 """Without a gradient."""
+TEMPERATURES = torch.linspace(0.3, 3, 21)
+TEMPERATURES[1] = torch.nan
+"""Of 21 tokens, of which `ignoring` ignores that one."""
+CORNERS = {
+    "common offset of 10000": lambda: offset(random_case(20, 64, 137, torch.bfloat16), 10000),
+    "logits of +-60": lambda: scaled(random_case(20, 64, 201, torch.bfloat16), 60),
+    "logits of +-1e4": lambda: scaled(random_case(20, 64, 201, torch.bfloat16, scale=8), 1e4),
+    "rows that rise": lambda: jumping(
+        random_case(20, 64, 201, torch.bfloat16, scale=4.0), {20: 100.0, 150: 300.0}, slice(0, None, 2)
+    ),
+    "hardly any logit differs": lambda: random_case(20, 64, 201, torch.bfloat16, scale=0.02),
+}
 
 
 def repeating(case: Case) -> Case:
@@ -238,6 +253,27 @@ def agree(name: str, mine: Tensor, expected: Tensor, plain: Tensor) -> None:
     else:
         assert mine.dtype is expected.dtype
         assert torch.equal(mine, expected), name
+
+
+each_need = pytest.mark.parametrize(
+    "needs", [{"need_dinput": False}, {"need_dweight": False}, {"out": torch.float32}]
+)
+
+
+def check_needs(
+    numbers: Numbers, passes: Callable[..., Run], arch: str, kept: int, needs: dict[str, Any]
+) -> None:
+    """One gradient alone, or dweight added to a matrix: needs, one of each_need. passes: as `run`, with how
+    many columns are kept."""
+    if "out" not in needs:
+        check(numbers, passes(numbers, arch, kept, **needs))
+        return
+    before = torch.randn_like(numbers.case.linear_weight, dtype=needs["out"])
+    found = passes(numbers, arch, kept, out=before)
+    dinput, total, _ = found.gradients
+    assert total is not None
+    found.gradients = dinput, (total - before).to(numbers.case.input.dtype), None
+    check(numbers, found)
 
 
 def check(numbers: Numbers, found: Run) -> None:
