@@ -33,6 +33,10 @@ TOPK_CLASSES, TOPK_TOKENS = 128, 16
 """Classes and tokens whose given ids lie together (TERMS' topk)."""
 KEPT_TILE = 128
 """Columns that are kept, or not, together."""
+SUMMED_TOKENS = 256
+"""Tokens of what was kept whose sums are stored as one."""
+SUMMED_COLUMNS = 1024
+"""Columns of which a block of kernels/column_sums.py has a slab of rows."""
 UNIT = 32
 """Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
 NOTE_BYTES = 2
@@ -74,7 +78,19 @@ TERMS: dict[str, dict[str, Any]] = {
     "coefficients": {"row_factor": Address},
     "gap": {"gap": Address},
     "uniform": {"uniform": Address},
-    "shared": {"shared": Address, "weight_sum": Address, "hidden_sum": Address},
+    "products": {
+        "weight_sums": Address,
+        "weight_partials": Address,
+        "weight_slab": Int32,
+        "row_products": Address,
+    },
+    "shared": {
+        "shared": Address,
+        "weight_sum": Address,
+        "hidden_sum": Address,
+        "hidden_partials": Address,
+        "hidden_slab": Int32,
+    },
     "entries": {
         "entries": Int32,
         "entry_ids": Address,
@@ -120,6 +136,9 @@ each entry: z, written by a forward; added to the gradient by x by a backward.
 Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
 target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.
 onehot_ratio (n,), the first over the second, is written where the token is valid. Else both are equal.
+products: row_products (n,), those of the tokens with the sum of all classes' rows, and weight_sums (2, d),
+the sum of the kept classes' rows and that of all; scratch: weight_partials (slabs, d), of weight_slab classes
+each.
 
 Of a backward: coefficients: the gradient by x is, but for the rounding,
 
@@ -130,8 +149,9 @@ where else row_sum does, `target` where dloss does, gap and uniform (n,) are ter
 most HALF_SCALE, and row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by
 row_factor in any dtype.
 shared: of what was kept, by the products of each kept class the gradient is more by shared (n,); weight_sum
-(d,) is the sum of these classes' rows, hidden_sum (d,) that of the tokens' hidden states times shared; 0 in
-a launch whose classes were not kept.
+(d,) is the sum of these classes' rows. hidden_sum (d,), that of the tokens' hidden states times shared, is
+written by the launch of what was kept, if it computes dweight; scratch: hidden_partials (slabs, d), of
+hidden_slab tokens each. All are 0 in a launch whose classes were not kept.
 entries: of what was kept, those of the target and of so many ids of each token, which launches of what was
 kept write (kernels/entries.py): entry_ids (n, entries) int32, beyond the vocabulary where there is none. Of
 each the logit z, the coefficient of its onehot in the gradient by z, 0 at address 0, and the slope, 1 at
@@ -141,7 +161,8 @@ row's sum, since coefficients lie where else it does. entries_before (n, entries
 end the launch restores what was kept; 0: it does not.
 bias_gradient: dbias (V,), the gradient's sums over tokens: written by launches whose tokens are all or the
 first ones, else added to. with_dhidden: whether only by those that compute dhidden (0 or 1). column_sums:
-scratch, a number for each slab of tokens (Fragment) and class of a launch.
+scratch, a number for each class of a launch and each slab of its tokens: as many as a Fragment has columns,
+or SUMMED_TOKENS of what was kept.
 
 Of a forward that keeps and of its backward: kept_logits: logits are kept instead of exponentials
 (kernels/kept_logits.py), of which a launch of the backward makes dlogits where it has the address of its

@@ -312,6 +312,7 @@ class Stats(NamedTuple):
     of kept logits (units, n) fp16; onehot_ratio: what was subtracted from that at the target, over the
     softmax, where it is not 1. target_logit: z of the target, where options.saves_logits; topk_logit (n,
     K): likewise of the ids, of use where they are classes. sorted_ids int32: these as the kernels take them.
+    weight_sum (d, padded): of the kept classes' rows, of what is smoothed.
     """
 
     logprob: Tensor | None = None
@@ -332,6 +333,7 @@ class Stats(NamedTuple):
     onehot_ratio: Tensor | None = None
     topk_logit: Tensor | None = None
     sorted_ids: Tensor | None = None
+    weight_sum: Tensor | None = None
 
 
 class StatsUpstream(NamedTuple):
@@ -356,6 +358,7 @@ class StatsSaved(NamedTuple):
     onehot_ratio: Tensor | None = None
     topk_logit: Tensor | None = None
     sorted_ids: Tensor | None = None
+    weight_sum: Tensor | None = None
 
 
 class RowLoss(NamedTuple):
@@ -366,16 +369,15 @@ class RowLoss(NamedTuple):
     target_weight: Tensor | None
     token_weight: Tensor | None
 
-    def losses(self, stats: Stats, classes: int | Tensor) -> Tensor:
-        """Each row's loss, differentiable by stats; 0 in ignored rows. classes: V, of a group ()."""
-        assert stats.logprob is not None
-        loss = -stats.logprob
+    def losses(self, loss: Tensor, stats: Stats, classes: int | Tensor) -> Tensor:
+        """Each row's loss, differentiable by both; 0 in ignored rows. loss: -stats.logprob, which is not
+        read. classes: V, of a group ()."""
         if self.target_weight is not None:
             loss = loss * self.target_weight
         if stats.total_nll is not None:
             loss = maths.smoothed(loss, stats.total_nll, self.terms.label_smoothing, classes)
         if stats.lse is not None:
-            loss = loss + maths.z_loss(stats.lse, self.terms.z_loss)
+            loss = torch.addcmul(loss, stats.lse, stats.lse, value=self.terms.z_loss)
         return loss if self.token_weight is None else loss * self.token_weight
 
     def upstream(self, stats: Stats, classes: int) -> StatsUpstream:
@@ -409,8 +411,6 @@ class Statistics(Protocol):
         schedule: str,
         reduction: str,
         limits: Limits,
-        *,
-        need_dbias: bool,
     ) -> tuple[str, int]:
         """As Implementation.choose."""
         ...

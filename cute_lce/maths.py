@@ -161,12 +161,8 @@ def smoothed_upstream(dloss, smoothing, classes):
     return dloss * (1.0 - smoothing), dloss * (smoothing / classes)
 
 
-def z_loss(lse, coefficient):
-    return lse * lse * coefficient
-
-
 def z_loss_upstream(dloss, lse, coefficient):
-    """The gradient of `z_loss` by lse."""
+    """The gradient of coefficient lse^2 by lse."""
     return dloss * lse * (2.0 * coefficient)
 
 

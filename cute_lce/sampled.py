@@ -10,7 +10,7 @@ from .arguments import Operands
 from .functional import check_types, denominator_of
 from .ops import checks, sampled, terms
 from .options import MOST_WINDOW, LossOptions
-from .streaming.rows import is_ignored
+from .streaming.rows import is_valid
 from .streaming.sampled import SampledOperands, SampledOptions
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def sampled_linear_cross_entropy(
     given = SampledOperands(*flat, sampled_ids, linear_bias, sampled_log_q, target_log_q)
     how = SampledOptions(options.ignore_index, logit_scale, remove_accidental_hits, window)
     losses = sampled.sampled(*given, *how)[0]
-    valid = ~is_ignored(flat.target, options.ignore_index)
+    valid = is_valid(flat.target, options.ignore_index)
     if token_weight is not None:
         losses = losses * token_weight.reshape(-1).to(losses.dtype).masked_fill(~valid, 0)
     if reduction == "none":

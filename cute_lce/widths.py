@@ -81,9 +81,9 @@ HOPPER = Limits(
     keep=(
         Limit(Widths(192), ""),
         Limit(Widths(160), "logits argmax"),
-        Limit(Widths(144), f"entropy total softcap+linear_bias softcap+row_scale {_each(_SUMS, 2)}"),
+        Limit(Widths(144), f"entropy softcap+linear_bias softcap+row_scale {_each(_SUMS, 2)}"),
         Limit(Widths(144), _each(_SUMS, beside="softcap")),
-        Limit(Widths(128), f"own_term softcap+row_scale+linear_bias entropy+total {_each(_SUMS, 3)}"),
+        Limit(Widths(128), f"own_term softcap+row_scale+linear_bias {_each(_SUMS, 3)}"),
     ),
     keep_logits=(
         Limit(Widths(192), ""),

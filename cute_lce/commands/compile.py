@@ -121,7 +121,8 @@ def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
     keeps, of_logits = None, args.entropy or args.log_sum_sq_probs or weights
     forms = args.lse or args.topk
     if not (of_logits or forms or smooth_cap):
-        keeps = (*forward, *("proportion",) * (args.z_loss or args.label_smoothing))
+        keeps = ("products" if term == "total" else term for term in forward)
+        keeps = (*keeps, *("proportion",) * (args.z_loss or args.label_smoothing))
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights, *topk
     numbers = args.lse, args.log_sum_sq_probs, args.mean_logit, args.argmax
     if more or any((*numbers, args.linear_bias, args.softcap, args.z_loss, args.temperatures)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..arch import SLABS
 from ..arguments import (
+    SUMMED_TOKENS,
     Counters,
     GradientOperands,
     Gradients,
@@ -33,7 +34,7 @@ from ..plan import backward as backward_plan
 from ..plan import overlap
 from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts, copies_into_dinput
-from ..plan.problem import Problem, round_up
+from ..plan.problem import Problem, ceil_div, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, layout, loss_arguments, readable, template, unpadded
 from .empty import EmptyBackward
 from .packing import Packing
@@ -76,6 +77,7 @@ class KernelBackward:
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
         half, overwrites = dtype is torch.float16, keeps_logits and request.overwrites
         problem = Problem(n, d, weight.shape[0], half, *needs, keeps_logits, request.shard, overwrites)
+        problem = problem._replace(need_dbias="bias_gradient" in loss.terms)
         gpu = gpu_of(device).serving(loss.terms, "backward")
         chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
@@ -427,6 +429,7 @@ def _column_sums(plan: backward_plan.BackwardPlan, n: int) -> int:
     """The most numbers that a launch stores of sums over tokens: of each class, by slabs of tokens."""
     config = plan.tokens
     slab = min(SLABS) if config.row.tmem_columns else config.tile_n
-    launches = [(chunk.stripe.columns, chunk.tokens) for chunk in plan.chunks]
-    launches += [(stripe.columns, n) for stripe in plan.stripes]
-    return max(columns * round_up(tokens, config.cluster_columns) // slab for columns, tokens in launches)
+    launches = [(chunk.stripe.columns, chunk.tokens, slab) for chunk in plan.chunks]
+    for stripe in plan.stripes:
+        launches.append((stripe.columns, n, SUMMED_TOKENS if stripe.first < plan.kept else slab))
+    return max(columns * ceil_div(tokens, each) for columns, tokens, each in launches)

@@ -28,9 +28,9 @@ from ..implementation import (
 from ..logit_term import term_of
 from ..plan.forward import spare_bytes
 from ..plan.memory import forward_compaction_bytes
-from ..plan.problem import Limits, Problem
+from ..plan.problem import Limits, Problem, round_up
 from ..streaming import STATISTICS
-from ..streaming.rows import is_ignored
+from ..streaming.rows import is_valid
 from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
@@ -39,7 +39,7 @@ from .entries import Entries, beside_exponentials, forms_entries
 from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
-from .token_terms import Gradient, Shared, Tensors, kept_gradient, loss_of
+from .token_terms import Gradient, Products, Shared, Tensors, kept_gradient, loss_of
 from .topk import Topk, fits
 
 STATISTICS_OF = {
@@ -110,35 +110,16 @@ def choose(
     schedule: str,
     reduction: str,
     limits: Limits,
-    *,
-    need_dbias: bool,
 ) -> tuple[str, int]:
     """See implementation.Statistics. "auto" recomputes what the kernels do not keep."""
     if schedule == "auto" and not keeps(operands, options):
         schedule = "recompute"
     of_logits = keeps_logits(operands, options)
     problem = problem._replace(keeps_logits=of_logits, overwrites=of_logits and problem.overwrites)
-    given = problem, operands.hidden.dtype, operands.hidden.device, schedule, reduction, limits, need_dbias
+    given = problem, operands.hidden.dtype, operands.hidden.device, schedule, reduction, limits
     if any(isinstance(each, torch.SymInt) for each in (*problem, *limits)):
-        return _choose(*given)
-    return _remembered(("choose", *given), _choose, *given)
-
-
-def _choose(
-    problem: Problem,
-    dtype: torch.dtype,
-    device: torch.device,
-    schedule: str,
-    reduction: str,
-    limits: Limits,
-    need_dbias: bool,
-) -> tuple[str, int]:
-    found = schedules.choose(problem, dtype, device, schedule, reduction, limits)
-    if found[1] and need_dbias and limits.workspace:
-        least = schedules.least_workspace(problem, device, schedule, limits)
-        limits = _beside_column_sums(limits, least)
-        found = schedules.choose(problem, dtype, device, schedule, reduction, limits)
-    return found
+        return schedules.choose(*given)
+    return _remembered(("choose", *given), schedules.choose, *given)
 
 
 def _beside_more_partials(operands: Operands, request: Request, parts: int, keeps_logits: bool) -> Limits:
@@ -154,11 +135,6 @@ def _beside_more_partials(operands: Operands, request: Request, parts: int, keep
     return limits._replace(workspace=limits.workspace - max(spare, 0) * parts // (2 + parts))
 
 
-def _beside_column_sums(limits: Limits, least: int = 0) -> Limits:
-    """A part of the workspace is for column_sums; least: bytes that are left at least."""
-    return limits._replace(workspace=max(limits.workspace * 15 // 16, least))
-
-
 def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> dict[str, Tensor]:
     """See implementation.Statistics."""
     if not keeps(operands, options):
@@ -168,7 +144,11 @@ def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int
         return {"kept": kept, "kept_scale": notes}
     kept, kept_scale = empty_kept_of(operands.hidden, kept_columns)
     found = {"kept": kept, "kept_scale": kept_scale}
-    return found | ({"onehot_ratio": torch.empty_like(kept_scale)} if _has_proportion(options) else {})
+    if _has_proportion(options):
+        found["onehot_ratio"] = torch.empty_like(kept_scale)
+    if options.label_smoothing:
+        found["weight_sum"] = kept_scale.new_empty((round_up(operands.hidden.shape[1], 8),))
+    return found
 
 
 def _has_proportion(options: StatsOptions) -> bool:
@@ -196,7 +176,7 @@ def forward(
         partials = torch.empty((prepared.partials * n * parts,), dtype=torch.float32, device=device)
         outputs = {_OUTPUTS[name]: each.data_ptr() for name, each in sums.items()}
         loss = loss._replace(more_partials=partials.data_ptr(), **outputs)
-    valid = ~is_ignored(given.target, options.ignore_index)
+    valid = is_valid(given.target, options.ignore_index)
     topk_values = None
     topk = Topk.of(operands.topk_ids, valid, given.weight.shape[0], compacted=prepared.compaction is not None)
     if topk is not None:
@@ -207,6 +187,10 @@ def forward(
     assert row_max is not None
     assert row_sum is not None
     own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
+    products, classes = asked.products, given.weight.shape[0]
+    if products is not None:
+        total_gap = products.total_gap(loss, asked.tensors, row_max, classes)
+        own = own._replace(total_gap=total_gap, weight=row_max.new_full((), classes))
     if topk is not None and topk_values is not None:
         own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
     elif operands.topk_ids is not None:
@@ -222,6 +206,7 @@ def forward(
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
+        weight_sum=None if products is None else products.sums[0],
         sorted_ids=topk.packed if topk is not None and reads_ids else None,
     )
 
@@ -229,18 +214,25 @@ def forward(
 class _Asked(NamedTuple):
     """What a forward is asked for. loss: with its terms, but for what a call allocates. more: the terms among
     MORE_PARTS. onehot_ratio (n,): written where the onehot's share is not 1. tensors: whose addresses the
-    loss has."""
+    loss has. products: instead of the term "total"."""
 
     loss: Any
     more: list[str]
     onehot_ratio: Tensor | None
     tensors: Tensors
+    products: Products | None
 
     @classmethod
     def of(cls, operands: StatsOperands, options: StatsOptions, kept_columns: int) -> _Asked:
         tensors, ratio = Tensors.of(operands), None
         loss = loss_of(options, tensors)
         found = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
+        products = None
+        if "total" in found and kept_columns and keeps_exponentials(operands, options):
+            # A backward wants the sum of the classes' rows in any case.
+            found.remove("total")
+            products = Products.of(operands)
+            loss = products.added_to(loss)
         more = [term for term in MORE_PARTS if term in found]
         if "total" in more and tensors.class_weight is not None:
             loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
@@ -261,15 +253,16 @@ class _Asked(NamedTuple):
             )
         if operands.topk_ids is not None and operands.topk_ids.shape[1]:
             loss = loss.with_terms("topk")
-        return cls(loss, more, ratio, tensors)
+        return cls(loss, more, ratio, tensors, products)
 
 
 def _stats_of(own: RowSums, losses: Tensor | None, options: StatsOptions, valid: Tensor) -> Stats:
     """The numbers that are asked for, and what a backward reads, but for what is kept. own: of the whole
     vocabulary. losses: of the rows; None: computed of own."""
     log_row_sum = own.row_sum.log()
-    logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit) if losses is None else -losses
+    logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit) if losses is None else 0 - losses
     lse = maths.lse(log_row_sum, own.row_max)
+    target_logit = lse + logprob if options.saves_logits else None
     numbers = {"logprob": logprob, "lse": lse}
     if own.mean_gap is not None:
         numbers["entropy"] = maths.entropy(log_row_sum, own.mean_gap)
@@ -281,20 +274,23 @@ def _stats_of(own: RowSums, losses: Tensor | None, options: StatsOptions, valid:
         value = getattr(own, name)
         if value is not None:
             numbers[name] = value
-    wanted = {
-        name: numbers[name].masked_fill(~valid, 0) for name in options.outputs if name != "topk_logprob"
-    }
+    # Nobody else has these tensors. Losses are 0 already.
+    wanted, ignored = {}, ~valid
+    for name in options.outputs:
+        if name == "logprob" and losses is not None:
+            wanted[name] = logprob
+        elif name != "topk_logprob":
+            wanted[name] = numbers[name].masked_fill_(ignored, 0)
     if own.topk_logit is not None and own.topk_known is not None:
         each = maths.logprob(log_row_sum.unsqueeze(1), own.row_max.unsqueeze(1), own.topk_logit)
         wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & own.topk_known, each, 0)
-    saves = options.saves_logits
     return Stats(
         **wanted,
         row_max=own.row_max,
         row_sum=own.row_sum,
         mean_gap=own.mean_gap,
-        target_logit=lse + logprob if saves else None,
-        topk_logit=own.topk_logit if saves else None,
+        target_logit=target_logit,
+        topk_logit=own.topk_logit if options.saves_logits else None,
     )
 
 
@@ -346,7 +342,7 @@ def backward(
         # What kernels kept is not what the streaming path does.
         saved, request = saved._replace(kept=None), request._replace(kept_columns=0)
         return STATISTICS.backward(upstream, operands, saved, options, request, out, add_up)
-    valid = ~is_ignored(given.target, options.ignore_index)
+    valid = is_valid(given.target, options.ignore_index)
     coefficients = coefficients_of(upstream, operands, saved, valid)
     tensors = Tensors.of(operands)
     shared, of_logits = None, saved.kept is not None and keeps_logits(operands, options)
@@ -362,12 +358,12 @@ def backward(
         if entries is not None:
             gradient = entries.added_to(gradient)
         if coefficients.uniform is not None:
-            shared = Shared.of(given, options, request, tensors, coefficients.uniform, valid)
+            uniform = coefficients.uniform
+            shared = Shared.of(given.hidden, saved, options, request, tensors, uniform, valid)
             gradient = shared.added_to(gradient)
     loss = gradient.loss.with_terms("kept_logits") if of_logits else gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
     if request.need_dbias:
-        request = request._replace(limits=_beside_column_sums(request.limits))
         loss = loss.with_terms("bias_gradient", with_dhidden=int(request.need_dinput))
     key = "backward", *_kind(given), loss.terms, request
     prepared = _remembered(key, backward_of, given, loss, request)

@@ -8,17 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .. import maths
-from ..arguments import Operands
+from ..arguments import SUMMED_COLUMNS
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..logit_term import kernel_term, numbers_of, term_of
+from ..plan.problem import ceil_div, round_up
 from ..streaming.token_stats import Coefficients
 from ..torch_ops import slope_of
 
-AT_ONCE = 1 << 22
-"""Hidden numbers that are summed over tokens at once."""
+MOST_BLOCKS = 1024
+"""Of kernels/column_sums.py that sum a matrix: as many as read memory at its rate."""
+LEAST_SLAB = 16
+"""Rows that such a block sums at least."""
 
 
 class Loss(NamedTuple):
@@ -85,6 +87,12 @@ class Loss(NamedTuple):
     shared: int = 0
     weight_sum: int = 0
     hidden_sum: int = 0
+    hidden_partials: int = 0
+    hidden_slab: int = 1
+    weight_sums: int = 0
+    weight_partials: int = 0
+    weight_slab: int = 1
+    row_products: int = 0
     dbias: int = 0
     column_sums: int = 0
     with_dhidden: int = 0
@@ -228,51 +236,94 @@ def kept_gradient(
     return found._replace(loss=loss, others=(*found.others, factor))
 
 
+class Slabs(NamedTuple):
+    """Scratch for the sums over a matrix's rows, and how many of these a slab has."""
+
+    partials: Tensor
+    rows: int
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Slabs:
+        """matrix: with any number of columns, which are padded to a multiple of 8."""
+        rows, columns = matrix.shape[0], round_up(matrix.shape[1], 8)
+        most = max(MOST_BLOCKS // ceil_div(columns, SUMMED_COLUMNS), 1)
+        slab = max(ceil_div(rows, most), LEAST_SLAB)
+        return cls(matrix.new_empty((ceil_div(rows, slab), columns), dtype=torch.float32), slab)
+
+
+class Products(NamedTuple):
+    """A forward's sum of the logits of all classes, of each token: its product with the sum of the classes'
+    rows. sums (2, d): of the kept ones', and of all. rows (n,): the products. Written by the forward."""
+
+    sums: Tensor
+    rows: Tensor
+    slabs: Slabs
+
+    @classmethod
+    def of(cls, operands: StatsOperands) -> Products:
+        slabs = Slabs.of(operands.weight)
+        partials = slabs.partials
+        sums, n = partials.new_empty((2, partials.shape[1])), operands.hidden.shape[0]
+        return cls(sums, partials.new_empty((n,)), slabs)
+
+    def added_to(self, loss: Any) -> Any:
+        return loss.with_terms(
+            "products",
+            weight_sums=self.sums.data_ptr(),
+            weight_partials=self.slabs.partials.data_ptr(),
+            weight_slab=self.slabs.rows,
+            row_products=self.rows.data_ptr(),
+        )
+
+    def total_gap(self, loss: Any, tensors: Tensors, row_max: Tensor, classes: int) -> Tensor:
+        """As exchange.RowSums'. loss: with the terms of the logits."""
+        total, bias = self.rows, tensors.linear_bias
+        total = total if bias is None else total + bias.sum()
+        scale = loss.logit_scale if tensors.row_scale is None else tensors.row_scale * loss.logit_scale
+        return row_max.masked_fill(row_max == -torch.inf, 0) * classes - total * scale
+
+
 class Shared(NamedTuple):
     """What the gradients by the products of all kept classes have in common, (n,), and what it adds: to that
-    by hidden, each token's times `features`, and `rows` to each kept row of that by weight. Both are fp32
-    (d,), with zeros for the columns by which operands are padded."""
+    by hidden, each token's times `features`, and `rows`, which the backward makes of tokens, to each kept row
+    of that by weight. Both are fp32 (d,), with zeros for the columns by which operands are padded."""
 
     tokens: Tensor
     features: Tensor | None
     rows: Tensor | None
+    partials: Tensor | None
+    slab: int
 
     @classmethod
     def of(
         cls,
-        operands: Operands,
+        hidden: Tensor,
+        saved: StatsSaved,
         options: StatsOptions,
         request: Request,
         tensors: Tensors,
         uniform: Tensor,
         valid: Tensor,
     ) -> Shared:
-        """uniform: by z."""
-        hidden, weight, _ = operands
+        """uniform: by z; 0 where the token is ignored."""
         tokens = uniform * _product_factor(loss_of(options, tensors), tensors, valid)
-        features, rows, padding = None, None, (0, -hidden.shape[1] % 8)
-        if request.need_dinput:
-            features = weight[: request.kept_columns].sum(0, dtype=torch.float32)
-            features = functional.pad(features, padding)
-        if request.need_dweight:
-            # Few tokens at a time: what is made of them is in fp32.
-            n, d = hidden.shape
-            rows, count = tokens.new_zeros((d,)), max(AT_ONCE // d, 1)
-            for first in range(0, n, count):
-                part = slice(first, first + count)
-                each = hidden[part].masked_fill(~valid[part].unsqueeze(1), 0) * tokens[part].unsqueeze(1)
-                rows += each.sum(0)
-            rows = functional.pad(rows, padding)
-        return cls(tokens, features, rows)
+        features = saved.weight_sum if request.need_dinput else None
+        if not request.need_dweight:
+            return cls(tokens, features, None, None, 1)
+        partials, slab = Slabs.of(hidden)
+        return cls(tokens, features, partials.new_empty(partials.shape[1:]), partials, slab)
 
     def added_to(self, gradient: Gradient) -> Gradient:
+        features, rows, partials = (0 if each is None else each.data_ptr() for each in self[1:4])
         loss = gradient.loss.with_terms(
             "shared",
             shared=self.tokens.data_ptr(),
-            weight_sum=0 if self.features is None else self.features.data_ptr(),
-            hidden_sum=0 if self.rows is None else self.rows.data_ptr(),
+            weight_sum=features,
+            hidden_sum=rows,
+            hidden_partials=partials,
+            hidden_slab=self.slab,
         )
-        return gradient._replace(loss=loss, others=(*gradient.others, *self))
+        return gradient._replace(loss=loss, others=(*gradient.others, *self[:4]))
 
 
 def slopes(logit: Tensor | None, options: StatsOptions, tensors: Tensors) -> Tensor | None:

@@ -13,7 +13,7 @@ from ..implementation import Request, RowLoss, Statistics, Stats, StatsOperands,
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..plan.problem import Problem
 from ..streaming.products import accumulate_dtype
-from ..streaming.rows import is_ignored
+from ..streaming.rows import is_ignored, is_valid
 from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
@@ -77,7 +77,7 @@ def linear_cross_entropy(
         total = plain_losses(flat, loss._replace(reduction="sum"), compute, destination)
     elif plainly:
         nll = plain_losses(flat, loss._replace(reduction="none"), compute, destination)
-        total = row_loss.losses(Stats(logprob=-nll), V)
+        total = row_loss.losses(nll, Stats(), V)
         total = total if loss.reduction == "none" else total.sum()
     else:
         total = _from_stats(flat, linear_bias, tensors.weight, row_loss, loss, compute, destination)
@@ -89,7 +89,7 @@ def linear_cross_entropy(
         return divided(total, tensors.denominator)
     if target_weight is not None:
         return mean(total, target_weight.sum())
-    return mean(total, (~is_ignored(flat.target, loss.ignore_index)).sum())
+    return mean(total, is_valid(flat.target, loss.ignore_index).sum())
 
 
 def plain_losses(
@@ -115,7 +115,9 @@ def _from_stats(
     schedule, how = decide(given, options, compute, loss.reduction, destination)
     if schedule == "grad_in_forward":
         return _loss_gradients(given, row_loss, how, loss.reduction != "none")
-    losses = row_loss.losses(stats_of(given, how), operands.weight.shape[0])
+    stats = stats_of(given, how)
+    assert stats.logprob is not None
+    losses = row_loss.losses(-stats.logprob, stats, operands.weight.shape[0])
     return losses if loss.reduction == "none" else losses.sum()
 
 
@@ -169,11 +171,9 @@ def decide(
     # Hooks may give back a part of a larger storage, or another stream's memory: neither is ours to free.
     overwrites = is_plain_eager(*operands[:3]) and not shard and not has_saved_tensors_hooks()
     problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight, shard=shard)
-    problem = problem._replace(overwrites=overwrites)
+    problem = problem._replace(overwrites=overwrites, need_dbias=need_dbias)
     serving = serving or statistics(operands, options, compute.schedule)
-    schedule, kept_columns = serving.choose(
-        problem, operands, options, compute.schedule, reduction, limits, need_dbias=need_dbias
-    )
+    schedule, kept_columns = serving.choose(problem, operands, options, compute.schedule, reduction, limits)
     if schedule == "grad_in_forward" and reduction == "none" and need_dbias:
         raise ValueError(
             "schedule: got 'grad_in_forward' with reduction='none' and a linear_bias that needs a gradient, "
@@ -232,5 +232,7 @@ def divided(total: Tensor, denominator: Tensor) -> Tensor:
 
 def mean(total: Tensor, count: Tensor) -> Tensor:
     """torch's: over the valid rows, or their classes' weights; 0 where that is 0, but for a total of nan."""
+    if not count.is_floating_point():
+        return total / count.clamp(min=1)  # The total of no rows is 0.
     counts = count != 0
     return torch.where(counts | total.isnan(), total / torch.where(counts, count, 1), 0)

@@ -30,7 +30,7 @@ from ..implementation import (
 from ..options import LossOptions, TermOptions, fields
 from ..plan.problem import Limits
 from ..streaming.products import accumulate_dtype
-from ..streaming.rows import is_ignored
+from ..streaming.rows import is_valid
 from . import inner
 from .autograd import (
     NO_DOUBLE_BACKWARD,
@@ -239,7 +239,7 @@ def token_loss_gradients(*arguments):
     losses, *gradients = statistics(operands, options, "grad_in_forward").grad_in_forward(
         operands, options, RowLoss(terms, target_weight, token_weight), request
     )
-    num_valid = (~is_ignored(operands.target, options.ignore_index)).sum()
+    num_valid = is_valid(operands.target, options.ignore_index).sum()
     loss = losses.sum() if total else losses
     return loss, num_valid, *inner.present(tuple(gradients), hidden, losses.dtype)
 

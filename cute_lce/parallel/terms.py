@@ -57,15 +57,17 @@ def linear_cross_entropy(
         total = _plain(flat, loss._replace(reduction="sum"), compute, spread, destination)
     else:
         if plainly:
-            stats = Stats(
-                logprob=-_plain(flat, loss._replace(reduction="none"), compute, spread, destination)
-            )
+            stats = Stats()
+            nll = _plain(flat, loss._replace(reduction="none"), compute, spread, destination)
         else:
             rows = StatsOperands(*flat, linear_bias, tensors.weight)
             options = StatsOptions.of(loss, terms)
             stats, weights = numbers_of(rows, options, loss, compute, spread, destination)
             classes = weights if classes is None else classes
-        total = RowLoss(terms, target_weight, token_weight).losses(stats, 1 if classes is None else classes)
+            assert stats.logprob is not None
+            nll = -stats.logprob
+        row_loss = RowLoss(terms, target_weight, token_weight)
+        total = row_loss.losses(nll, stats, 1 if classes is None else classes)
         if loss.reduction == "none":
             return call.of_target(total, tokens, group)
         total = total.sum()

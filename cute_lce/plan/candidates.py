@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..arch import Gpu, KernelConfig
 from ..arguments import KEPT_TILE
 from .cost import DLOGITS, DWEIGHT, Gemm, Gemms, chunk_clocks, gemm_of, heat, split_clocks, stripe_clocks
-from .memory import backward_bytes, sweeps_bytes
+from .memory import backward_bytes, dlogits_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
 STRIPE_MULTIPLE = 256
@@ -131,14 +131,15 @@ class Candidates:
                 if LEAST_DEPTH * (splits - 1) >= max(columns, kept):
                     continue
                 if columns == left and not kept:
-                    beside = backward_bytes(problem, columns, 0, splits) - 2 * n * round_up(columns, 8)
+                    beside = backward_bytes(problem, columns, 0, splits) - dlogits_bytes(problem, n, columns)
                 elif alone:
                     # Several stripes: one split or the most of them.
                     continue
                 full, rest = divmod(left, columns)
                 clocks = begun + self._sums(full + (rest > 0) + (kept > 0), splits)
                 clocks += full * self._stripe(columns, splits) + (self._stripe(rest, splits) if rest else 0)
-                found.append(Candidate(clocks, beside + 2 * n * round_up(columns, 8), columns, splits))
+                nbytes = beside + dlogits_bytes(problem, n, columns)
+                found.append(Candidate(clocks, nbytes, columns, splits))
         return found
 
     def _stripes_of_logits(self, kept: int) -> Iterator[Candidate]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..arguments import NOTE_BYTES, units
+from ..arch import SLABS
+from ..arguments import NOTE_BYTES, SUMMED_TOKENS, units
 from .problem import KIB, MIB, Problem, ceil_div, round_up
 
 DEFAULT_WORKSPACE = 2304 * MIB
@@ -129,6 +130,17 @@ def keeping_bytes(n: int, kept: int) -> int:
     return n * (2 * round_up(kept, 8) + 4) + keep_workspace_bytes(n, kept) if kept else 0
 
 
+def dlogits_bytes(problem: Problem, tokens: int, columns: int) -> int:
+    """Bytes of dlogits of so many tokens, and of their sums over the narrowest slabs of these."""
+    sums = 4 * columns * ceil_div(tokens, min(SLABS)) if problem.need_dbias else 0
+    return 2 * tokens * round_up(columns, 8) + sums
+
+
+def kept_sums_bytes(problem: Problem, kept: int) -> int:
+    """Bytes of the sums of what was kept over slabs of tokens."""
+    return 4 * kept * ceil_div(problem.n, SUMMED_TOKENS) if problem.need_dbias else 0
+
+
 def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 1) -> int:
     """Bytes that a backward in one sweep allocates beyond its results, and those that were kept for it.
 
@@ -141,7 +153,7 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 
     whole = 0 if problem.has_stripes_of_logits else kept
     several = columns + whole < vocab or 0 < whole < vocab
     summed = splits > 1 or several
-    total = 64 * n + 4 * KIB + 2 * n * round_up(columns, 8)
+    total = 64 * n + 4 * KIB + dlogits_bytes(problem, n, columns)
     total += backward_compaction_bytes(problem, kept, summed=summed)
     if problem.need_dinput and summed:
         total += 4 * n * d * splits
@@ -149,8 +161,8 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 
         # dinput by compacted tokens.
         total += 2 * n * d
     if kept:
-        # 16-bit numbers and the notes.
-        total += 2 * n * round_up(kept, 8) + n * note_bytes(kept)
+        # 16-bit numbers, the notes and sums.
+        total += 2 * n * round_up(kept, 8) + n * note_bytes(kept) + kept_sums_bytes(problem, kept)
     if problem.need_dweight and (exponentials or problem.half):
         # The scaled copy of the hidden rows.
         total += 2 * n * d
@@ -164,14 +176,14 @@ def sweeps_bytes(problem: Problem, chunk: int, splits: int, columns: int) -> int
     `splits`. columns: of a stripe of dlogits while dweight is.
     """
     n, d = problem.n, problem.d
-    dinput = 2 * chunk * round_up(problem.vocab, 8)
+    dinput = dlogits_bytes(problem, chunk, problem.vocab)
     if splits > 1:
         dinput += 4 * chunk * d * splits
     elif compacts(problem, 0):
         # By compacted tokens.
         dinput += 2 * chunk * d
     without_dinput = problem._replace(need_dinput=False)
-    return backward_bytes(without_dinput, 0) + max(dinput, 2 * n * round_up(columns, 8))
+    return backward_bytes(without_dinput, 0) + max(dinput, dlogits_bytes(problem, n, columns))
 
 
 def chunk_forward_bytes(problem: Problem, chunk: int) -> int:

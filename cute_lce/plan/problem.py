@@ -15,7 +15,8 @@ class Problem(NamedTuple):
     for grad_scale. need_dinput, need_dweight: which gradients are needed. keeps_logits: whether what is kept
     are logits, of which the backward makes dlogits, a stripe at a time or, with overwrites, all at once in
     their place. shard: whether the classes are a shard's, whose gradient by tokens is summed over the ranks.
-    adds: whether dweight is added to a tensor of the caller's, and is no result.
+    adds: whether dweight is added to a tensor of the caller's, and is no result. need_dbias: whether the
+    gradient by a bias is needed, for which a backward sums dlogits over slabs of tokens.
     """
 
     n: int
@@ -28,6 +29,7 @@ class Problem(NamedTuple):
     shard: bool = False
     overwrites: bool = False
     adds: bool = False
+    need_dbias: bool = False
 
     @property
     def has_stripes_of_logits(self) -> bool:

@@ -18,6 +18,7 @@ from .memory import (
     forward_bytes,
     forward_compaction_bytes,
     keeping_bytes,
+    kept_sums_bytes,
     note_bytes,
     refuse_workspace,
     usable,
@@ -287,6 +288,7 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + window_bytes(n)
     scales = problem.need_dweight and (problem.half or not problem.keeps_logits)
     beside += n * note_bytes(KEPT_TILE) + (2 * n * d if scales else 0)
-    # Two bytes per row each, and their share of the notes.
-    fit = (room - beside) * KEPT_TILE // ((2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n)
+    # Two bytes per row each, and their share of the notes and sums.
+    tile = (2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n + kept_sums_bytes(problem, KEPT_TILE)
+    fit = (room - beside) * KEPT_TILE // tile
     return min(max(fit, 0), vocab) // STRIPE_MULTIPLE * STRIPE_MULTIPLE

@@ -13,7 +13,7 @@ from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
 from .memory import CPU_LOGITS_BYTES, request_of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import grad_scale, is_ignored, of_all_rows, subtract_target, valid_rows, without_ignored
+from .rows import grad_scale, is_valid, of_all_rows, subtract_target, valid_rows, without_ignored
 
 
 class StreamingBackward:
@@ -78,7 +78,7 @@ def _gradients(
     (n, d), V = hidden.shape, saved.weight.shape[0]
     products = Products(hidden, saved.weight)
     acc, dtype = products.acc, hidden.dtype
-    valid = ~is_ignored(saved.target, loss.ignore_index)
+    valid = is_valid(saved.target, loss.ignore_index)
     ignored = ~valid.unsqueeze(1)
     # One outside [0, V), of a row of nan or of another shard, is in no window.
     classes = saved.target.long()

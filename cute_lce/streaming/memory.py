@@ -145,8 +145,6 @@ def choose_with_terms(
     schedule: str,
     reduction: str,
     limits: Limits,
-    *,
-    need_dbias: bool,
 ) -> tuple[str, int]:
     """The same for token_stats.py."""
     hidden = operands.hidden

@@ -17,6 +17,11 @@ def is_ignored(target: Tensor, ignore_index: int) -> Tensor:
     return target.long() == ignore_index
 
 
+def is_valid(target: Tensor, ignore_index: int) -> Tensor:
+    """The contrary, in one kernel."""
+    return target.long() != ignore_index
+
+
 def computes_some_rows(device_type: str) -> bool:
     """Whether the rows that are not ignored are computed alone: on a CPU. On a GPU a shape would depend on
     what is there only, and the host would wait for it."""
@@ -63,7 +68,7 @@ def first_rows(kept: Tensor, valid: int) -> Tensor:
 
 def classify(target: Tensor, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
     """(valid, a class in [0, V) for each row, target out of range); on a CPU the last raises ValueError."""
-    valid = ~is_ignored(target, ignore_index)
+    valid = is_valid(target, ignore_index)
     out_of_range = valid & ((target < 0) | (target >= V))
     if target.device.type == "cpu":
         _refuse_targets(target, out_of_range, ignore_index, V)

@@ -10,7 +10,7 @@ from .. import maths
 from ..arguments import ELSEWHERE, IGNORED
 from ..exchange import LocalTargets, Merged, RowSums
 from ..options import LossOptions
-from .rows import is_ignored, reduce
+from .rows import is_ignored, is_valid, reduce
 
 
 def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal: bool) -> LocalTargets:
@@ -25,7 +25,7 @@ def localize(target: Tensor, ignore_index: int, start: int, columns: int, equal:
 def merge(gathered: Tensor, targets: LocalTargets, loss: LossOptions) -> Merged:
     """See implementation.Implementation."""
     row_max, row_sum, target_logit = fold(*_statistics(gathered, targets))
-    valid = ~is_ignored(targets.local, loss.ignore_index)
+    valid = is_valid(targets.local, loss.ignore_index)
     nowhere = valid & _is_nowhere(target_logit, gathered)
     total, row_sum, num_valid = reduce(row_max, row_sum, target_logit, valid, nowhere, loss.reduction)
     return Merged(total, row_max, row_sum, num_valid)
@@ -36,7 +36,7 @@ def merge_sums(gathered: Tensor, targets: LocalTargets, *, entropy: bool, total:
     n = targets.local.shape[0]
     row_maxima, row_sums, target_logits = _statistics(gathered, targets)
     row_max, row_sum, target_logit = fold(row_maxima, row_sums, target_logits)
-    nowhere = ~is_ignored(targets.local, IGNORED) & _is_nowhere(target_logit, gathered)
+    nowhere = is_valid(targets.local, IGNORED) & _is_nowhere(target_logit, gathered)
     row_sum = row_sum.masked_fill(nowhere, torch.nan)
     reference, more = _finite(row_max), gathered[:, 3 * n + 1 :]
     mean_gap = total_gap = None

@@ -33,7 +33,7 @@ from ..torch_ops import logit_of, slope_of
 from . import memory
 from .backward import add_product
 from .products import Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, in_window, is_ignored, without_ignored
+from .rows import classify, in_window, is_valid, without_ignored
 
 
 class _Logits:
@@ -170,7 +170,7 @@ def forward(
     if merge is None:
         valid, classes, out_of_range = classify(target, options.ignore_index, V)
     else:
-        valid, classes, out_of_range = ~is_ignored(target, options.ignore_index), target.long(), None
+        valid, classes, out_of_range = is_valid(target, options.ignore_index), target.long(), None
     ignored = ~valid.unsqueeze(1)
     products = Products(without_ignored(hidden, ignored), weight)
     logits = _Logits(operands, options, ignored, products.acc)
@@ -320,7 +320,7 @@ def gradients(
     """dinput and dbias in acc, dweight in its dtype or added to `out`. Of a shard dinput is its part."""
     hidden, weight, target = operands[:3]
     (n, d), V, dtype = hidden.shape, weight.shape[0], hidden.dtype
-    valid = ~is_ignored(target, options.ignore_index)
+    valid = is_valid(target, options.ignore_index)
     ignored = ~valid.unsqueeze(1)
     products = Products(without_ignored(hidden, ignored), weight)
     acc = products.acc
@@ -428,7 +428,8 @@ def grad_in_forward(
         stats = forward(part, options, request, None)
         assert stats.row_max is not None
         assert stats.row_sum is not None
-        losses[start:stop] = own.losses(stats, V)
+        assert stats.logprob is not None
+        losses[start:stop] = own.losses(-stats.logprob, stats, V)
         saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept)
         upstream = own.upstream(stats, V)
         del stats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
@@ -110,7 +111,7 @@ KEPT = (
     ("logit_scale", "proportion"),
     ("linear_bias", "logit_scale", "row_scale"),
     ("row_scale", "entropy"),
-    ("linear_bias", "logit_scale", "total", "proportion"),
+    ("linear_bias", "logit_scale", "products", "proportion"),
     ("softcap",),
     (OWN,),
     (OWN, "row_scale"),
@@ -131,18 +132,61 @@ KEPT = (
 )
 
 
-@full
-@pytest.mark.parametrize("terms", KEPT, ids="-".join)
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...]):
+class Spill(NamedTuple):
+    """Of the GEMM that keeps: tokens of its tiles, bytes of stack, loads and stores of it."""
+
+    tokens: int
+    stack: int
+    accesses: int
+
+
+ACCEPTED = {
+    ("sm_90a", (OWN,)): Spill(128, 16, 10),
+    ("sm_90a", (OWN, "row_scale")): Spill(128, 8, 2),
+    ("sm_90a", (OWN, "row_scale", "entropy", "kept_logits")): Spill(128, 32, 21),
+}
+"""What a LogitTerm spills in the widest tiles that plans may choose for what keeps, on purpose: tiles of 96
+tokens spill nothing but are slower, with both gradients 1.12 instead of 1.06 times the plain call with
+d = 4096, and 1.13 instead of 1.12 with d = 2048 (docs/measurements.md)."""
+
+
+def widest_that_keeps(arch: str, terms: tuple[str, ...]) -> ForwardKey:
     """In the widest tiles that plans may choose for the terms."""
     configs = architecture(arch).configs_for(1, 0, Gpu(arch, 1).serving(terms, "keep").widths)
-    key = ForwardKey(max(configs.tokens, key=lambda config: config.tile_n), keeps=True, terms=terms)
+    return ForwardKey(max(configs.tokens, key=lambda config: config.tile_n), keeps=True, terms=terms)
+
+
+@full
+@pytest.mark.parametrize(
+    ("arch", "terms"),
+    [
+        pytest.param(*each, id=f"{each[0]}-{'-'.join(each[1])}")
+        for each in itertools.product(("sm_90a", "sm_100a"), KEPT)
+        if each not in ACCEPTED
+    ],
+)
+def test_what_keeps_terms_spills_nothing_more(arch: str, terms: tuple[str, ...]):
+    key = widest_that_keeps(arch, terms)
     own, without = (cubin.kernel(each, "Gemm") for each in (key, key._replace(terms=())))
     # Of one that keeps logits a word, which is written before the loop over tiles.
     word, accesses = (8, 2) if "kept_logits" in terms else (0, 0)
     assert own.usage["STACK"] <= max(without.usage["STACK"], word)
     assert len(own.local_accesses) <= max(len(without.local_accesses), accesses)
+
+
+@full
+@pytest.mark.parametrize(
+    ("arch", "terms", "accepted"),
+    [
+        pytest.param(*each, accepted, id=f"{each[0]}-{'-'.join(each[1])}")
+        for each, accepted in ACCEPTED.items()
+    ],
+)
+def test_what_keeps_terms_spills_what_is_accepted(arch: str, terms: tuple[str, ...], accepted: Spill):
+    """No more; and no less, so that what no longer spills is no longer accepted."""
+    key = widest_that_keeps(arch, terms)
+    kernel = cubin.kernel(key, "Gemm")
+    assert Spill(key.config.tile_n, kernel.usage["STACK"], len(kernel.local_accesses)) == accepted
 
 
 OFTEN = (("entropy", "kept_logits"), True, 192), (("softcap",), True, 192), (("entropy",), False, 128)
@@ -196,6 +240,24 @@ def test_what_spare_warps_do_spills_nothing(arch: str, i: int, terms: tuple[str,
     kernels = [found[name] for name in found if "DlogitsOfKept" in name] + [found[name] for name in gemms[1:]]
     assert len(kernels) == 3
     assert not [kernel.usage for kernel in kernels if kernel.usage["STACK"] or kernel.local_accesses]
+
+
+@pytest.mark.parametrize("terms", [("entries",), ("coefficients", "entries", "bias_gradient")], ids="-".join)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_forms_entries(arch: str, terms: tuple[str, ...]):
+    """And what restores them. No tile is theirs: the GEMMs beside them have the narrowest, which compile
+    fastest."""
+    configs = architecture(arch).configs[0]
+    tokens = min(configs.tokens, key=lambda config: config.tile_n)
+    found = cubin.kernels(BackwardKey(tokens, tokens, configs.dweight[0], terms=terms))
+    kernels = [kernel for name, kernel in found.items() if "Entries_object" in name]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert not kernel.usage["STACK"], kernel.usage
+        assert not kernel.usage["LOCAL"]
+        assert not kernel.local_accesses
+        # 12 of the 16 blocks that an SM has threads for.
+        assert kernel.usage["REG"] <= 40
 
 
 PASSES = ("forward", "backward")

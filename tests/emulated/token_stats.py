@@ -105,7 +105,8 @@ class Numbers:
             own = self.class_weight.to(values["logprob"])[self.case.target.long().masked_fill(ignored, 0)]
             own = own.masked_fill(ignored, 0)
         terms = TermOptions(self.label_smoothing, None, self.z_loss)
-        return RowLoss(terms, own, None).losses(Stats(**values), self.case.linear_weight.shape[0])
+        stats, classes = Stats(**values), self.case.linear_weight.shape[0]
+        return RowLoss(terms, own, None).losses(-values["logprob"], stats, classes)
 
     @property
     def operands(self) -> StatsOperands:

@@ -331,7 +331,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
     plain, given, kept = (), ("coefficients",), "kept_logits"
     bias, scale, cap = ("linear_bias",), ("logit_scale",), ("softcap",)
     added, capped = "bias_gradient", (*cap, "row_scale")
-    smooth = ("total",), (*given, "uniform"), ("total", "proportion")
+    smooth = ("total",), (*given, "uniform"), ("products", "proportion")
     smooth += (*given, "uniform", "shared"), ("shared",)
     for options, of_forward, of_backward, *of_kept in (
         ("", plain, plain, plain, plain),
@@ -397,7 +397,7 @@ def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
             "--label-smoothing --linear-bias",
             (*bias, "total"),
             (*bias, *given, "uniform", "bias_gradient"),
-            (*bias, "total", "proportion"),
+            (*bias, "products", "proportion"),
             (*bias, *given, "uniform", "shared", "bias_gradient"),
             (*given, "shared", "bias_gradient"),
         ),

@@ -181,7 +181,7 @@ KEPT = [
     (linear_logprob, {"softcap": 30.0, "temperature": torch.ones(40)}, ("softcap", "row_scale")),
     (linear_cross_entropy, {"softcap": LogCap(3.0), "z_loss": 1e-4}, (OWN, "proportion")),
     (linear_logprob, {"temperature": torch.ones(40)}, ("row_scale",)),
-    (linear_cross_entropy, {"label_smoothing": 0.1}, ("total", "proportion")),
+    (linear_cross_entropy, {"label_smoothing": 0.1}, ("products", "proportion")),
     (linear_logprob, {"outputs": ("logprob", "entropy"), "entropy_grad": False}, ("entropy",)),
 ]
 
@@ -308,8 +308,8 @@ def test_auto_keeps_what_it_can(asked, options, kept, workspace):
     )
     given = StatsOptions(-100, 1.0, None, 1.0, ("logprob",))._replace(**options)
     limits = Limits(workspace=workspace)
-    problem = Problem(8192, 4096, 131072)
-    found = token_stats.choose(problem, operands, given, "auto", "mean", limits, need_dbias=True)
+    problem = Problem(8192, 4096, 131072, need_dbias=True)
+    found = token_stats.choose(problem, operands, given, "auto", "mean", limits)
     assert found == ("keep" if kept else "recompute", kept)
 
 

@@ -10,15 +10,15 @@ grad_scale, need factors and scaled rows (kernels.scale) instead. Of kept logits
 GEMM (kernels.kept_logits). Of exponentials a few entries may be formed first (kernels.entries).
 """
 
-from typing import NamedTuple
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, Numeric
 
+from cute_lce import maths
 from cute_lce.arch import KernelConfig
 from cute_lce.arguments import (
+    SUMMED_TOKENS,
     Counters,
     GemmPlan,
     GradientOperands,
@@ -29,17 +29,16 @@ from cute_lce.arguments import (
     Upstream,
     with_terms,
 )
-from cute_lce.kernels.bias_gradient import BiasGradient, KeptSums
 from cute_lce.kernels.clear import clear
+from cute_lce.kernels.column_sums import AddSlabs, SlabSums
 from cute_lce.kernels.entries import Entries, entries_of
+from cute_lce.kernels.entry.stripe import DhiddenParts, Matrices, dhidden_parts, given_rows
 from cute_lce.kernels.entry.types import (
     ADDED,
-    chosen,
     compacted,
     dloss_of_origins,
     example,
     example_operands,
-    first_given,
     gather_tensors,
     given_tokens,
     has_numbers_of_tokens,
@@ -67,38 +66,6 @@ from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.reduce import Reduce
 from cute_lce.kernels.rows import Compacted, Gather
 from cute_lce.kernels.scale import ScaleRows, ScaleTensors
-
-
-class Matrices(NamedTuple):
-    """What the GEMMs of a stripe multiply, of n tokens of the launch.
-
-    classes (columns, d): the weight's rows. hidden (n, d): their product with it are the logits. dlogits (n,
-    columns): written, or what was kept. rows (n, d): what dlogits.T is multiplied by. given and given_rows
-    (n, d): where hidden and rows are, if no token is ignored. factor (n,), weight_factor (1,):
-    GradientOperands'.
-    """
-
-    classes: cute.Tensor
-    hidden: cute.Tensor
-    dlogits: cute.Tensor
-    rows: cute.Tensor
-    given: cute.Tensor
-    given_rows: cute.Tensor
-    factor: cute.Tensor
-    weight_factor: cute.Tensor
-
-
-class DhiddenParts(NamedTuple):
-    """Where dhidden's GEMM writes, of n tokens of the launch.
-
-    out (n, d): the result. sums (splits, n, d) fp32. from_sums: whether the result is rounded from these in
-    any case. places: the address of the tokens' places in the sums, 0: in order.
-    """
-
-    out: cute.Tensor
-    sums: cute.Tensor
-    from_sums: Boolean
-    places: Int64
 
 
 class Backward:
@@ -133,8 +100,11 @@ class Backward:
         spare = self.dlogits_of_kept if self.beside else None
         self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k", spare=spare)
         self.added = added
-        self.bias_gradient = BiasGradient(gemm.fragment(tokens), half)
-        self.kept_sums = KeptSums(gemm.fragment(tokens), half)
+        self.slab = gemm.fragment(tokens).columns
+        # dlogits of float16 are HALF_SCALE times what they stand for.
+        self.kept_sums = SlabSums(maths.HALF_SCALE if half else 1.0)
+        self.bias_gradient = AddSlabs(1 / maths.HALF_SCALE if half else 1.0)
+        self.hidden_sums, self.hidden_sum = SlabSums(skips=True), AddSlabs()
         self.entries = Entries()
         self.gather = Gather()
         self.reduce = Reduce()
@@ -180,7 +150,7 @@ class Backward:
             dlogits=matrix(dtype, source.dlogits, n, stripe.columns, source.pitch),
             rows=matrix(dtype, source.hidden, n, d, source.hidden_pitch),
             given=given_tokens(whole, rows),
-            given_rows=_given_rows(whole, source, rows),
+            given_rows=given_rows(whole, source, rows),
             factor=vector(Float32, source.factor, n),
             weight_factor=vector(Float32, source.weight_factor, 1),
         )
@@ -225,6 +195,9 @@ class Backward:
                 ),
                 stream,
             )
+        if cutlass.const_expr("shared" in loss.terms):
+            if scaled_first and gradients.dweight != 0:
+                self._hidden_sum(whole, loss, stream)
         if cutlass.const_expr("bias_gradient" in loss.terms):
             if loss.with_dhidden == 0 or gradients.dhidden != 0:
                 self._dbias(matrices, loss, source, stripe, tokens, stream)
@@ -306,12 +279,27 @@ class Backward:
         stream,
     ):
         """The gradient by a bias, of the slabs' sums, which the GEMM of logits has stored where it ran."""
-        if source.kept_scale != 0:
-            self.kept_sums(matrices.dlogits, matrices.factor, loss, tokens, stream)
+        sums, slab, is_kept = loss.column_sums, Int32(SUMMED_TOKENS), source.kept_scale != 0
+        if is_kept:
+            self.kept_sums(matrices.dlogits, matrices.factor, sums, slab, tokens, stream)
         elif cutlass.const_expr("kept_logits" in loss.terms):
             if loss.kept_logits != 0:
-                self.kept_sums(matrices.dlogits, None, loss, tokens, stream)
-        self.bias_gradient(loss, tokens, stripe.first, stripe.columns, stream)
+                self.kept_sums(matrices.dlogits, None, sums, slab, tokens, stream)
+        if cutlass.const_expr("kept_logits" in loss.terms):
+            is_kept = loss.kept_logits != 0
+        slab = Int32(cutlass.select_(is_kept, slab, Int32(self.slab)))
+        dbias = vector(Float32, loss.dbias + 4 * Int64(stripe.first), stripe.columns)
+        adds = Boolean(tokens.first > 0)
+        self.bias_gradient(sums, dbias, dbias, adds, slab, tokens.tokens, tokens, stream)
+
+    @cute.jit
+    def _hidden_sum(self, hidden: cute.Tensor, loss, stream):
+        """What the gradient by each kept class has besides the product of what was kept."""
+        n, d = hidden.shape
+        factor, out = vector(Float32, loss.shared, n), vector(Float32, loss.hidden_sum, d)
+        self.hidden_sums(hidden, factor, loss.hidden_partials, loss.hidden_slab, None, stream)
+        never = Boolean(False)
+        self.hidden_sum(loss.hidden_partials, out, out, never, loss.hidden_slab, n, None, stream)
 
     @cute.jit
     def _dhidden(
@@ -388,27 +376,6 @@ class Backward:
             return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor, **more)
         before = None if self.added is None else dweight
         return DweightTensors(out=output(dweight), before=before, factor=factor, **more)
-
-
-def _given_rows(hidden: cute.Tensor, source: GradientOperands, rows: Rows) -> cute.Tensor:
-    """What dlogits.T is multiplied by, if no token is ignored: the operands' hidden states instead of their
-    copies; scaled rows are where they are."""
-    given, is_scaled = given_tokens(hidden, rows), source.factor != 0
-    address = Int64(cutlass.select_(is_scaled, source.hidden, given.iterator.toint()))
-    pitch = Int64(cutlass.select_(is_scaled, Int64(source.hidden_pitch), Int64(given.stride[0])))
-    return matrix(hidden.element_type, address, rows.tokens, hidden.shape[1], pitch)
-
-
-def dhidden_parts(matrices: Matrices, gradients: Gradients, rows: Rows, stripe: Stripe) -> DhiddenParts:
-    (n, d), splits = matrices.hidden.shape, stripe.dhidden.splits
-    address = gradients.dhidden + first_given(rows) * d * 2
-    sums = cute.make_ptr(Float32, chosen(rows.sums, gradients.sums), cute.AddressSpace.gmem, assumed_align=16)
-    return DhiddenParts(
-        out=matrix(matrices.hidden.element_type, address, n, d, d),
-        sums=cute.make_tensor(sums, cute.make_layout((splits, n, d), stride=(Int64(n) * d, d, 1))),
-        from_sums=Boolean(rows.dhidden == gradients.dhidden),
-        places=Int64(cutlass.select_(rows.sums != 0, rows.source, Int64(0))),
-    )
 
 
 def compile_backward(

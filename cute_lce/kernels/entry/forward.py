@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint16
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint16
 
 from cute_lce import maths
 from cute_lce.arch import KernelConfig
@@ -20,6 +20,7 @@ from cute_lce.arguments import (
     with_terms,
 )
 from cute_lce.kernels.clear import clear
+from cute_lce.kernels.column_sums import AddSlabs, RowProducts, SlabSums
 from cute_lce.kernels.combine import Combine, CombineTensors
 from cute_lce.kernels.combine_more import CombineMore
 from cute_lce.kernels.entry.types import (
@@ -83,6 +84,7 @@ class Forward:
         self.gather, self.copy = Gather(), Copy()
         self.combine = Combine()
         self.combine_more = CombineMore()
+        self.slab_sums, self.add_slabs, self.row_products = SlabSums(), AddSlabs(), RowProducts()
         self.partials_per_window = config.partials_per_window
 
     @cute.jit
@@ -104,6 +106,9 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             if rows.gathers == COPIES:
                 self.copy(gather_tensors(hidden, target, rows, loss), stream)
+        if cutlass.const_expr("products" in loss.terms):
+            if outputs.finishes == 0:
+                self._products(hidden, weight, loss, keep.columns, stream)
         everything = cute.size(hidden, mode=[0])
         whole, given = hidden, given_tokens(hidden, rows)
         hidden, target = tokens_of(hidden, target, rows)
@@ -170,6 +175,25 @@ class Forward:
         self.combine(combined, stream)
         if cutlass.const_expr("more_partials" in combined.loss._fields):
             self.combine_more(combined, stream)
+
+    @cute.jit
+    def _products(self, hidden: cute.Tensor, weight: cute.Tensor, loss, kept: Int32, stream):
+        """The products of tokens with the sum of all classes' rows. A GEMM's epilogue would take longer to
+        add up what it has of these."""
+        (vocab, d), pitch = weight.shape, weight.stride[0]
+        partials, slab = loss.weight_partials, loss.weight_slab
+        first, every = (vector(Float32, loss.weight_sums + 4 * d * i, d) for i in range(2))
+        own = cute.make_tensor(weight.iterator, cute.make_layout((kept, d), stride=(pitch, 1)))
+        self.slab_sums(own, None, partials, slab, None, stream)
+        self.add_slabs(partials, first, first, Boolean(False), slab, kept, None, stream)
+        rest = vocab - kept
+        if rest > 0:
+            address = weight.iterator + Int64(kept) * pitch
+            others = cute.make_tensor(address, cute.make_layout((rest, d), stride=(pitch, 1)))
+            self.slab_sums(others, None, partials, slab, None, stream)
+        self.add_slabs(partials, every, first, Boolean(True), slab, rest, None, stream)
+        products = vector(Float32, loss.row_products, cute.size(hidden, mode=[0]))
+        self.row_products(hidden, every, products, stream)
 
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:

@@ -212,7 +212,9 @@ class DlogitsEpilogue:
         for r in cutlass.range_constexpr(len(fragment.rows)):
             for step in cutlass.range_constexpr(2):
                 sums[r] = sums[r] + cute.arch.shuffle_sync_bfly(sums[r], offset=1 << step)
-            if (lane & 3) == 0 and row + fragment.rows[r] < tensors.columns:
+            # There are no sums of slabs beyond the last token.
+            stores = (lane & 3) == 0 and number * fragment.columns < cute.size(tensors.target)
+            if stores and row + fragment.rows[r] < tensors.columns:
                 partials[row + fragment.rows[r]] = sums[r]
 
     @cute.jit

@@ -9,8 +9,8 @@ from cutlass import Boolean, Float32, Int32, Uint16
 
 from cute_lce import maths
 from cute_lce.arguments import KEPT_TILE
-from cute_lce.kernels.epilogues.leaves import TotalOf, add_each, exponentials, fmax_each, highest
-from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors, More
+from cute_lce.kernels.epilogues.leaves import add_each, exponentials, fmax_each, highest
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_ignored
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque
@@ -81,15 +81,13 @@ class KeepEpilogue:
         split: Int32,
     ):
         self.forward.mask_and_catch(tensors.forward, state.forward, frag, row, column, slab)
-        of = self.forward.total_of(tensors.forward, row)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
             for owned in self._at_once(state):
-                self._keep(tensors, staging, state, frag, row, column, slab, owned, of)
+                self._keep(tensors, staging, state, frag, row, column, slab, owned)
         else:
             every = range(self.fragment.owned)
-            self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, of, every)
-        self.forward.count_seen(state.forward, slab, of)
+            self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, None, every)
 
     @cute.jit
     def _keep(
@@ -102,7 +100,6 @@ class KeepEpilogue:
         column: Int32,
         slab: cutlass.Constexpr[int],
         owned: cutlass.Constexpr[range],
-        of: TotalOf | None,
     ):
         """Exponentials instead of the logits of the columns that lanes own with these numbers, stored, and
         their statistics."""
@@ -112,7 +109,9 @@ class KeepEpilogue:
         unit = fragment.unit(first_row_of_warp(row))
         n = cute.size(tensors.forward.target)
         row_max, base, terms = (cute.make_rmem_tensor(fragment.owned, Float32) for _ in range(3))
-        more = self._more(state, of)
+        gap: Any = None
+        if cutlass.const_expr(state.forward.gap is not None):
+            gap = cute.make_rmem_tensor(fragment.owned, Float32)
         raises = Boolean(False)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             # Read for every tile: registers are scarcer than loads.
@@ -132,28 +131,24 @@ class KeepEpilogue:
             self._note_raises(keep, base, column, slab, owned, n)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             above: Any = None
-            if cutlass.const_expr(more.gap is not None):
+            if cutlass.const_expr(gap is not None):
                 above = self._above(state.forward.base[slab * fragment.owned + i], row_max[i], base[i])
             leaf = functools.partial(
                 *(exponentials, fragment, frag, base[i], SHARED * i),
                 in_place=True,
-                gaps=more.gap is not None,
+                gaps=gap is not None,
                 above=above,
-                of=of,
                 slopes=slopes(tensors.forward, column, slab, i, fragment),
             )
             terms[i], *others = fold(leaf, add_each)
-            if cutlass.const_expr(more.total is not None):
-                more.total[i] = others[-1]
-            if cutlass.const_expr(more.gap is not None):
+            if cutlass.const_expr(gap is not None):
                 # From 2^base to the entropy's.
                 scale = cute.math.exp2(-above, fastmath=True)
-                more.gap[i], terms[i], base[i] = others[0] * scale, terms[i] * scale, base[i] + above
-                if cutlass.const_expr(more.total is not None):
-                    more.total[i] -= above * more.count
+                gap[i], terms[i], base[i] = others[0] * scale, terms[i] * scale, base[i] + above
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             own = slab * fragment.owned + i
-            self.forward.update(state.forward, own, row_max[i], terms[i], base[i], more.of(i))
+            own_gap = None if gap is None else gap[i]
+            self.forward.update(state.forward, own, row_max[i], terms[i], base[i], own_gap)
         if state.ignored.any:
             for i in cutlass.range_constexpr(owned.start, owned.stop):
                 zero_ignored(fragment, state.ignored, frag, slab, i)
@@ -170,18 +165,9 @@ class KeepEpilogue:
 
     def _at_once(self, state: KeepState) -> list[range]:
         """Which of the columns that a lane owns are kept together."""
-        owned, sums = range(self.fragment.owned), (state.forward.gap, state.forward.total)
-        step = AT_ONCE if len(owned) <= FEW and all(each is None for each in sums) else 1
+        owned = range(self.fragment.owned)
+        step = AT_ONCE if len(owned) <= FEW and state.forward.gap is None else 1
         return [owned[first : first + step] for first in owned[::step]]
-
-    def _more(self, state: KeepState, of: TotalOf | None) -> More:
-        """For each token that a lane owns in a slab."""
-        gap = total = None
-        if state.forward.gap is not None:
-            gap = cute.make_rmem_tensor(self.fragment.owned, Float32)
-        if of is not None:
-            total = cute.make_rmem_tensor(self.fragment.owned, Float32)
-        return More(gap, total, None if of is None else self.forward.count(of))
 
     @cute.jit
     def _note_raises(

@@ -74,22 +74,6 @@ class ForwardState(NamedTuple):
     argmax: Any = None
 
 
-class More(NamedTuple):
-    """What terms sum of exponents in a tile, as ForwardState's gap and total, of a token or several; count:
-    of the tile's rows, or their weights."""
-
-    gap: Any = None
-    total: Any = None
-    count: Any = None
-
-    def of(self, i: int) -> "More":
-        gap, total = (None if each is None else each[i] for each in (self.gap, self.total))
-        return More(gap, total, self.count)
-
-
-MORE_OF_NONE = More()
-
-
 class ForwardEpilogue:
     """Row statistics of the logits, and the target's logit.
 
@@ -302,22 +286,21 @@ class ForwardEpilogue:
         row_max: Float32,
         terms: Float32,
         base: Float32,
-        more: More = MORE_OF_NONE,
+        own_gap: Float32 | None = None,
     ):
-        """Add a maximum, and sums relative to 2^base, to the statistics of a token that the lane owns."""
+        """Add a maximum, and sums relative to 2^base, to the statistics of a token that the lane owns.
+        own_gap: the sum of gaps, with the entropy; a total is not among what is kept so (arguments.TERMS'
+        products)."""
         higher = cute.arch.fmax(state.base[own], base)
         # Roots, since 2^-128, what kernels.keep raises bf16's by at once, is no normal number of fp32.
         root = cute.math.exp2((state.base[own] - higher) * Float32(0.5), fastmath=True)
         added_root = cute.math.exp2((base - higher) * Float32(0.5), fastmath=True)
         before = state.row_sum[own] * root * root
-        if more.gap is not None:
+        if own_gap is not None:
             gap = state.gap[own] * root * root
             gap = gap + before * (state.base[own] - higher)
-            added = (more.gap + terms * (base - higher)) * added_root * added_root
+            added = (own_gap + terms * (base - higher)) * added_root * added_root
             state.gap[own] = gap + added
-        if more.total is not None:
-            rise = (state.base[own] - higher) * state.seen[0] + (base - higher) * more.count
-            state.total[own] = state.total[own] + more.total + rise
         state.row_sum[own] = before + terms * added_root * added_root
         state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max)
         state.base[own] = higher
