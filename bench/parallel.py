@@ -161,7 +161,7 @@ class Step:
             self.loss_and_gradients()
 
 
-HOT_SECONDS = 0.15
+HOT_SECONDS = 0.4
 """Seconds of calls in a row that are timed; as many go before them."""
 
 

@@ -171,13 +171,14 @@ def time_back_to_back(call: Call, reps: int, device: torch.device) -> float:
 
 
 def time_sustained(
-    calls: Sequence[Call], device: torch.device, *, seconds: float = 0.4, rounds: int = 5
+    calls: Sequence[Call], device: torch.device, *, seconds: float = 0.4, rounds: int = 8
 ) -> list[Timing]:
     """Time each of several calls back to back for so long, in rounds of random order.
 
     So long, a GPU settles at the clock that its power limit leaves to this load. Half as many calls go
-    before, untimed: they have the heat of the load before. The order is drawn anew in each round. Nothing is
-    flushed from the caches. `Timing` is of the rounds.
+    before, untimed: they have the heat of the load before. The order is drawn anew in each round and run: in
+    a fixed one a call that follows a hot one would be slower in every run. Nothing is flushed from the
+    caches. `Timing` is of the rounds.
     """
     reps = []
     for call in calls:
@@ -186,7 +187,7 @@ def time_sustained(
         synchronize(device)
         taken = statistics.median(time_back_to_back(call, 1, device) for _ in range(3))
         reps.append(max(1, round(seconds * 1e3 / max(taken, 1e-3))))
-    draw = random.Random(0)
+    draw = random.Random()
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for i in draw.sample(range(len(calls)), len(calls)):
