@@ -581,7 +581,7 @@ COSTS = {
     "`label_smoothing`": "label_smoothing=0.1",
     "`z_loss`": "z_loss=1e-4",
     "`token_weight`": "token_weight",
-    "`denominator`": "denominator=8000",
+    "`denominator`": "denominator=100",
     "`logprob`": "logprob",
     "`logprob`, a tensor of temperatures": "logprob,temperatures",
     "`logprob`, `lse`": "logprob,lse",
@@ -593,8 +593,8 @@ COSTS = {
     "`logprob`, `argmax`, `is_top1`, `mean_logit`": "logprob,argmax,is_top1,mean_logit",
 }
 """A row's name -> its --terms."""
-COST_FILES = ("terms", "kept_logits", "topk")
-"""What the names of files with such rows begin with, behind the GPU's."""
+COST_FILES = ("h200_terms", "h200_kept_logits", "h200_topk", "h100_sustained_terms", "h100_sustained_losses")
+"""What the names of files with such rows begin with; of an H100 those that were measured back to back."""
 IN_LOG_CAP = ("log_cap=30", "logprob,argmax,is_top1,mean_logit")
 """Rows that are looked up in h200_log_cap*.json too: in one of these the call without terms was slow."""
 
@@ -605,9 +605,8 @@ def term_costs(pattern: str) -> Rows:
     files the newest."""
     found: dict[tuple, tuple[str, float]] = {}
     for path in RESULTS.glob(pattern):
-        name = path.name.partition("_")[2]
-        terms = [*COSTS.values()] if name.startswith(COST_FILES) else []
-        terms = [*IN_LOG_CAP] if name.startswith("log_cap") else terms
+        terms = [*COSTS.values()] if path.name.startswith(COST_FILES) else []
+        terms = [*IN_LOG_CAP] if path.name.startswith("h200_log_cap") else terms
         for key, (date, multiple) in _multiples(path.name, terms).items():
             found[key] = max(found.get(key, ("", 0.0)), (date, multiple))
     rows: Rows = []
