@@ -101,7 +101,7 @@ HOPPER = Limits(
     ),
 )
 """By compiles of every term, of most pairs and some sets, of which tests/compiled/test_terms.py repeats some.
-Own terms spill 8 to 48 bytes in tiles of 128 tokens that keep, and none in 96."""
+Own terms spill 8 to 32 bytes in tiles of 128 tokens that keep, and none in 96."""
 _BLACKWELL = (
     Limit(Widths(224), "softcap squares linear_bias+entropy"),
     Limit(Widths(192), "own_term row_scale+entropy+squares"),

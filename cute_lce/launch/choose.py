@@ -59,6 +59,12 @@ def choose(
     return found, kept
 
 
+def least_workspace(problem: Problem, device: torch.device, schedule: str, limits: Limits) -> int:
+    """The least bytes of workspace that `choose` accepts."""
+    known_limits = Limits(*map(_known, limits))
+    return schedule_plan.least_workspace(gpu_of(device), _known_sizes(problem), schedule, known_limits)
+
+
 def _known_sizes(problem: Problem) -> Problem:
     return problem._replace(n=_known(problem.n), d=_known(problem.d), vocab=_known(problem.vocab))
 

@@ -250,6 +250,12 @@ class Slabs(NamedTuple):
         slab = max(ceil_div(rows, most), LEAST_SLAB)
         return cls(matrix.new_empty((ceil_div(rows, slab), columns), dtype=torch.float32), slab)
 
+    @staticmethod
+    def most_bytes(features: int) -> int:
+        """Of the scratch, and of the sums that are made of it, for any number of rows."""
+        columns = round_up(features, 8)
+        return 4 * columns * (max(MOST_BLOCKS // ceil_div(columns, SUMMED_COLUMNS), 1) + 3)
+
 
 class Products(NamedTuple):
     """A forward's sum of the logits of all classes, of each token: its product with the sum of the classes'

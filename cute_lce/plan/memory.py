@@ -154,6 +154,8 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 
     several = columns + whole < vocab or 0 < whole < vocab
     summed = splits > 1 or several
     total = 64 * n + 4 * KIB + dlogits_bytes(problem, n, columns)
+    # The gradient by a bias, before it is rounded.
+    total += 4 * vocab if problem.need_dbias else 0
     total += backward_compaction_bytes(problem, kept, summed=summed)
     if problem.need_dinput and summed:
         total += 4 * n * d * splits

@@ -313,6 +313,34 @@ def test_auto_keeps_what_it_can(asked, options, kept, workspace):
     assert found == ("keep" if kept else "recompute", kept)
 
 
+@pytest.mark.parametrize(("smoothing", "mib", "kept"), [(0.0, 1, 4097), (0.1, 1, 0), (0.1, 6, 4097)])
+def test_sums_of_rows_have_room_beside_what_is_smoothed(asked, smoothing, mib, kept):
+    """Some 4 MiB, more than all that is kept of few tokens."""
+    operands = StatsOperands(
+        torch.empty(7, 8192, dtype=BF16),
+        torch.empty(4097, 8192, dtype=BF16),
+        torch.zeros(7, dtype=torch.int64),
+    )
+    options = StatsOptions(-100, 1.0, None, 1.0, ("logprob", "total_nll") if smoothing else ("logprob",))
+    options = options._replace(label_smoothing=smoothing)
+    found = token_stats.choose(
+        Problem(7, 8192, 4097), operands, options, "auto", "mean", Limits(workspace=mib << 20)
+    )
+    assert found == ("keep" if kept else "recompute", kept)
+
+
+@pytest.mark.parametrize("mib", [2240, 2304])
+def test_a_bias_is_kept_for_as_others(asked, mib):
+    """Its sums over slabs of 256 tokens take 16 MiB, and its gradient in float32 half of one."""
+    problem = Problem(8192, 4096, 131072, need_dbias=True)
+    operands = StatsOperands(
+        torch.empty(8, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16), torch.zeros(8, dtype=torch.int64)
+    )
+    options = StatsOptions(-100, 1.0, None, 1.0, ("logprob",))
+    found = token_stats.choose(problem, operands, options, "auto", "mean", Limits(workspace=mib << 20))
+    assert found == ("keep", 131072 if mib == 2304 else 122880)
+
+
 def test_a_softcap_is_not_kept_with_smoothing(asked):
     with pytest.raises(
         ValueError, match="schedule: got 'keep' with a softcap and label_smoothing, want 'recompute'"
