@@ -34,9 +34,9 @@ TOPK_CLASSES, TOPK_TOKENS = 128, 16
 KEPT_TILE = 128
 """Columns that are kept, or not, together."""
 SUMMED_TOKENS = 256
-"""Tokens of what was kept whose sums are stored as one."""
+"""Tokens that one partial sum of what was kept is of."""
 SUMMED_COLUMNS = 1024
-"""Columns of which a block of kernels/column_sums.py has a slab of rows."""
+"""Columns that a block of kernels/column_sums.py sums."""
 UNIT = 32
 """Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
 NOTE_BYTES = 2
@@ -150,8 +150,9 @@ most HALF_SCALE, and row_factor (n,) multiplies the gradient; else it is 0. What
 row_factor in any dtype.
 shared: of what was kept, by the products of each kept class the gradient is more by shared (n,); weight_sum
 (d,) is the sum of these classes' rows. hidden_sum (d,), that of the tokens' hidden states times shared, is
-written by the launch of what was kept, if it computes dweight; scratch: hidden_partials (slabs, d), of
-hidden_slab tokens each. All are 0 in a launch whose classes were not kept.
+written by the first launch of what was kept that computes dweight; a token whose shared is 0 counts for
+nothing there, whatever it holds. Scratch: hidden_partials (slabs, d), of hidden_slab tokens each. shared,
+weight_sum and hidden_sum are 0 in a launch whose classes were not kept.
 entries: of what was kept, those of the target and of so many ids of each token, which launches of what was
 kept write (kernels/entries.py): entry_ids (n, entries) int32, beyond the vocabulary where there is none. Of
 each the logit z, the coefficient of its onehot in the gradient by z, 0 at address 0, and the slope, 1 at

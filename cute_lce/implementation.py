@@ -369,9 +369,9 @@ class RowLoss(NamedTuple):
     target_weight: Tensor | None
     token_weight: Tensor | None
 
-    def losses(self, loss: Tensor, stats: Stats, classes: int | Tensor) -> Tensor:
-        """Each row's loss, differentiable by both; 0 in ignored rows. loss: -stats.logprob, which is not
-        read. classes: V, of a group ()."""
+    def losses(self, nll: Tensor, stats: Stats, classes: int | Tensor) -> Tensor:
+        """Each row's loss, differentiable by both; 0 if ignored. nll: -logprob. classes: V, of a group ()."""
+        loss = nll
         if self.target_weight is not None:
             loss = loss * self.target_weight
         if stats.total_nll is not None:

@@ -108,7 +108,7 @@ class AddSlabs:
         stream: cuda.CUstream,
     ):
         """partials: as SlabSums', of `count` rows, or those that are computed among them. Written: out
-        (columns,) fp32; with `adds` it is more by before (columns,)."""
+        (columns,) fp32; with `adds` it is more by before (columns,), which may be out."""
         blocks = cute.ceil_div(cute.size(out), THREADS)
         self.kernel(partials, out, before, adds, slab, count, rows).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
@@ -184,5 +184,5 @@ def _count(rows: Int32, compacted: Compacted | None) -> Int32:
 
 
 def _slabs(rows: Int32, slab: Int32) -> Int32:
-    """Without cute.ceil_div, which does not take a constant in one branch and a variable in another."""
+    """cute.ceil_div cannot be traced where one branch has a constant and the other a variable."""
     return (rows + slab - 1) // slab

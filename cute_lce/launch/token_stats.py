@@ -251,7 +251,7 @@ class _Asked(NamedTuple):
         found = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
         products = None
         if "total" in found and kept_columns and keeps_exponentials(operands, options):
-            # A backward wants the sum of the classes' rows in any case.
+            # A backward that computes dinput wants the sum of the classes' rows too.
             found.remove("total")
             products = Products.of(operands)
             loss = products.added_to(loss)
@@ -282,6 +282,7 @@ def _stats_of(own: RowSums, losses: Tensor | None, options: StatsOptions, valid:
     """The numbers that are asked for, and what a backward reads, but for what is kept. own: of the whole
     vocabulary. losses: of the rows; None: computed of own."""
     log_row_sum = own.row_sum.log()
+    # Not -losses, which is -0.0 in ignored rows.
     logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit) if losses is None else 0 - losses
     lse = maths.lse(log_row_sum, own.row_max)
     target_logit = lse + logprob if options.saves_logits else None
@@ -296,7 +297,7 @@ def _stats_of(own: RowSums, losses: Tensor | None, options: StatsOptions, valid:
         value = getattr(own, name)
         if value is not None:
             numbers[name] = value
-    # Nobody else has these tensors. Losses are 0 already.
+    # The tensors are new, so they are written in place; ignored rows' losses are 0 already.
     wanted, ignored = {}, ~valid
     for name in options.outputs:
         if name == "logprob" and losses is not None:

@@ -18,7 +18,7 @@ from ..streaming.token_stats import Coefficients
 from ..torch_ops import slope_of
 
 MOST_BLOCKS = 1024
-"""Of kernels/column_sums.py that sum a matrix: as many as read memory at its rate."""
+"""Blocks of kernels/column_sums.py that sum a matrix, at most."""
 LEAST_SLAB = 16
 """Rows that such a block sums at least."""
 

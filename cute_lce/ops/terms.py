@@ -231,8 +231,9 @@ def divided(total: Tensor, denominator: Tensor) -> Tensor:
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:
-    """torch's: over the valid rows, or their classes' weights; 0 where that is 0, but for a total of nan."""
+    """torch's: over the valid rows, or their classes' weights; 0 where that is 0, but for a total of nan. The
+    total of no rows is 0, or nan."""
     if not count.is_floating_point():
-        return total / count.clamp(min=1)  # The total of no rows is 0.
+        return total / count.clamp(min=1)
     counts = count != 0
     return torch.where(counts | total.isnan(), total / torch.where(counts, count, 1), 0)

@@ -29,7 +29,7 @@ SUMS = {"num_valid", "dlinear_weight", "dlinear_bias", "dweight_accumulator", "d
 BESIDE_KEPT = {"kept_scale", "onehot_ratio", "sorted_ids", "weight_sum"}
 """Of the tokens of `kept`, whose placement decides. Replicate, though each rank has its own: DTensor then
 passes a rank's tensor on as it is. As shards they would be padded to shapes that torch before 2.13 asks of
-fakes on a CPU, where there are none of these numbers."""
+fakes on a CPU, where there are none of these numbers. weight_sum is of the weight, whole on each rank."""
 GRADIENTS = {
     "need_dinput": ("dinput", "dinput_accumulator"),
     "need_dweight": ("dlinear_weight", "dweight_accumulator"),

@@ -18,7 +18,7 @@ def is_ignored(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def is_valid(target: Tensor, ignore_index: int) -> Tensor:
-    """The contrary, in one kernel."""
+    """Whether it is not ignored: as ~is_ignored, with one launch less."""
     return target.long() != ignore_index
 
 

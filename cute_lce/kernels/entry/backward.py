@@ -101,7 +101,7 @@ class Backward:
         self.dweight = gemm(dweight, epilogue(gemm.fragment(dweight)), tokens_along="k", spare=spare)
         self.added = added
         self.slab = gemm.fragment(tokens).columns
-        # dlogits of float16 are HALF_SCALE times what they stand for.
+        # dlogits of float16 are HALF_SCALE times what they stand for; the sums of what was kept are made so.
         self.kept_sums = SlabSums(maths.HALF_SCALE if half else 1.0)
         self.bias_gradient = AddSlabs(1 / maths.HALF_SCALE if half else 1.0)
         self.hidden_sums, self.hidden_sum = SlabSums(skips=True), AddSlabs()

@@ -178,8 +178,8 @@ class Forward:
 
     @cute.jit
     def _products(self, hidden: cute.Tensor, weight: cute.Tensor, loss, kept: Int32, stream):
-        """The products of tokens with the sum of all classes' rows. A GEMM's epilogue would take longer to
-        add up what it has of these."""
+        """The products of tokens with the sum of all classes' rows: cheaper than sums of logits in the GEMM's
+        epilogue. Partials are used again, since launches follow one another (kernels/pdl.py)."""
         (vocab, d), pitch = weight.shape, weight.stride[0]
         partials, slab = loss.weight_partials, loss.weight_slab
         first, every = (vector(Float32, loss.weight_sums + 4 * d * i, d) for i in range(2))

@@ -289,8 +289,7 @@ class ForwardEpilogue:
         own_gap: Float32 | None = None,
     ):
         """Add a maximum, and sums relative to 2^base, to the statistics of a token that the lane owns.
-        own_gap: the sum of gaps, with the entropy; a total is not among what is kept so (arguments.TERMS'
-        products)."""
+        own_gap: the sum of gaps, with the entropy."""
         higher = cute.arch.fmax(state.base[own], base)
         # Roots, since 2^-128, what kernels.keep raises bf16's by at once, is no normal number of fp32.
         root = cute.math.exp2((state.base[own] - higher) * Float32(0.5), fastmath=True)
