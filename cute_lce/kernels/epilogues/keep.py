@@ -65,8 +65,6 @@ class KeepEpilogue:
     @cute.jit
     def begin(self, tensors: KeepForwardTensors, column: Int32, staging: Staging) -> KeepState:
         forward = tensors.forward
-        if "total" in forward.loss.terms:
-            raise ValueError("terms: got total, want products where exponentials are kept")
         ignored = ignored_tokens(self.fragment, forward.target, forward.loss.ignore_index, column)
         return KeepState(self.forward.begin(forward, column, staging), ignored)
 
