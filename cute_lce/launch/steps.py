@@ -106,5 +106,4 @@ def arguments_of_kept(loss: Any, arguments: Any) -> Any:
 
 def of_recomputed(loss: Any) -> Any:
     """A loss for what was not kept, to which nothing is added."""
-    nothing = {"shared": 0, "weight_sum": 0, "hidden_sum": 0}
-    return loss._replace(**nothing) if "shared" in loss.terms else loss
+    return loss._replace(shared=0, weight_sum=0, hidden_sum=0) if "shared" in loss.terms else loss

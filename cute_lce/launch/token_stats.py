@@ -166,7 +166,7 @@ def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int
     found = {"kept": kept, "kept_scale": kept_scale}
     if _has_proportion(options):
         found["onehot_ratio"] = torch.empty_like(kept_scale)
-    if options.label_smoothing:
+    if _is_smoothed(operands, options):
         found["weight_sum"] = kept_scale.new_empty((round_up(operands.hidden.shape[1], 8),))
     return found
 
@@ -250,7 +250,7 @@ class _Asked(NamedTuple):
         loss = loss_of(options, tensors)
         found = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
         products = None
-        if "total" in found and kept_columns and keeps_exponentials(operands, options):
+        if kept_columns and _is_smoothed(operands, options):
             # A backward that computes dinput wants the sum of the classes' rows too.
             found.remove("total")
             products = Products.of(operands)
