@@ -8,6 +8,7 @@ relative RMS over the whole loss and both whole gradients, on rows of several ki
     mixed       in half of the rows the target's logit is 20 higher
     confident   the same in all rows
     jump_H      in every eighth row the logits of three columns are H higher
+    offset_H    all logits are H higher; not among the usual ones
 
 and over parts, since small errors would not show in the whole: the entries of dW that are no row's target
 ("no target"), the rows and columns that jump ("jumping"), and all others ("others"). Printed is each error as
@@ -40,7 +41,7 @@ from typing import Any
 import torch
 
 from bench import providers, shapes, terms
-from bench.yardstick import DTYPE, REGIMES, Problem, Results, by_fp32_logits
+from bench.yardstick import DTYPE, REGIMES, USUAL, Problem, Results, by_fp32_logits
 from cute_lce import ops
 from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
@@ -306,7 +307,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="TERMS",
         help="none, or what bench.run's option means, but for weight, denominator and log_cap",
     )
-    add("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
+    add("--regimes", nargs="+", default=list(USUAL), choices=REGIMES)
     add("--device", default="auto", help="auto, cuda or cpu (%(default)s: a GPU if there is one)")
     add("--out", type=new_file, help="JSON file for the results, written after each provider")
     add("--parts", action="store_true", help="print every error, by parts")

@@ -19,7 +19,9 @@ from cute_lce.measure.timing import relative_rms
 
 DTYPE = torch.bfloat16
 HEIGHTS = (50, 100, 300)
-REGIMES = (*ROWS, *(f"jump_{height}" for height in HEIGHTS))
+OFFSETS = (100, 10000)
+USUAL = (*ROWS, *(f"jump_{height}" for height in HEIGHTS))
+REGIMES = (*USUAL, *(f"offset_{height}" for height in OFFSETS))
 Results = tuple[Tensor, Tensor, Tensor]  # loss, dH (n, d), dW (V, d)
 
 
@@ -39,7 +41,8 @@ class Problem:
         self, shape: Shape, regime: str, reduction: str, device: torch.device, given: str | None = None
     ):
         """given: terms of the loss, as of bench.terms; None: the plain loss."""
-        height = float(regime.removeprefix("jump_")) if regime.startswith("jump_") else 0.0
+        kind, _, number = regime.partition("_")
+        height = float(number or 0)
         self.regime, self.reduction, self.given = regime, reduction, given
         inputs = make_inputs(shape, DTYPE, "untrained" if height else regime, device)
         self.hidden, self.weight, self.target = inputs.hidden, inputs.weight, inputs.target
@@ -55,6 +58,8 @@ class Problem:
             rows, columns = torch.zeros_like(all_rows), torch.zeros_like(all_columns)
             rows[::8] = True
             columns[[min(5, shape.vocab - 1), shape.vocab // 3, shape.vocab - 1]] = True
+            if kind == "offset":
+                rows, columns = all_rows, all_columns
             # A direction of its own makes the jump. Were it a single feature, that one would be all of dH
             # there, the same number in every row, whose rounding is luck.
             direction = torch.randn(shape.d, device=device, generator=generator)
@@ -64,7 +69,8 @@ class Problem:
                 wide -= (wide @ direction).unsqueeze(1) * direction
                 wide[which] += length * direction
                 operand.copy_(wide)
-            self.parts += [Part("jumping", rows, columns), Part("others", ~rows, ~columns)]
+            if kind == "jump":
+                self.parts += [Part("jumping", rows, columns), Part("others", ~rows, ~columns)]
         else:
             untargeted = all_columns.clone()
             untargeted[self.target] = False

@@ -35,8 +35,6 @@ KEPT_TILE = 128
 """Columns that are kept, or not, together."""
 SUMMED_TOKENS = 256
 """Tokens that one partial sum of what was kept is of."""
-SUMMED_COLUMNS = 1024
-"""Columns that a block of kernels/column_sums.py sums."""
 UNIT = 32
 """Columns of a token that share a note: by how much its exponentials were raised (kernels/keep.py)."""
 NOTE_BYTES = 2
@@ -82,6 +80,7 @@ TERMS: dict[str, dict[str, Any]] = {
         "weight_sums": Address,
         "weight_partials": Address,
         "weight_slab": Int32,
+        "weight_beside": Int32,
         "row_products": Address,
     },
     "shared": {
@@ -136,9 +135,9 @@ each entry: z, written by a forward; added to the gradient by x by a backward.
 Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
 target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.
 onehot_ratio (n,), the first over the second, is written where the token is valid. Else both are equal.
-products: row_products (n,), those of the tokens with the sum of all classes' rows, and weight_sums (2, d),
-the sum of the kept classes' rows and that of all; scratch: weight_partials (slabs, d), of weight_slab classes
-each.
+products: row_products (n,) fp64, those of the tokens with the sum of all classes' rows, and weight_sums
+(2, d), the sum of the kept classes' rows and that of all; scratch: weight_partials (slabs, d), of weight_slab
+classes each, of kept ones and of others. weight_beside: whether these are summed beside the GEMM (0 or 1).
 
 Of a backward: coefficients: the gradient by x is, but for the rounding,
 

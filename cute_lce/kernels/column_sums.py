@@ -1,92 +1,150 @@
 """Sums over the rows of a matrix: of slabs of rows, and then of these, so that their order depends on the
 shape alone; and the products of rows with a vector of such sums."""
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Float64, Int32, Int64
 
-from cute_lce.arguments import SUMMED_COLUMNS
 from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent, load_chunks
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import Compacted, computed
 
-ELEMENTS = 8  # of a thread at once
-THREADS = SUMMED_COLUMNS // ELEMENTS
+ELEMENTS = 4  # of a lane, in two registers: a spare warp of a forward has few
+BLOCK_WARPS = 4
+ABREAST = 8
+"""Columns of a warp of AddSlabs: 32 bytes of a slab."""
 WARPS = 4
 TOGETHER = 2
 """Rows of a warp, which share what it reads of the vector."""
 
 
+class SlabTensors(NamedTuple):
+    """Read: matrix (rows, columns) 16-bit, rows of 16 bytes; factor (rows,) fp32, or None: ones. Written at
+    partials: (slabs, columns) fp32. slab: its rows. split: a row with which a slab begins; 0: there is none
+    but the first. computed: which rows are; None: all."""
+
+    matrix: cute.Tensor
+    factor: Any
+    partials: Int64
+    slab: Int32
+    split: Int32 | int = 0
+    computed: Compacted | None = None
+
+    @property
+    def count(self) -> Int32:
+        """Of rows that are computed."""
+        return _count(cute.size(self.matrix, mode=[0]), self.computed)
+
+
 class SlabSums:
-    """The sums of each slab of rows, times the rows' factors. A thread has 8 columns of a slab. Reads 2 bytes
-    an element.
+    """The sums of each slab of rows, times the rows' factors. A warp takes slabs of 128 columns, a lane 4 of
+    them. Reads 2 bytes an element, no shared memory. It is a kernel of blocks of BLOCK_WARPS, or what spare
+    warps of a GEMM do beside it (gemm.Gemm), in the registers of a load warp.
 
     Args:
         scale: of the sums.
         skips: whether rows with the factor 0 count for nothing, whatever they hold.
     """
 
+    scarce_registers = True
+
     def __init__(self, scale: float = 1.0, *, skips: bool = False):
         self.scale = scale
         self.skips = skips
 
     @cute.jit
-    def __call__(
-        self,
-        matrix: cute.Tensor,
-        factor,
-        partials: Int64,
-        slab: Int32,
-        rows: Compacted | None,
-        stream: cuda.CUstream,
-    ):
-        """matrix (rows, columns) 16-bit; factor (rows,) fp32, or None: ones. slab: its rows. rows: which are
-        computed; None: all. Written: (slabs, columns) fp32 at partials."""
-        count, columns = matrix.shape
-        grid = (_slabs(count, slab), cute.ceil_div(columns, SUMMED_COLUMNS), 1)
-        self.kernel(matrix, factor, partials, slab, rows).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    def __call__(self, tensors: SlabTensors, stream: cuda.CUstream):
+        rows, columns = tensors.matrix.shape
+        units = (_slabs(rows, tensors.slab) + 1) * _wide(columns)
+        self.kernel(tensors).launch(
+            grid=(cute.ceil_div(units, BLOCK_WARPS), 1, 1),
+            block=(LANES * BLOCK_WARPS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        matrix: cute.Tensor,
-        factor,
-        partials: Int64,
-        slab: Int32,
-        rows: Compacted | None,
-    ):
+    def kernel(self, tensors: SlabTensors):
         pdl.begin()
-        number, block, _ = cute.arch.block_idx()
-        column = (block * THREADS + cute.arch.thread_idx()[0]) * ELEMENTS
-        columns = cute.size(matrix, mode=[1])
-        first = number * slab
-        end = cutlass.min(first + slab, _count(cute.size(matrix, mode=[0]), rows))
-        if column < columns and first < end:
-            sums = cute.make_rmem_tensor(ELEMENTS, Float32)
-            sums.fill(0.0)
-            for row in cutlass.range(first, end, unroll=8):
-                values = cute.make_rmem_tensor(ELEMENTS, matrix.element_type)
-                cute.autovec_copy(adjacent(matrix, row, column, ELEMENTS), values)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        self.beside(tensors, block * BLOCK_WARPS + warp, blocks * BLOCK_WARPS)
+
+    @cute.jit
+    def beside(self, tensors: SlabTensors, first: Int32, step: Int32):
+        """Of a warp, a GEMM's or the kernel's: the parts of slabs first, first + step, ..."""
+        columns = cute.size(tensors.matrix, mode=[1])
+        wide = _wide(columns)
+        before, count = _slabs(tensors.split, tensors.slab), tensors.count
+        units = (before + _slabs(count - tensors.split, tensors.slab)) * wide
+        for unit in cutlass.range(first, units, step, unroll=1):
+            number = unit // wide
+            column = (unit % wide * LANES + cute.arch.lane_idx()) * ELEMENTS
+            begin, end = number * tensors.slab, cutlass.min(count, tensors.split)
+            if number >= before:
+                begin, end = begin - before * tensors.slab + tensors.split, count
+            end = cutlass.min(begin + tensors.slab, end)
+            if column < columns:
+                self._sums(tensors, number, column, begin, end)
+
+    @cute.jit
+    def _sums(self, tensors: SlabTensors, number: Int32, column: Int32, begin: Int32, end: Int32):
+        """A lane's columns of a slab."""
+        matrix, columns = tensors.matrix, cute.size(tensors.matrix, mode=[1])
+        sums = cute.make_rmem_tensor(ELEMENTS, Float32)
+        sums.fill(0.0)
+        # Not row * pitch, which takes registers.
+        pitch = matrix.stride[0] * (matrix.element_type.width // 8)
+        address = adjacent(matrix, begin, column, ELEMENTS).iterator.toint()
+        for row in cutlass.range(begin, end, AT_ONCE, unroll=1):
+            values = cute.make_rmem_tensor((ELEMENTS, AT_ONCE), matrix.element_type)
+            values.fill(0.0)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                if row + i < end:
+                    cute.autovec_copy(self._at(matrix, address), values[None, i])
+                address += pitch
+            for i in cutlass.range_constexpr(AT_ONCE):
                 own = Float32(1.0)
-                if cutlass.const_expr(factor is not None):
-                    own = factor[row]
-                for i in cutlass.range_constexpr(ELEMENTS):
-                    term = values[i].to(Float32) * own
+                if cutlass.const_expr(tensors.factor is not None):
+                    own = tensors.factor[cutlass.min(row + i, end - 1)]
+                for k in cutlass.range_constexpr(ELEMENTS):
+                    term = values[k, i].to(Float32)
+                    if cutlass.const_expr(tensors.factor is not None):
+                        term *= own
                     if cutlass.const_expr(self.skips):
                         term = Float32(cutlass.select_(own == 0, Float32(0.0), term))
-                    sums[i] += term
-            out = numbers(partials + 4 * (Int64(number) * columns), columns)
-            for i in cutlass.range_constexpr(ELEMENTS):
-                if column + i < columns:
-                    out[column + i] = sums[i] * Float32(self.scale)
+                    sums[k] += term
+        out = numbers(tensors.partials + 4 * (Int64(number) * columns), columns)
+        for i in cutlass.range_constexpr(ELEMENTS):
+            if column + i < columns:
+                out[column + i] = sums[i] * Float32(self.scale)
+
+    def _at(self, matrix: cute.Tensor, address: Int64) -> cute.Tensor:
+        pointer = cute.make_ptr(matrix.element_type, address, cute.AddressSpace.gmem, assumed_align=8)
+        return cute.make_tensor(pointer, cute.make_layout(ELEMENTS))
+
+
+class AddTensors(NamedTuple):
+    """Read: partials, as SlabTensors', of `count` rows in slabs of so many, of those that are computed among
+    them; before (columns,) fp32, if `adds`. Written: out (columns,) fp32: the sums, and `before`, which may
+    be out."""
+
+    partials: Int64
+    out: cute.Tensor
+    slab: Int32
+    count: Int32
+    before: cute.Tensor
+    adds: Boolean
+    computed: Compacted | None = None
 
 
 class AddSlabs:
-    """A thread a column, which adds up its slabs in their order. Reads 4 bytes for each of these.
+    """The sums of all slabs, in float64. Four lanes have a column, each every fourth slab, and then add up
+    what they have. Reads 4 bytes for each slab and column.
 
     Args:
         scale: of the sums.
@@ -96,54 +154,40 @@ class AddSlabs:
         self.scale = scale
 
     @cute.jit
-    def __call__(
-        self,
-        partials: Int64,
-        out: cute.Tensor,
-        before: cute.Tensor,
-        adds: Boolean,
-        slab: Int32,
-        count: Int32,
-        rows: Compacted | None,
-        stream: cuda.CUstream,
-    ):
-        """partials: as SlabSums', of `count` rows, or those that are computed among them. Written: out
-        (columns,) fp32; with `adds` it is more by before (columns,), which may be out."""
-        blocks = cute.ceil_div(cute.size(out), THREADS)
-        self.kernel(partials, out, before, adds, slab, count, rows).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    def __call__(self, tensors: AddTensors, stream: cuda.CUstream):
+        blocks = cute.ceil_div(cute.size(tensors.out), BLOCK_WARPS * ABREAST)
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(LANES * BLOCK_WARPS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        partials: Int64,
-        out: cute.Tensor,
-        before: cute.Tensor,
-        adds: Boolean,
-        slab: Int32,
-        count: Int32,
-        rows: Compacted | None,
-    ):
+    def kernel(self, tensors: AddTensors):
         pdl.begin()
-        own, columns = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0], cute.size(out)
+        lane, columns = cute.arch.lane_idx(), cute.size(tensors.out)
+        own = (cute.arch.block_idx()[0] * BLOCK_WARPS + cute.arch.warp_idx()) * ABREAST + lane % ABREAST
+        total = Float64(0.0)
         if own < columns:
-            total = Float32(0.0)
-            for number in cutlass.range(_slabs(_count(count, rows), slab), unroll=8):
-                total += numbers(partials + 4 * (Int64(number) * columns), columns)[own]
-            total *= Float32(self.scale)
-            if adds:
-                total += before[own]
-            out[own] = total
+            slabs = _slabs(_count(tensors.count, tensors.computed), tensors.slab)
+            for number in cutlass.range(lane // ABREAST, slabs, LANES // ABREAST, unroll=8):
+                partials = numbers(tensors.partials + 4 * (Int64(number) * columns), columns)
+                total += partials[own].to(Float64)
+        for apart in (LANES // 2, LANES // 4):
+            total += cute.arch.shuffle_sync_bfly(total, apart)
+        if own < columns and lane < ABREAST:
+            total *= Float64(self.scale)
+            if tensors.adds:
+                total += tensors.before[own].to(Float64)
+            tensors.out[own] = total.to(Float32)
 
 
 class RowProducts:
-    """The product of each row with one vector; a warp has TOGETHER rows. Reads 2 bytes an element."""
+    """The product of each row with one vector, added up in float64: what it is subtracted from may be as
+    large. A warp has TOGETHER rows. Reads 2 bytes an element."""
 
     @cute.jit
     def __call__(self, matrix: cute.Tensor, vector: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
         """matrix (rows, columns) 16-bit, columns a multiple of 8; vector (columns,) fp32, 16-byte aligned.
-        Written: out (rows,) fp32."""
+        Written: out (rows,) fp64."""
         blocks = cute.ceil_div(cute.size(out), WARPS * TOGETHER)
         self.kernel(matrix, vector, out).launch(
             grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
@@ -157,7 +201,7 @@ class RowProducts:
         if first < count:
             # The last warp reads a row twice rather than one that is not there.
             rows = [cutlass.min(first + i, count - 1) for i in range(TOGETHER)]
-            sums = cute.make_rmem_tensor(TOGETHER, Float32)
+            sums = cute.make_rmem_tensor(TOGETHER, Float64)
             sums.fill(0.0)
             chunks = cute.size(matrix, mode=[1]) // 8
             layout = cute.make_layout((1, cute.size(vector)), stride=(0, 1))
@@ -167,12 +211,15 @@ class RowProducts:
                 for part in cutlass.range_constexpr(AT_ONCE):
                     at = chunk + part * LANES
                     if at < chunks:
+                        few = [Float32(0.0)] * TOGETHER
                         for half in cutlass.range_constexpr(2):
                             own = cute.make_rmem_tensor(4, Float32)
                             cute.autovec_copy(adjacent(row_of_vector, 0, at * 8 + half * 4, 4), own)
                             for i in cutlass.range_constexpr(4):
                                 for k in cutlass.range_constexpr(TOGETHER):
-                                    sums[k] += each[k][half * 4 + i, part].to(Float32) * own[i]
+                                    few[k] += each[k][half * 4 + i, part].to(Float32) * own[i]
+                        for k in cutlass.range_constexpr(TOGETHER):
+                            sums[k] += few[k].to(Float64)
             for k in cutlass.range_constexpr(TOGETHER):
                 total = cute.arch.warp_reduction(sums[k], lambda a, b: a + b)
                 if lane == 0 and first + k < count:
@@ -186,3 +233,8 @@ def _count(rows: Int32, compacted: Compacted | None) -> Int32:
 def _slabs(rows: Int32, slab: Int32) -> Int32:
     """cute.ceil_div cannot be traced where one branch has a constant and the other a variable."""
     return (rows + slab - 1) // slab
+
+
+def _wide(columns: Int32) -> Int32:
+    """Warps that a slab's columns take."""
+    return (columns + LANES * ELEMENTS - 1) // (LANES * ELEMENTS)

@@ -22,7 +22,7 @@ WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
 MMA_WARP = 4
 LOAD_WARP = 5
-SPARE_WARPS = 4  # where they have something to do
+SPARE_WARPS = {True: 2, False: 4}  # by whether registers are scarce: 256 threads have 255, 320 fewer
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have finished reading it
 BOX_BARRIER = 3  # epilogues.store
@@ -110,7 +110,8 @@ class GemmSm100(gemm.Gemm):
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
         super().__init__(config, epilogue, tokens_along, spare)
         if spare is not None:
-            self.threads += WARP * SPARE_WARPS
+            self.spare_warps = SPARE_WARPS[spare.scarce_registers]
+            self.threads += WARP * self.spare_warps
         self.acc_stages = ACCUMULATOR_STAGES
         self.barriers = {
             "accumulators": cute.struct.MemRange[cutlass.Int64, self.acc_stages * 2],
@@ -240,7 +241,7 @@ class GemmSm100(gemm.Gemm):
             tmem.free(base)
         if cutlass.const_expr(self.spare is not None):
             if warp > LOAD_WARP:
-                self.do_beside(beside, warp - (LOAD_WARP + 1), SPARE_WARPS)
+                self.do_beside(beside, warp - (LOAD_WARP + 1), self.spare_warps)
 
     @cute.jit
     def _mma(

@@ -77,7 +77,7 @@ class KernelBackward:
         added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
         half, overwrites = dtype is torch.float16, keeps_logits and request.overwrites
         problem = Problem(n, d, weight.shape[0], half, *needs, keeps_logits, request.shard, overwrites)
-        problem = problem._replace(need_dbias="bias_gradient" in loss.terms)
+        problem = problem._replace(need_dbias="bias_gradient" in loss.terms, smoothed="shared" in loss.terms)
         gpu = gpu_of(device).serving(loss.terms, "backward")
         chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen

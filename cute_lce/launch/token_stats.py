@@ -27,7 +27,7 @@ from ..implementation import (
 )
 from ..logit_term import term_of
 from ..plan.forward import spare_bytes
-from ..plan.memory import forward_compaction_bytes
+from ..plan.memory import reserved_bytes
 from ..plan.problem import Limits, Problem, round_up
 from ..streaming import STATISTICS
 from ..streaming.rows import is_valid
@@ -39,7 +39,7 @@ from .entries import Entries, beside_exponentials, forms_entries
 from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
-from .token_terms import Gradient, Products, Shared, Slabs, Tensors, kept_gradient, loss_of
+from .token_terms import Gradient, Products, Shared, Tensors, kept_gradient, loss_of
 from .topk import Topk, fits
 
 STATISTICS_OF = {
@@ -115,21 +115,18 @@ def choose(
     if schedule == "auto" and not keeps(operands, options):
         schedule = "recompute"
     of_logits = keeps_logits(operands, options)
-    problem = problem._replace(keeps_logits=of_logits, overwrites=of_logits and problem.overwrites)
-    if _is_smoothed(operands, options) and limits.workspace and schedule != "recompute":
-        least = schedules.least_workspace(problem, operands.hidden.device, schedule, limits)
-        beside = _beside_slabs(operands, limits)
-        if beside.workspace >= least:
-            limits = beside
-        elif limits.workspace >= least:
-            return "recompute", 0
+    problem = problem._replace(
+        keeps_logits=of_logits,
+        overwrites=of_logits and problem.overwrites,
+        smoothed=_is_smoothed(operands, options),
+    )
     given = problem, operands.hidden.dtype, operands.hidden.device, schedule, reduction, limits
     if any(isinstance(each, torch.SymInt) for each in (*problem, *limits)):
         return schedules.choose(*given)
     return _remembered(("choose", *given), schedules.choose, *given)
 
 
-def _beside_more_partials(operands: Operands, request: Request, parts: int, keeps_logits: bool) -> Limits:
+def _beside_more_partials(operands: Operands, request: Request, parts: int, terms: tuple[str, ...]) -> Limits:
     """A part of what is for partials is for those of terms, which have so many numbers for each's two."""
     limits, kept, (n, d) = request.limits, request.kept_columns, operands.hidden.shape
     if not kept:
@@ -137,22 +134,15 @@ def _beside_more_partials(operands: Operands, request: Request, parts: int, keep
     if not limits.workspace:
         return limits
     half = operands.hidden.dtype is torch.float16
-    problem = Problem(n, d, operands.weight.shape[0], half, keeps_logits=keeps_logits)
-    spare = spare_bytes(n, kept, limits, forward_compaction_bytes(problem, kept))
+    problem = Problem(n, d, operands.weight.shape[0], half, keeps_logits="kept_logits" in terms)
+    problem = problem._replace(smoothed="products" in terms)
+    spare = spare_bytes(n, kept, limits, reserved_bytes(problem, kept))
     return limits._replace(workspace=limits.workspace - max(spare, 0) * parts // (2 + parts))
 
 
 def _is_smoothed(operands: StatsOperands, options: StatsOptions) -> bool:
     """Whether what is kept of such a call wants the sums of rows of the weight and of hidden states."""
     return options.label_smoothing > 0 and keeps_exponentials(operands, options)
-
-
-def _beside_slabs(operands: StatsOperands, limits: Limits) -> Limits:
-    """A part of the workspace is for these."""
-    if not limits.workspace:
-        return limits
-    most = Slabs.most_bytes(operands.hidden.shape[1])
-    return limits._replace(workspace=max(limits.workspace - most, 1))
 
 
 def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> dict[str, Tensor]:
@@ -186,9 +176,7 @@ def forward(
     asked = _Asked.of(operands, options, request.kept_columns)
     loss, more = asked.loss, asked.more
     parts = sum(MORE_PARTS[term] for term in more)
-    if asked.products is not None:
-        request = request._replace(limits=_beside_slabs(operands, request.limits))
-    limits = _beside_more_partials(given, request, parts, "kept_logits" in loss.terms)
+    limits = _beside_more_partials(given, request, parts, loss.terms)
     request = request._replace(statistics=True, limits=limits)
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
     prepared = _remembered(key, forward_of, given, loss, request)
@@ -384,7 +372,6 @@ def backward(
             uniform = coefficients.uniform
             shared = Shared.of(given.hidden, saved, options, request, tensors, uniform, valid)
             gradient = shared.added_to(gradient)
-            request = request._replace(limits=_beside_slabs(operands, request.limits))
     loss = gradient.loss.with_terms("kept_logits") if of_logits else gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
     if request.need_dbias:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from .. import maths
-from ..arguments import SUMMED_COLUMNS
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..logit_term import kernel_term, numbers_of, term_of
+from ..plan.memory import most_slabs
 from ..plan.problem import ceil_div, round_up
 from ..streaming.token_stats import Coefficients
 from ..torch_ops import slope_of
 
-MOST_BLOCKS = 1024
-"""Blocks of kernels/column_sums.py that sum a matrix, at most."""
 LEAST_SLAB = 16
-"""Rows that such a block sums at least."""
+"""Rows of a slab, at least."""
+BESIDE_TOKENS = 1024
+"""With as many or more the forward's GEMM takes longer than its spare warps do for the weight's sums."""
 
 
 class Loss(NamedTuple):
@@ -92,6 +92,7 @@ class Loss(NamedTuple):
     weight_sums: int = 0
     weight_partials: int = 0
     weight_slab: int = 1
+    weight_beside: int = 0
     row_products: int = 0
     dbias: int = 0
     column_sums: int = 0
@@ -244,22 +245,16 @@ class Slabs(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor) -> Slabs:
-        """matrix: with any number of columns, which are padded to a multiple of 8."""
+        """matrix: with any number of columns, which are padded to a multiple of 8. A row may begin a slab
+        of its own."""
         rows, columns = matrix.shape[0], round_up(matrix.shape[1], 8)
-        most = max(MOST_BLOCKS // ceil_div(columns, SUMMED_COLUMNS), 1)
-        slab = max(ceil_div(rows, most), LEAST_SLAB)
-        return cls(matrix.new_empty((ceil_div(rows, slab), columns), dtype=torch.float32), slab)
-
-    @staticmethod
-    def most_bytes(features: int) -> int:
-        """Of the scratch, and of the sums that are made of it, for any number of rows."""
-        columns = round_up(features, 8)
-        return 4 * columns * (max(MOST_BLOCKS // ceil_div(columns, SUMMED_COLUMNS), 1) + 3)
+        slab = max(ceil_div(rows, most_slabs(columns)), LEAST_SLAB)
+        return cls(matrix.new_empty((ceil_div(rows, slab) + 1, columns), dtype=torch.float32), slab)
 
 
 class Products(NamedTuple):
     """A forward's sum of the logits of all classes, of each token: its product with the sum of the classes'
-    rows. sums (2, d): of the kept ones', and of all. rows (n,): the products. Written by the forward."""
+    rows. sums (2, d): of the kept ones', and of all. rows (n,) fp64: the products. Written by the forward."""
 
     sums: Tensor
     rows: Tensor
@@ -270,7 +265,7 @@ class Products(NamedTuple):
         slabs = Slabs.of(operands.weight)
         partials = slabs.partials
         sums, n = partials.new_empty((2, partials.shape[1])), operands.hidden.shape[0]
-        return cls(sums, partials.new_empty((n,)), slabs)
+        return cls(sums, partials.new_empty((n,), dtype=torch.float64), slabs)
 
     def added_to(self, loss: Any) -> Any:
         return loss.with_terms(
@@ -278,15 +273,17 @@ class Products(NamedTuple):
             weight_sums=self.sums.data_ptr(),
             weight_partials=self.slabs.partials.data_ptr(),
             weight_slab=self.slabs.rows,
+            weight_beside=int(self.rows.shape[0] >= BESIDE_TOKENS),
             row_products=self.rows.data_ptr(),
         )
 
     def total_gap(self, loss: Any, tensors: Tensors, row_max: Tensor, classes: int) -> Tensor:
-        """As exchange.RowSums'. loss: with the terms of the logits."""
+        """As exchange.RowSums'; of two numbers that may be large. loss: with the terms of the logits."""
         total, bias = self.rows, tensors.linear_bias
-        total = total if bias is None else total + bias.sum()
+        total = total if bias is None else total + bias.sum(dtype=torch.float64)
         scale = loss.logit_scale if tensors.row_scale is None else tensors.row_scale * loss.logit_scale
-        return row_max.masked_fill(row_max == -torch.inf, 0) * classes - total * scale
+        highest = row_max.masked_fill(row_max == -torch.inf, 0).double()
+        return (highest * classes - total * scale).float()
 
 
 class Shared(NamedTuple):

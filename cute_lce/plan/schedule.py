@@ -16,11 +16,12 @@ from .memory import (
     DEFAULT_WORKSPACE,
     backward_bytes,
     forward_bytes,
-    forward_compaction_bytes,
     keeping_bytes,
     kept_sums_bytes,
     note_bytes,
     refuse_workspace,
+    reserved_bytes,
+    row_sums_bytes,
     usable,
     window_bytes,
     workspace_for,
@@ -188,7 +189,7 @@ class _Call:
         return fastest(self._forwards(kept), spare)[0]
 
     def _reserved(self, kept: int) -> int:
-        return forward_compaction_bytes(self.problem, kept)
+        return reserved_bytes(self.problem, kept)
 
     def _forwards(self, kept: int) -> list[tuple[int, int, int]]:
         found = self._choices.get(kept)
@@ -287,7 +288,7 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     columns = columns or STRIPE_MULTIPLE
     beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + window_bytes(n)
     scales = problem.need_dweight and (problem.half or not problem.keeps_logits)
-    beside += n * note_bytes(KEPT_TILE) + (2 * n * d if scales else 0)
+    beside += n * note_bytes(KEPT_TILE) + (2 * n * d if scales else 0) + row_sums_bytes(problem, KEPT_TILE)
     # Two bytes per row each, and their share of the notes and sums.
     tile = (2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n + kept_sums_bytes(problem, KEPT_TILE)
     fit = (room - beside) * KEPT_TILE // tile

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from cute_lce.arch import architecture
+from cute_lce.launch import token_terms
 from cute_lce.logit_term import kernel_term
 from cute_lce.plan import forward as forward_plans
+from cute_lce.plan import memory
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from tests.device import forget_plans, two_sweeps
 from tests.emulated import token_stats
@@ -503,6 +505,11 @@ def kept_numbers(dtype: torch.dtype) -> dict[str, Numbers]:
     }
 
 
+def sum_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight's rows, beside the forward's GEMM of however few tokens."""
+    monkeypatch.setattr(token_terms, "BESIDE_TOKENS", 0)
+
+
 WITH_TERMS = "every", "temperatures", "z_loss", "bias", "entropy", "smoothing", "smoothing and"
 WITH_TERMS += "cap", "cap and", "cap and entropy"
 SHORT_KEPT = [("smoothing and", 128, "sm_90a", BF16), ("cap", 128, "sm_90a", BF16)]
@@ -515,8 +522,10 @@ SHORT_KEPT = [("smoothing and", 128, "sm_90a", BF16), ("cap", 128, "sm_90a", BF1
         for each in itertools.product(WITH_TERMS, (128, 201), ("sm_90a", "sm_100a"), (BF16, FP16))
     ],
 )
-def test_kept(which, kept, arch, dtype):
+def test_kept(which, kept, arch, dtype, monkeypatch):
     numbers = kept_numbers(dtype)[which]
+    if which == "smoothing and":
+        sum_beside(monkeypatch)
     run = token_stats.run(numbers, arch, kept_columns=kept)
     token_stats.check(numbers, run)
     for changed in (
@@ -597,7 +606,9 @@ def test_kept_where_the_softmax_has_no_coefficient(arch, dtype):
 @full
 @both
 @pytest.mark.parametrize("seed", range(20))
-def test_kept_of_any_schedule_of_warps(arch, seed):
+def test_kept_of_any_schedule_of_warps(arch, seed, monkeypatch):
+    if seed % 2 == 0:
+        sum_beside(monkeypatch)
     dtype = FP16 if seed % 2 else BF16
     n, V = 30 + 7 * seed, 190 + 37 * seed
     case = ignoring(random_case(n, 72 + 8 * (seed % 3), V, dtype, scale=6.0, seed=seed))
@@ -638,6 +649,56 @@ def test_corners(arch, corner):
     differentiated = ("logprob", "lse", "total_nll") if corner == "one class" else NAMES
     numbers = Numbers(case, NAMES, differentiated)
     token_stats.check(numbers, token_stats.run(numbers, arch, window=128))
+
+
+@full
+@both
+@pytest.mark.parametrize("corner", [each for each in CORNERS if each != "one class"])
+def test_corners_of_what_is_smoothed(arch, corner):
+    """The sum of all logits is exact where the rows' maxima are of tensor cores, which lose something of each
+    product of 16 features that they add: at a common offset that is as much as the loss may be off."""
+    case = CORNERS[corner]()
+    numbers = Numbers(case, ("logprob", "total_nll"), label_smoothing=0.9)
+    V, d = case.linear_weight.shape
+    values, gradients = token_stats.by_torch(numbers, torch.float64, rounded=False)
+    plain, rounded = token_stats.by_torch(numbers, torch.float32, rounded=True)
+    for kept in {min(128, V), V}:
+        run = token_stats.run(numbers, arch, kept_columns=kept)
+        total, given = run.stats.total_nll, values["total_nll"]
+        assert total is not None
+        if "offset" not in corner:
+            token_stats.check(numbers, run)
+        else:
+            lost = V * 10000 * 2.0**-23 * d / 16
+            assert_close("total_nll", total, given, plain["total_nll"], rounding=lost / float(given.mean()))
+            # The first feature is the offset, beside which nothing is left.
+            for name, mine in zip(token_stats.NAMES[:2], run.gradients, strict=False):
+                assert mine is not None
+                own = rounded[name][:, 1:].to(mine.dtype)
+                assert_close(name, mine[:, 1:], gradients[name][:, 1:], own)
+
+
+@hopper_first
+@pytest.mark.parametrize("beside", [False, True])
+def test_sums_of_rows_in_many_slabs(arch, beside, monkeypatch):
+    """Of the weight and of tokens three or four for each 128 features, with nan where a token is ignored; and
+    of a bias's gradient two."""
+    monkeypatch.setattr(memory, "MOST_SUMS", 3 * 1024)
+    if beside:
+        sum_beside(monkeypatch)
+    case = ignoring(random_case(270, 136, 250, BF16, scale=4.0))
+    hidden = case.input.clone()
+    hidden[case.target == case.ignore_index] = torch.nan
+    numbers = Numbers(
+        replace(case, input=hidden),
+        ("logprob", "total_nll"),
+        label_smoothing=0.9,
+        linear_bias=torch.linspace(-1, 1, 250).to(BF16),
+    )
+    run = token_stats.run(numbers, arch, kept_columns=128)
+    token_stats.check(replace(numbers, case=case), run)
+    sums = [name for name in run.emulator.launched if "SlabSums" in name]
+    assert len(sums) == 3 - beside
 
 
 @full

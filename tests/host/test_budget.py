@@ -21,7 +21,7 @@ from cute_lce.arch import ARCHITECTURES, Gpu
 from cute_lce.launch import KERNELS, choose
 from cute_lce.ops.select import implementation
 from cute_lce.plan import backward, candidates, cost, forward, grad_in_forward, schedule
-from cute_lce.plan.memory import DEFAULT_WORKSPACE, usable, workspace_for
+from cute_lce.plan.memory import DEFAULT_WORKSPACE, reserved_bytes, usable, workspace_for
 from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem
 from tests import forked
 from tests.device import forget_plans, planned_for
@@ -50,7 +50,9 @@ def problems(count: int, seed: int) -> Iterator[Problem]:
     for i in range(count):
         n, d, V = (int(2 ** draw.uniform(*ends)) for ends in ((0, 16), (0, 10), (5, 18)))
         needs = draw.choice((*NEEDS, (True, True), (False, False)))
-        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, keeps_logits=i % 5 in (1, 2), overwrites=i % 5 == 2)
+        kind = {"keeps_logits": i % 5 in (1, 2), "overwrites": i % 5 == 2}
+        sums = {"need_dbias": i % 3 == 1 and any(needs), "smoothed": i % 5 in (0, 4) and i % 2 == 0}
+        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, **kind, **sums)
 
 
 def budgets(draw: random.Random, least: int) -> list[int]:
@@ -101,7 +103,7 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu, some: slice):
             for budget in (0, *budgets(draw, least)):
                 limits = Limits(workspace=budget)
                 _, kept = schedule.choose(gpu, problem, wanted, limits)
-                reserved = schedule.forward_compaction_bytes(problem, kept)
+                reserved = reserved_bytes(problem, kept)
                 sizes = problem.n, problem.d, problem.vocab
                 first = forward.plan(gpu, *sizes, limits, kept=kept, reserved=reserved)
                 seconds = cost.forward_seconds(gpu, problem, first)

@@ -30,7 +30,7 @@ from cute_lce.arguments import (
     with_terms,
 )
 from cute_lce.kernels.clear import clear
-from cute_lce.kernels.column_sums import AddSlabs, SlabSums
+from cute_lce.kernels.column_sums import AddSlabs, AddTensors, SlabSums, SlabTensors
 from cute_lce.kernels.entries import Entries, entries_of
 from cute_lce.kernels.entry.stripe import DhiddenParts, Matrices, dhidden_parts, given_rows
 from cute_lce.kernels.entry.types import (
@@ -280,26 +280,27 @@ class Backward:
     ):
         """The gradient by a bias, of the slabs' sums, which the GEMM of logits has stored where it ran."""
         sums, slab, is_kept = loss.column_sums, Int32(SUMMED_TOKENS), source.kept_scale != 0
+        kept = SlabTensors(matrices.dlogits, matrices.factor, sums, slab, computed=tokens)
         if is_kept:
-            self.kept_sums(matrices.dlogits, matrices.factor, sums, slab, tokens, stream)
+            self.kept_sums(kept, stream)
         elif cutlass.const_expr("kept_logits" in loss.terms):
             if loss.kept_logits != 0:
-                self.kept_sums(matrices.dlogits, None, sums, slab, tokens, stream)
+                self.kept_sums(kept._replace(factor=None), stream)
         if cutlass.const_expr("kept_logits" in loss.terms):
             is_kept = loss.kept_logits != 0
         slab = Int32(cutlass.select_(is_kept, slab, Int32(self.slab)))
         dbias = vector(Float32, loss.dbias + 4 * Int64(stripe.first), stripe.columns)
         adds = Boolean(tokens.first > 0)
-        self.bias_gradient(sums, dbias, dbias, adds, slab, tokens.tokens, tokens, stream)
+        self.bias_gradient(AddTensors(sums, dbias, slab, tokens.tokens, dbias, adds, tokens), stream)
 
     @cute.jit
     def _hidden_sum(self, hidden: cute.Tensor, loss, stream):
         """What the gradient by each kept class has besides the product of what was kept."""
         n, d = hidden.shape
         factor, out = vector(Float32, loss.shared, n), vector(Float32, loss.hidden_sum, d)
-        self.hidden_sums(hidden, factor, loss.hidden_partials, loss.hidden_slab, None, stream)
-        never = Boolean(False)
-        self.hidden_sum(loss.hidden_partials, out, out, never, loss.hidden_slab, n, None, stream)
+        partials, slab = loss.hidden_partials, loss.hidden_slab
+        self.hidden_sums(SlabTensors(hidden, factor, partials, slab), stream)
+        self.hidden_sum(AddTensors(partials, out, slab, n, out, Boolean(False)), stream)
 
     @cute.jit
     def _dhidden(

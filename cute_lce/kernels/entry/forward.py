@@ -1,11 +1,11 @@
 """The forward's host function: the GEMM with the row statistics, then the combine kernel."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint16
+from cutlass import Boolean, Float16, Float32, Float64, Int32, Int64, Uint16
 
 from cute_lce import maths
 from cute_lce.arch import KernelConfig
@@ -20,7 +20,7 @@ from cute_lce.arguments import (
     with_terms,
 )
 from cute_lce.kernels.clear import clear
-from cute_lce.kernels.column_sums import AddSlabs, RowProducts, SlabSums
+from cute_lce.kernels.column_sums import AddSlabs, AddTensors, RowProducts, SlabSums, SlabTensors
 from cute_lce.kernels.combine import Combine, CombineTensors
 from cute_lce.kernels.combine_more import CombineMore
 from cute_lce.kernels.entry.types import (
@@ -66,9 +66,17 @@ class Forward:
         config: tiles, cluster, stages.
         kept: where it also keeps the exponentials of the first columns, their type's range; see kernels.keep.
         logits: whether it keeps their logits instead; see kernels.kept_logits.
+        products: whether "products" is among its terms. Spare warps of the GEMM may sum the weight's rows.
     """
 
-    def __init__(self, config: KernelConfig, kept: maths.KeptRange | None, *, logits: bool = False):
+    def __init__(
+        self,
+        config: KernelConfig,
+        kept: maths.KeptRange | None,
+        *,
+        logits: bool = False,
+        products: bool = False,
+    ):
         gemm = mainloop(config)
         fragment = gemm.fragment(config)
         self.keeps, self.keeps_logits = kept is not None, logits
@@ -80,11 +88,11 @@ class Forward:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)
             self.finish = Finish(fragment, kept)
-        self.gemm = gemm(config, epilogue)
+        self.slab_sums, self.add_slabs, self.row_products = SlabSums(), AddSlabs(), RowProducts()
+        self.gemm = gemm(config, epilogue, spare=self.slab_sums if products else None)
         self.gather, self.copy = Gather(), Copy()
         self.combine = Combine()
         self.combine_more = CombineMore()
-        self.slab_sums, self.add_slabs, self.row_products = SlabSums(), AddSlabs(), RowProducts()
         self.partials_per_window = config.partials_per_window
 
     @cute.jit
@@ -106,9 +114,10 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             if rows.gathers == COPIES:
                 self.copy(gather_tensors(hidden, target, rows, loss), stream)
-        if cutlass.const_expr("products" in loss.terms):
-            if outputs.finishes == 0:
-                self._products(hidden, weight, loss, keep.columns, stream)
+        slabs = self._slabs_of(weight, loss, keep.columns)
+        if cutlass.const_expr(slabs is not None):
+            if outputs.finishes == 0 and loss.weight_beside == 0:
+                self.slab_sums(slabs, stream)
         everything = cute.size(hidden, mode=[0])
         whole, given = hidden, given_tokens(hidden, rows)
         hidden, target = tokens_of(hidden, target, rows)
@@ -151,7 +160,11 @@ class Forward:
                 self.references(by_origin, weight, target, tokens, kept, space.progress, loss, stream)
                 out = output(kept.kept, self.gemm.config.tile_n)
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=out)
-                self._statistics(hidden, given, weight, keeping, combined, space.progress, grid, stream)
+                self._statistics(
+                    hidden, given, weight, keeping, combined, space.progress, grid, stream, slabs
+                )
+                if cutlass.const_expr(slabs is not None):
+                    self._products(whole, slabs, loss, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(
                     kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
@@ -168,31 +181,41 @@ class Forward:
 
     @cute.jit
     def _statistics(
-        self, hidden, given, weight, tensors, combined: CombineTensors, progress, grid: GemmPlan, stream
+        self,
+        hidden,
+        given,
+        weight,
+        tensors,
+        combined: CombineTensors,
+        progress,
+        grid: GemmPlan,
+        stream,
+        beside=None,
     ):
-        """The GEMM and, from its partials, the rows' statistics."""
-        self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream, given=given)
+        """The GEMM and, from its partials, the rows' statistics. beside: what its spare warps sum."""
+        self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream, given=given, beside=beside)
         self.combine(combined, stream)
         if cutlass.const_expr("more_partials" in combined.loss._fields):
             self.combine_more(combined, stream)
 
+    def _slabs_of(self, weight: cute.Tensor, loss, kept: Int32) -> Any:
+        """SlabTensors of the weight's rows, of kept classes and of the others; None: they are not summed."""
+        if "products" not in loss.terms:
+            return None
+        return SlabTensors(weight, None, loss.weight_partials, loss.weight_slab, split=kept)
+
     @cute.jit
-    def _products(self, hidden: cute.Tensor, weight: cute.Tensor, loss, kept: Int32, stream):
+    def _products(self, hidden: cute.Tensor, slabs: SlabTensors, loss, stream):
         """The products of tokens with the sum of all classes' rows: cheaper than sums of logits in the GEMM's
-        epilogue. Partials are used again, since launches follow one another (kernels/pdl.py)."""
-        (vocab, d), pitch = weight.shape, weight.stride[0]
-        partials, slab = loss.weight_partials, loss.weight_slab
+        epilogue."""
+        (vocab, d), kept = slabs.matrix.shape, slabs.split
         first, every = (vector(Float32, loss.weight_sums + 4 * d * i, d) for i in range(2))
-        own = cute.make_tensor(weight.iterator, cute.make_layout((kept, d), stride=(pitch, 1)))
-        self.slab_sums(own, None, partials, slab, None, stream)
-        self.add_slabs(partials, first, first, Boolean(False), slab, kept, None, stream)
-        rest = vocab - kept
-        if rest > 0:
-            address = weight.iterator + Int64(kept) * pitch
-            others = cute.make_tensor(address, cute.make_layout((rest, d), stride=(pitch, 1)))
-            self.slab_sums(others, None, partials, slab, None, stream)
-        self.add_slabs(partials, every, first, Boolean(True), slab, rest, None, stream)
-        products = vector(Float32, loss.row_products, cute.size(hidden, mode=[0]))
+        own = AddTensors(slabs.partials, first, slabs.slab, kept, first, Boolean(False))
+        self.add_slabs(own, stream)
+        behind = slabs.partials + 4 * (Int64(cute.ceil_div(kept, slabs.slab)) * d)
+        rest = own._replace(partials=behind, out=every, count=vocab - kept, adds=Boolean(True))
+        self.add_slabs(rest, stream)
+        products = vector(Float64, loss.row_products, cute.size(hidden, mode=[0]))
         self.row_products(hidden, every, products, stream)
 
     @cute.jit
@@ -237,7 +260,12 @@ def compile_forward(
     """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
     logits = keeps and "kept_logits" in terms
     return cute.compile(
-        Forward(config, maths.KEPT_RANGES[dtype] if keeps and not logits else None, logits=logits),
+        Forward(
+            config,
+            maths.KEPT_RANGES[dtype] if keeps and not logits else None,
+            logits=logits,
+            products="products" in terms,
+        ),
         *example_operands(dtype, target_dtype),
         example(with_terms(terms)),
         example(ForwardOutputs),
