@@ -81,7 +81,8 @@ TERMS: dict[str, dict[str, Any]] = {
         "weight_partials": Address,
         "weight_slab": Int32,
         "weight_beside": Int32,
-        "row_products": Address,
+        "bias_sum": Address,
+        "total_gap": Address,
     },
     "shared": {
         "shared": Address,
@@ -135,9 +136,11 @@ each entry: z, written by a forward; added to the gradient by x by a backward.
 Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
 target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.
 onehot_ratio (n,), the first over the second, is written where the token is valid. Else both are equal.
-products: row_products (n,) fp64, those of the tokens with the sum of all classes' rows, and weight_sums
-(2, d), the sum of the kept classes' rows and that of all; scratch: weight_partials (slabs, d), of weight_slab
-classes each, of kept ones and of others. weight_beside: whether these are summed beside the GEMM (0 or 1).
+products: total_gap (n,), as total's without class weights, of the tokens' products with the sum of all
+classes' rows (kernels/total_gaps.py); and weight_sums (2, d), the sum of the kept classes' rows and that of
+all. bias_sum (1,) fp64: that of linear_bias; 0: there is none. Scratch: weight_partials (slabs, d), of
+weight_slab classes each, of kept ones and of others. weight_beside: whether these are summed beside the GEMM
+(0 or 1).
 
 Of a backward: coefficients: the gradient by x is, but for the rounding,
 

@@ -1,5 +1,5 @@
 """Sums over the rows of a matrix: of slabs of rows, and then of these, so that their order depends on the
-shape alone; and the products of rows with a vector of such sums."""
+shape alone."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Float64, Int32, Int64
 
 from cute_lce.kernels import pdl
-from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent, load_chunks
+from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import Compacted, computed
 
@@ -17,9 +17,6 @@ ELEMENTS = 4  # of a lane, in two registers: a spare warp of a forward has few
 BLOCK_WARPS = 4
 ABREAST = 8
 """Columns of a warp of AddSlabs: 32 bytes of a slab."""
-WARPS = 4
-TOGETHER = 2
-"""Rows of a warp, which share what it reads of the vector."""
 
 
 class SlabTensors(NamedTuple):
@@ -178,52 +175,6 @@ class AddSlabs:
             if tensors.adds:
                 total += tensors.before[own].to(Float64)
             tensors.out[own] = total.to(Float32)
-
-
-class RowProducts:
-    """The product of each row with one vector, added up in float64: what it is subtracted from may be as
-    large. A warp has TOGETHER rows. Reads 2 bytes an element."""
-
-    @cute.jit
-    def __call__(self, matrix: cute.Tensor, vector: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        """matrix (rows, columns) 16-bit, columns a multiple of 8; vector (columns,) fp32, 16-byte aligned.
-        Written: out (rows,) fp64."""
-        blocks = cute.ceil_div(cute.size(out), WARPS * TOGETHER)
-        self.kernel(matrix, vector, out).launch(
-            grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(self, matrix: cute.Tensor, vector: cute.Tensor, out: cute.Tensor):
-        pdl.begin()
-        lane, count = cute.arch.lane_idx(), cute.size(out)
-        first = (cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()) * TOGETHER
-        if first < count:
-            # The last warp reads a row twice rather than one that is not there.
-            rows = [cutlass.min(first + i, count - 1) for i in range(TOGETHER)]
-            sums = cute.make_rmem_tensor(TOGETHER, Float64)
-            sums.fill(0.0)
-            chunks = cute.size(matrix, mode=[1]) // 8
-            layout = cute.make_layout((1, cute.size(vector)), stride=(0, 1))
-            row_of_vector = cute.make_tensor(vector.iterator, layout)
-            for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
-                each = load_chunks([(matrix, row) for row in rows], chunk, chunks, True)
-                for part in cutlass.range_constexpr(AT_ONCE):
-                    at = chunk + part * LANES
-                    if at < chunks:
-                        few = [Float32(0.0)] * TOGETHER
-                        for half in cutlass.range_constexpr(2):
-                            own = cute.make_rmem_tensor(4, Float32)
-                            cute.autovec_copy(adjacent(row_of_vector, 0, at * 8 + half * 4, 4), own)
-                            for i in cutlass.range_constexpr(4):
-                                for k in cutlass.range_constexpr(TOGETHER):
-                                    few[k] += each[k][half * 4 + i, part].to(Float32) * own[i]
-                        for k in cutlass.range_constexpr(TOGETHER):
-                            sums[k] += few[k].to(Float64)
-            for k in cutlass.range_constexpr(TOGETHER):
-                total = cute.arch.warp_reduction(sums[k], lambda a, b: a + b)
-                if lane == 0 and first + k < count:
-                    out[first + k] = total
 
 
 def _count(rows: Int32, compacted: Compacted | None) -> Int32:

@@ -199,8 +199,7 @@ def forward(
     own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
     products, classes = asked.products, given.weight.shape[0]
     if products is not None:
-        total_gap = products.total_gap(loss, asked.tensors, row_max, classes)
-        own = own._replace(total_gap=total_gap, weight=row_max.new_full((), classes))
+        own = own._replace(total_gap=products.total_gap, weight=row_max.new_full((), classes))
     if topk is not None and topk_values is not None:
         own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
     elif operands.topk_ids is not None:
@@ -241,7 +240,7 @@ class _Asked(NamedTuple):
         if kept_columns and _is_smoothed(operands, options):
             # A backward that computes dinput wants the sum of the classes' rows too.
             found.remove("total")
-            products = Products.of(operands)
+            products = Products.of(operands, tensors)
             loss = products.added_to(loss)
         more = [term for term in MORE_PARTS if term in found]
         if "total" in more and tensors.class_weight is not None:

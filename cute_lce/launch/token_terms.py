@@ -93,7 +93,7 @@ class Loss(NamedTuple):
     weight_partials: int = 0
     weight_slab: int = 1
     weight_beside: int = 0
-    row_products: int = 0
+    bias_sum: int = 0
     dbias: int = 0
     column_sums: int = 0
     with_dhidden: int = 0
@@ -253,19 +253,21 @@ class Slabs(NamedTuple):
 
 
 class Products(NamedTuple):
-    """A forward's sum of the logits of all classes, of each token: its product with the sum of the classes'
-    rows. sums (2, d): of the kept ones', and of all. rows (n,) fp64: the products. Written by the forward."""
+    """A forward's sum of the logits of all classes, of each token, by its product with the sum of the
+    classes' rows. sums (2, d): of the kept ones', and of all. total_gap (n,): as exchange.RowSums'. Both are
+    written by the forward. bias_sum (): that of a bias, in float64."""
 
     sums: Tensor
-    rows: Tensor
+    total_gap: Tensor
+    bias_sum: Tensor | None
     slabs: Slabs
 
     @classmethod
-    def of(cls, operands: StatsOperands) -> Products:
-        slabs = Slabs.of(operands.weight)
-        partials = slabs.partials
-        sums, n = partials.new_empty((2, partials.shape[1])), operands.hidden.shape[0]
-        return cls(sums, partials.new_empty((n,), dtype=torch.float64), slabs)
+    def of(cls, operands: StatsOperands, tensors: Tensors) -> Products:
+        slabs, bias = Slabs.of(operands.weight), tensors.linear_bias
+        partials, n = slabs.partials, operands.hidden.shape[0]
+        bias_sum = None if bias is None else bias.sum(dtype=torch.float64)
+        return cls(partials.new_empty((2, partials.shape[1])), partials.new_empty((n,)), bias_sum, slabs)
 
     def added_to(self, loss: Any) -> Any:
         return loss.with_terms(
@@ -273,17 +275,10 @@ class Products(NamedTuple):
             weight_sums=self.sums.data_ptr(),
             weight_partials=self.slabs.partials.data_ptr(),
             weight_slab=self.slabs.rows,
-            weight_beside=int(self.rows.shape[0] >= BESIDE_TOKENS),
-            row_products=self.rows.data_ptr(),
+            weight_beside=int(self.total_gap.shape[0] >= BESIDE_TOKENS),
+            bias_sum=0 if self.bias_sum is None else self.bias_sum.data_ptr(),
+            total_gap=self.total_gap.data_ptr(),
         )
-
-    def total_gap(self, loss: Any, tensors: Tensors, row_max: Tensor, classes: int) -> Tensor:
-        """As exchange.RowSums'; of two numbers that may be large. loss: with the terms of the logits."""
-        total, bias = self.rows, tensors.linear_bias
-        total = total if bias is None else total + bias.sum(dtype=torch.float64)
-        scale = loss.logit_scale if tensors.row_scale is None else tensors.row_scale * loss.logit_scale
-        highest = row_max.masked_fill(row_max == -torch.inf, 0).double()
-        return (highest * classes - total * scale).float()
 
 
 class Shared(NamedTuple):

@@ -20,7 +20,7 @@ from cute_lce.arguments import (
     with_terms,
 )
 from cute_lce.kernels.clear import clear
-from cute_lce.kernels.column_sums import AddSlabs, AddTensors, RowProducts, SlabSums, SlabTensors
+from cute_lce.kernels.column_sums import AddSlabs, AddTensors, SlabSums, SlabTensors
 from cute_lce.kernels.combine import Combine, CombineTensors
 from cute_lce.kernels.combine_more import CombineMore
 from cute_lce.kernels.entry.types import (
@@ -43,6 +43,7 @@ from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.kept_logits import Notes, notes_of
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.rows import Copy, Gather
+from cute_lce.kernels.total_gaps import TotalGaps, TotalGapTensors
 
 
 class Workspace(NamedTuple):
@@ -88,7 +89,7 @@ class Forward:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)
             self.finish = Finish(fragment, kept)
-        self.slab_sums, self.add_slabs, self.row_products = SlabSums(), AddSlabs(), RowProducts()
+        self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(), TotalGaps()
         self.gemm = gemm(config, epilogue, spare=self.slab_sums if products else None)
         self.gather, self.copy = Gather(), Copy()
         self.combine = Combine()
@@ -164,7 +165,7 @@ class Forward:
                     hidden, given, weight, keeping, combined, space.progress, grid, stream, slabs
                 )
                 if cutlass.const_expr(slabs is not None):
-                    self._products(whole, slabs, loss, stream)
+                    self._products(combined, whole, slabs, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(
                     kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
@@ -205,18 +206,29 @@ class Forward:
         return SlabTensors(weight, None, loss.weight_partials, loss.weight_slab, split=kept)
 
     @cute.jit
-    def _products(self, hidden: cute.Tensor, slabs: SlabTensors, loss, stream):
-        """The products of tokens with the sum of all classes' rows: cheaper than sums of logits in the GEMM's
+    def _products(self, combined: CombineTensors, hidden: cute.Tensor, slabs: SlabTensors, stream):
+        """The tokens' products with the sum of all classes' rows: cheaper than sums of logits in the GEMM's
         epilogue."""
-        (vocab, d), kept = slabs.matrix.shape, slabs.split
+        (vocab, d), kept, loss = slabs.matrix.shape, slabs.split, combined.loss
         first, every = (vector(Float32, loss.weight_sums + 4 * d * i, d) for i in range(2))
         own = AddTensors(slabs.partials, first, slabs.slab, kept, first, Boolean(False))
         self.add_slabs(own, stream)
         behind = slabs.partials + 4 * (Int64(cute.ceil_div(kept, slabs.slab)) * d)
         rest = own._replace(partials=behind, out=every, count=vocab - kept, adds=Boolean(True))
         self.add_slabs(rest, stream)
-        products = vector(Float64, loss.row_products, cute.size(hidden, mode=[0]))
-        self.row_products(hidden, every, products, stream)
+        tensors = TotalGapTensors(
+            rows=combined.rows,
+            target=combined.target,
+            target_logit=combined.target_logit,
+            hidden=hidden,
+            weight=slabs.matrix,
+            row_max=combined.row_max,
+            sums=every,
+            bias_sum=vector(Float64, loss.bias_sum, 1),
+            total_gap=vector(Float32, loss.total_gap, cute.size(hidden, mode=[0])),
+            loss=loss,
+        )
+        self.total_gaps(tensors, stream)
 
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:

@@ -1,0 +1,138 @@
+"""The sum of row_max - z over all classes, of each token, from one product with the sum of the classes' rows.
+
+row_max is of tensor cores, which lose a little of what they add: where all logits of a token have a common
+offset about the same of each. The product has nothing to cancel that with, so what they lost of the target's
+logit is taken to be what they lose of each.
+"""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Float64, Int32, Int64
+
+from cute_lce.arguments import LossArguments
+from cute_lce.kernels import pdl
+from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent, load_chunks
+from cute_lce.kernels.logits import numbers
+from cute_lce.kernels.rows import Compacted, computed, origin
+
+WARPS = 4
+TOGETHER = 2
+"""Tokens of a warp, which share what it reads of the sum."""
+LARGEST = 3.0e38
+
+
+class TotalGapTensors(NamedTuple):
+    """rows: which tokens these are; n of them.
+
+    Read: target (n,); target_logit (n,) fp32, of targets that are classes; hidden (.., d) and row_max (..,)
+    fp32 of the tokens' origins; weight (V, d); sums (d,) fp32, 16-byte aligned, of the weight's rows, with d
+    a multiple of 8; bias_sum (1,) fp64, at address 0: 0. Written, of tokens that are computed and not
+    ignored: total_gap (..,) fp32, by their origins.
+    """
+
+    rows: Compacted
+    target: cute.Tensor
+    target_logit: cute.Tensor
+    hidden: cute.Tensor
+    weight: cute.Tensor
+    row_max: cute.Tensor
+    sums: cute.Tensor
+    bias_sum: cute.Tensor
+    total_gap: cute.Tensor
+    loss: LossArguments
+
+
+class TotalGaps:
+    """A warp has TOGETHER tokens, a lane AT_ONCE times 8 elements of each and of its target's class in
+    flight. Products of 8 are added up in float64. Reads 4 bytes an element of hidden."""
+
+    @cute.jit
+    def __call__(self, tensors: TotalGapTensors, stream: cuda.CUstream):
+        blocks = cute.ceil_div(cute.size(tensors.target), WARPS * TOGETHER)
+        self.kernel(tensors).launch(
+            grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: TotalGapTensors):
+        pdl.begin()
+        lane, count = cute.arch.lane_idx(), computed(tensors.rows)
+        first = (cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()) * TOGETHER
+        if first < count:
+            # The last warp reads a row twice rather than one that is not there.
+            rows = [cutlass.min(first + i, count - 1) for i in range(TOGETHER)]
+            classes = [self._class(tensors, row) for row in rows]
+            totals, own = self._products(tensors, rows, classes)
+            for k in cutlass.range_constexpr(TOGETHER):
+                valid = Int64(tensors.target[rows[k]]) != tensors.loss.ignore_index
+                if lane == 0 and first + k < count and valid:
+                    self._write(tensors, rows[k], classes[k], totals[k], own[k])
+
+    def _class(self, tensors: TotalGapTensors, row: Int32) -> Int64:
+        """The target, or one below 0 if it is no class."""
+        index = Int64(tensors.target[row])
+        return Int64(cutlass.select_(index < cute.size(tensors.weight, mode=[0]), index, Int64(-1)))
+
+    @cute.jit
+    def _products(self, tensors: TotalGapTensors, rows: list, classes: list):
+        """Of each row, with the sum and with its class, in every lane."""
+        sources = [(tensors.hidden, origin(tensors.rows, row)) for row in rows]
+        sources += [(tensors.weight, cutlass.max(index, Int64(0))) for index in classes]
+        found = cute.make_rmem_tensor((TOGETHER, 2), Float64)
+        found.fill(0.0)
+        chunks = cute.size(tensors.hidden, mode=[1]) // 8
+        row_of_sums = cute.make_tensor(
+            tensors.sums.iterator, cute.make_layout((1, cute.size(tensors.sums)), stride=(0, 1))
+        )
+        for chunk in cutlass.range(cute.arch.lane_idx(), chunks, LANES * AT_ONCE, unroll=1):
+            each = load_chunks(sources, chunk, chunks, True)
+            for part in cutlass.range_constexpr(AT_ONCE):
+                at = chunk + part * LANES
+                if at < chunks:
+                    few = cute.make_rmem_tensor((TOGETHER, 2), Float32)
+                    few.fill(0.0)
+                    for half in cutlass.range_constexpr(2):
+                        own = cute.make_rmem_tensor(4, Float32)
+                        cute.autovec_copy(adjacent(row_of_sums, 0, at * 8 + half * 4, 4), own)
+                        for i in cutlass.range_constexpr(4):
+                            for k in cutlass.range_constexpr(TOGETHER):
+                                x = each[k][half * 4 + i, part].to(Float32)
+                                few[k, 0] += x * own[i]
+                                few[k, 1] += x * each[TOGETHER + k][half * 4 + i, part].to(Float32)
+                    for k in cutlass.range_constexpr(TOGETHER):
+                        for which in cutlass.range_constexpr(2):
+                            found[k, which] += few[k, which].to(Float64)
+        sums = [
+            [cute.arch.warp_reduction(found[k, which], lambda a, b: a + b) for k in range(TOGETHER)]
+            for which in range(2)
+        ]
+        return sums[0], sums[1]
+
+    @cute.jit
+    def _write(self, tensors: TotalGapTensors, row: Int32, index: Int64, total: Float64, own: Float64):
+        """total: the product with the sum; own: with the class `index`, if that is one."""
+        loss, vocab = tensors.loss, cute.size(tensors.weight, mode=[0])
+        token = origin(tensors.rows, row)
+        scale = Float64(1.0)
+        if cutlass.const_expr("logit_scale" in loss.terms):
+            scale *= loss.logit_scale.to(Float64)
+        if cutlass.const_expr("row_scale" in loss.terms):
+            scale *= numbers(loss.row_scale, token + 1)[token].to(Float64)
+        lost = Float64(0.0)
+        if index >= 0:
+            if cutlass.const_expr("linear_bias" in loss.terms):
+                own += numbers(loss.linear_bias, vocab)[index].to(Float64)
+            lost = tensors.target_logit[row].to(Float64) - own * scale
+            # Of logits that are infinite, or nan, nothing.
+            if not (lost > Float64(-LARGEST) and lost < Float64(LARGEST)):
+                lost = Float64(0.0)
+        if tensors.bias_sum.iterator.toint() != 0:
+            total += tensors.bias_sum[0]
+        highest = tensors.row_max[token].to(Float64)
+        if highest < Float64(-LARGEST):
+            highest = Float64(0.0)
+        gap = (highest - lost) * vocab.to(Float64) - total * scale
+        tensors.total_gap[token] = gap.to(Float32)
