@@ -126,9 +126,9 @@ class SlabSums:
 
 
 class AddTensors(NamedTuple):
-    """Read: partials, as SlabTensors', of `count` rows in slabs of so many, of those that are computed among
-    them; before (columns,) fp32, if `adds`. Written: out (columns,) fp32: the sums, and `before`, which may
-    be out."""
+    """Read: partials, as SlabTensors', of `count` rows, of those that are computed among them, with its slab
+    and split; before (columns,) fp32, if `adds`. Written: out (columns,) fp32: the sums, and `before`, which
+    may be out; above (columns,), unless it is None: the sums of the rows before the split."""
 
     partials: Int64
     out: cute.Tensor
@@ -137,6 +137,8 @@ class AddTensors(NamedTuple):
     before: cute.Tensor
     adds: Boolean
     computed: Compacted | None = None
+    split: Int32 | int = 0
+    above: Any = None
 
 
 class AddSlabs:
@@ -162,19 +164,34 @@ class AddSlabs:
         pdl.begin()
         lane, columns = cute.arch.lane_idx(), cute.size(tensors.out)
         own = (cute.arch.block_idx()[0] * BLOCK_WARPS + cute.arch.warp_idx()) * ABREAST + lane % ABREAST
-        total = Float64(0.0)
-        if own < columns:
-            slabs = _slabs(_count(tensors.count, tensors.computed), tensors.slab)
-            for number in cutlass.range(lane // ABREAST, slabs, LANES // ABREAST, unroll=8):
-                partials = numbers(tensors.partials + 4 * (Int64(number) * columns), columns)
-                total += partials[own].to(Float64)
-        for apart in (LANES // 2, LANES // 4):
-            total += cute.arch.shuffle_sync_bfly(total, apart)
+        count = _count(tensors.count, tensors.computed)
+        slabs, total = _slabs(count - tensors.split, tensors.slab), Float64(0.0)
+        if cutlass.const_expr(tensors.above is not None):
+            above = _slabs(tensors.split, tensors.slab)
+            total = self._total(tensors, own, Int32(0), above)
+            if own < columns and lane < ABREAST:
+                tensors.above[own] = (total * Float64(self.scale)).to(Float32)
+            total += self._total(tensors, own, above, above + slabs)
+        else:
+            total = self._total(tensors, own, Int32(0), slabs)
         if own < columns and lane < ABREAST:
             total *= Float64(self.scale)
             if tensors.adds:
                 total += tensors.before[own].to(Float64)
             tensors.out[own] = total.to(Float32)
+
+    @cute.jit
+    def _total(self, tensors: AddTensors, own: Int32, begin: Int32, end: Int32) -> Float64:
+        """Of a column's slabs from `begin` on, in each of its lanes."""
+        columns, total = cute.size(tensors.out), Float64(0.0)
+        first = begin + cute.arch.lane_idx() // ABREAST
+        if own < columns:
+            for number in cutlass.range(first, end, LANES // ABREAST, unroll=8):
+                partials = numbers(tensors.partials + 4 * (Int64(number) * columns), columns)
+                total += partials[own].to(Float64)
+        for apart in (LANES // 2, LANES // 4):
+            total += cute.arch.shuffle_sync_bfly(total, apart)
+        return total
 
 
 def _count(rows: Int32, compacted: Compacted | None) -> Int32:

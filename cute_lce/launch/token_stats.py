@@ -27,7 +27,7 @@ from ..implementation import (
 )
 from ..logit_term import term_of
 from ..plan.forward import spare_bytes
-from ..plan.memory import reserved_bytes
+from ..plan.memory import reserved_bytes, sums_rows
 from ..plan.problem import Limits, Problem, round_up
 from ..streaming import STATISTICS
 from ..streaming.rows import is_valid
@@ -141,7 +141,7 @@ def _beside_more_partials(operands: Operands, request: Request, parts: int, term
 
 
 def _is_smoothed(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether what is kept of such a call wants the sums of rows of the weight and of hidden states."""
+    """Whether such a call may sum rows of the weight and of hidden states."""
     return options.label_smoothing > 0 and keeps_exponentials(operands, options)
 
 
@@ -199,7 +199,8 @@ def forward(
     own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
     products, classes = asked.products, given.weight.shape[0]
     if products is not None:
-        own = own._replace(total_gap=products.total_gap, weight=row_max.new_full((), classes))
+        weight = None if merge is None else row_max.new_full((), classes)
+        own = own._replace(total_gap=products.total_gap, weight=weight)
     if topk is not None and topk_values is not None:
         own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
     elif operands.topk_ids is not None:
@@ -211,11 +212,11 @@ def forward(
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
     # Of exponentials alone a backward does not read them.
     reads_ids = "kept_logits" in loss.terms or request.kept_columns < given.weight.shape[0]
-    return _stats_of(own, losses, options, valid)._replace(
+    return _stats_of(own, losses, options, valid, classes)._replace(
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
-        weight_sum=None if products is None else products.sums[0],
+        weight_sum=products.sums[0] if products is not None and request.kept_columns else None,
         sorted_ids=topk.packed if topk is not None and reads_ids else None,
     )
 
@@ -237,8 +238,7 @@ class _Asked(NamedTuple):
         loss = loss_of(options, tensors)
         found = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
         products = None
-        if kept_columns and _is_smoothed(operands, options):
-            # A backward that computes dinput wants the sum of the classes' rows too.
+        if _is_smoothed(operands, options) and sums_rows(operands.hidden.shape[0], kept_columns):
             found.remove("total")
             products = Products.of(operands, tensors)
             loss = products.added_to(loss)
@@ -265,19 +265,26 @@ class _Asked(NamedTuple):
         return cls(loss, more, ratio, tensors, products)
 
 
-def _stats_of(own: RowSums, losses: Tensor | None, options: StatsOptions, valid: Tensor) -> Stats:
+def _stats_of(
+    own: RowSums, losses: Tensor | None, options: StatsOptions, valid: Tensor, classes: int
+) -> Stats:
     """The numbers that are asked for, and what a backward reads, but for what is kept. own: of the whole
-    vocabulary. losses: of the rows; None: computed of own."""
+    vocabulary, of `classes` without a weight. losses: of the rows; None: computed of own."""
     log_row_sum = own.row_sum.log()
     # Not -losses, which is -0.0 in ignored rows.
     logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit) if losses is None else 0 - losses
-    lse = maths.lse(log_row_sum, own.row_max)
-    target_logit = lse + logprob if options.saves_logits else None
-    numbers = {"logprob": logprob, "lse": lse}
+    numbers, target_logit = {"logprob": logprob}, None
+    if options.saves_logits or "lse" in options.outputs:
+        numbers["lse"] = maths.lse(log_row_sum, own.row_max)
+    if options.saves_logits:
+        target_logit = numbers["lse"] + logprob
     if own.mean_gap is not None:
         numbers["entropy"] = maths.entropy(log_row_sum, own.mean_gap)
-    if own.total_gap is not None and own.weight is not None:
-        numbers["total_nll"] = log_row_sum * own.weight + own.total_gap
+    if own.total_gap is not None:
+        if own.weight is None:
+            numbers["total_nll"] = torch.add(own.total_gap, log_row_sum, alpha=classes)
+        else:
+            numbers["total_nll"] = own.total_gap + log_row_sum * own.weight
     if own.square_sum is not None:
         numbers["log_sum_sq_probs"] = maths.log_sum_sq_probs(log_row_sum, own.square_sum.log())
     for name in ("mean_logit", "argmax", "is_top1"):

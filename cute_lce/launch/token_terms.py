@@ -12,15 +12,13 @@ from torch import Tensor
 from .. import maths
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..logit_term import kernel_term, numbers_of, term_of
-from ..plan.memory import most_slabs
+from ..plan.memory import MANY_TOKENS, most_slabs
 from ..plan.problem import ceil_div, round_up
 from ..streaming.token_stats import Coefficients
 from ..torch_ops import slope_of
 
 LEAST_SLAB = 16
 """Rows of a slab, at least."""
-BESIDE_TOKENS = 1024
-"""With as many or more the forward's GEMM takes longer than its spare warps do for the weight's sums."""
 
 
 class Loss(NamedTuple):
@@ -275,7 +273,7 @@ class Products(NamedTuple):
             weight_sums=self.sums.data_ptr(),
             weight_partials=self.slabs.partials.data_ptr(),
             weight_slab=self.slabs.rows,
-            weight_beside=int(self.total_gap.shape[0] >= BESIDE_TOKENS),
+            weight_beside=int(self.total_gap.shape[0] >= MANY_TOKENS),
             bias_sum=0 if self.bias_sum is None else self.bias_sum.data_ptr(),
             total_gap=self.total_gap.data_ptr(),
         )
@@ -304,7 +302,7 @@ class Shared(NamedTuple):
         valid: Tensor,
     ) -> Shared:
         """uniform: by z; 0 where the token is ignored."""
-        tokens = uniform * _product_factor(loss_of(options, tensors), tensors, valid)
+        tokens = _times(uniform, _product_factor(loss_of(options, tensors), tensors, valid))
         features = saved.weight_sum if request.need_dinput else None
         if not request.need_dweight:
             return cls(tokens, features, None, None, 1)
@@ -353,4 +351,9 @@ def _kept_factor(
     if saved.onehot_ratio is not None and saved.onehot_ratio.numel():
         ratio = torch.where(valid, saved.onehot_ratio, 1)
         softmax = torch.where(ratio.abs() > 1, target / -ratio, softmax)
-    return (softmax * factor).contiguous()
+    return _times(softmax, factor).contiguous()
+
+
+def _times(coefficient: Tensor, factor: Tensor | float) -> Tensor:
+    """Their product, without a launch for a factor of 1."""
+    return coefficient if isinstance(factor, float) and factor == 1 else coefficient * factor

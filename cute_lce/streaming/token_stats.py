@@ -265,10 +265,8 @@ def coefficients_of(
     given = StatsUpstream(
         *(None if each is None else _of_valid(each, valid, saved.row_max.dtype) for each in upstream)
     )
-    softmax = torch.zeros_like(saved.row_max)
     gap_factor = uniform = topk = None
-    if given.logprob is not None:
-        softmax = softmax - given.logprob
+    softmax = torch.zeros_like(saved.row_max) if given.logprob is None else -given.logprob
     if given.lse is not None:
         softmax = softmax + given.lse
     if given.entropy is not None and saved.mean_gap is not None:
@@ -277,7 +275,11 @@ def coefficients_of(
     if given.total_nll is not None:
         every = operands.class_weight
         total = operands.weight.shape[0] if every is None else every.to(softmax.dtype).sum()
-        softmax, uniform = softmax + given.total_nll * total, -given.total_nll
+        if isinstance(total, Tensor):
+            softmax = torch.addcmul(softmax, given.total_nll, total)
+        else:
+            softmax = torch.add(softmax, given.total_nll, alpha=total)
+        uniform = -given.total_nll
     if given.topk_logprob is not None and operands.topk_ids is not None:
         classes = _are_classes(operands.topk_ids, operands.weight.shape[0])
         each = torch.where(classes, given.topk_logprob, 0)

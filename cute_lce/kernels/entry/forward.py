@@ -164,8 +164,6 @@ class Forward:
                 self._statistics(
                     hidden, given, weight, keeping, combined, space.progress, grid, stream, slabs
                 )
-                if cutlass.const_expr(slabs is not None):
-                    self._products(combined, whole, slabs, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(
                     kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
@@ -178,7 +176,10 @@ class Forward:
                 out = output(kept, self.gemm.config.tile_n)
                 notes = Notes(out, notes_of(keep.workspace, keep.columns, n), keep.columns)
                 tensors = KeepLogitsTensors(forward=tensors, keep=notes)
-            self._statistics(hidden, given, weight, tensors, combined, space.progress, grid, stream)
+            self._statistics(hidden, given, weight, tensors, combined, space.progress, grid, stream, slabs)
+        if cutlass.const_expr(slabs is not None):
+            if outputs.finishes == 0:
+                self._products(combined, whole, slabs, stream)
 
     @cute.jit
     def _statistics(
@@ -211,11 +212,10 @@ class Forward:
         epilogue."""
         (vocab, d), kept, loss = slabs.matrix.shape, slabs.split, combined.loss
         first, every = (vector(Float32, loss.weight_sums + 4 * d * i, d) for i in range(2))
-        own = AddTensors(slabs.partials, first, slabs.slab, kept, first, Boolean(False))
-        self.add_slabs(own, stream)
-        behind = slabs.partials + 4 * (Int64(cute.ceil_div(kept, slabs.slab)) * d)
-        rest = own._replace(partials=behind, out=every, count=vocab - kept, adds=Boolean(True))
-        self.add_slabs(rest, stream)
+        both = AddTensors(
+            slabs.partials, every, slabs.slab, vocab, every, Boolean(False), split=kept, above=first
+        )
+        self.add_slabs(both, stream)
         tensors = TotalGapTensors(
             rows=combined.rows,
             target=combined.target,
