@@ -27,7 +27,7 @@ from ..implementation import (
 )
 from ..logit_term import term_of
 from ..plan.forward import spare_bytes
-from ..plan.memory import reserved_bytes, sums_rows
+from ..plan.memory import reserved_bytes
 from ..plan.problem import Limits, Problem, round_up
 from ..streaming import STATISTICS
 from ..streaming.rows import is_valid
@@ -141,7 +141,7 @@ def _beside_more_partials(operands: Operands, request: Request, parts: int, term
 
 
 def _is_smoothed(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether such a call may sum rows of the weight and of hidden states."""
+    """Whether what is kept of such a call wants the sums of rows of the weight and of hidden states."""
     return options.label_smoothing > 0 and keeps_exponentials(operands, options)
 
 
@@ -196,11 +196,12 @@ def forward(
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
     assert row_sum is not None
-    own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, options, sums, row_max))
+    own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, sums))
     products, classes = asked.products, given.weight.shape[0]
     if products is not None:
-        weight = None if merge is None else row_max.new_full((), classes)
-        own = own._replace(total_gap=products.total_gap, weight=weight)
+        own = own._replace(total_gap=products.total_gap)
+    if merge is not None and own.total_gap is not None and own.weight is None:
+        own = own._replace(weight=row_max.new_full((), classes))
     if topk is not None and topk_values is not None:
         own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
     elif operands.topk_ids is not None:
@@ -216,7 +217,7 @@ def forward(
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
-        weight_sum=products.sums[0] if products is not None and request.kept_columns else None,
+        weight_sum=None if products is None else products.sums[0],
         sorted_ids=topk.packed if topk is not None and reads_ids else None,
     )
 
@@ -238,7 +239,8 @@ class _Asked(NamedTuple):
         loss = loss_of(options, tensors)
         found = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
         products = None
-        if _is_smoothed(operands, options) and sums_rows(operands.hidden.shape[0], kept_columns):
+        if kept_columns and _is_smoothed(operands, options):
+            # A backward that computes dinput wants the sum of the classes' rows too.
             found.remove("total")
             products = Products.of(operands, tensors)
             loss = products.added_to(loss)
@@ -323,9 +325,7 @@ _DTYPES = {"argmax": torch.int32}
 """Of those that are not float32."""
 
 
-def _sums_of(
-    operands: StatsOperands, options: StatsOptions, sums: dict[str, Tensor], row_max: Tensor
-) -> dict[str, Tensor]:
+def _sums_of(operands: StatsOperands, sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fields of RowSums, of what a forward's terms gave."""
     found: dict[str, Tensor] = {}
     if "entropy" in sums:
@@ -334,9 +334,9 @@ def _sums_of(
         found["square_sum"] = sums["squares"]
     V = operands.weight.shape[0]
     if "total" in sums:
-        every = operands.class_weight
         found["total_gap"] = sums["total"]
-        found["weight"] = row_max.new_full((), V) if every is None else every.float().sum()
+        if operands.class_weight is not None:
+            found["weight"] = operands.class_weight.float().sum()
     if "logits" in sums:
         found["mean_logit"] = sums["logits"] / V
     if "argmax" in sums:

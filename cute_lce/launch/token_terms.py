@@ -12,11 +12,13 @@ from torch import Tensor
 from .. import maths
 from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..logit_term import kernel_term, numbers_of, term_of
-from ..plan.memory import MANY_TOKENS, most_slabs
+from ..plan.memory import most_slabs
 from ..plan.problem import ceil_div, round_up
 from ..streaming.token_stats import Coefficients
 from ..torch_ops import slope_of
 
+MANY_TOKENS = 1024
+"""With as many or more the forward's GEMM takes longer than its spare warps do for the weight's sums."""
 LEAST_SLAB = 16
 """Rows of a slab, at least."""
 

@@ -113,22 +113,10 @@ def most_slabs(columns: int) -> int:
     return max(MOST_SUMS // round_up(columns, 1024), 1)
 
 
-MANY_TOKENS = 1024
-"""With as many or more a forward's GEMM takes longer than its spare warps do for the sums of the weight's
-rows."""
-
-
-def sums_rows(n: int, kept: int) -> bool:
-    """Whether a forward of a smoothed loss sums the weight's rows instead of each token's logits: where the
-    backward wants these sums, or where they cost nothing."""
-    return kept > 0 or n >= MANY_TOKENS
-
-
 def row_sums_bytes(problem: Problem, kept: int) -> int:
-    """Bytes of the sums of rows in either pass, and of those of their slabs: of slabs one more than most, and
-    up to three sums."""
-    sums = problem.smoothed and sums_rows(problem.n, kept)
-    return 4 * problem.d * (most_slabs(problem.d) + 4) if sums else 0
+    """Bytes of the sums of rows that what was kept needs, and of those of their slabs, in either pass: of
+    slabs one more than most, and up to three sums."""
+    return 4 * problem.d * (most_slabs(problem.d) + 4) if kept and problem.smoothed else 0
 
 
 def reserved_bytes(problem: Problem, kept: int) -> int:

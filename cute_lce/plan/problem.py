@@ -17,7 +17,7 @@ class Problem(NamedTuple):
     their place. shard: whether the classes are a shard's, whose gradient by tokens is summed over the ranks.
     adds: whether dweight is added to a tensor of the caller's, and is no result. need_dbias: whether the
     gradient by a bias is needed, for which a backward sums dlogits over slabs of tokens. smoothed: whether
-    the loss is a smoothed one, for which rows of the weight and of hidden states may be summed.
+    what is kept is of a smoothed loss, for which rows of the weight and of hidden states are summed.
     """
 
     n: int

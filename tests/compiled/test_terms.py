@@ -62,7 +62,7 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
 
 # What forwards, and those that keep, may have in tiles of more than 176 accumulators, some of whose
 # statistics are in shared memory; other terms are limited to those of fewer.
-OF_WIDE_TILES = {False: ("logit_scale", "products"), True: ("logit_scale", "products", "proportion")}
+OF_WIDE_TILES = {False: ("logit_scale",), True: ("logit_scale", "products", "proportion")}
 
 
 def wide_tiles() -> Iterator:
@@ -85,10 +85,6 @@ TERMS = {
     "softcap": (("softcap",), ("softcap", "coefficients")),
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
     "smoothing": (("class_weight", "total"), ("coefficients", "uniform", "class_weight")),
-    "smoothing_of_many": (
-        ("linear_bias", "logit_scale", "row_scale", "products"),
-        ("linear_bias", "logit_scale", "row_scale", "coefficients", "uniform"),
-    ),
     "bias": (("linear_bias",), ("linear_bias", "coefficients", "bias_gradient")),
     "numbers": (("row_scale", "entropy", "squares", "logits", "argmax"), ("coefficients",)),
     "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),

@@ -164,6 +164,8 @@ class Forward:
                 self._statistics(
                     hidden, given, weight, keeping, combined, space.progress, grid, stream, slabs
                 )
+                if cutlass.const_expr(slabs is not None):
+                    self._products(combined, whole, slabs, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(
                     kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
@@ -176,10 +178,7 @@ class Forward:
                 out = output(kept, self.gemm.config.tile_n)
                 notes = Notes(out, notes_of(keep.workspace, keep.columns, n), keep.columns)
                 tensors = KeepLogitsTensors(forward=tensors, keep=notes)
-            self._statistics(hidden, given, weight, tensors, combined, space.progress, grid, stream, slabs)
-        if cutlass.const_expr(slabs is not None):
-            if outputs.finishes == 0:
-                self._products(combined, whole, slabs, stream)
+            self._statistics(hidden, given, weight, tensors, combined, space.progress, grid, stream)
 
     @cute.jit
     def _statistics(
