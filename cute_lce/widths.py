@@ -80,7 +80,7 @@ HOPPER = Limits(
     ),
     keep=(
         Limit(Widths(192), ""),
-        Limit(Widths(192, but=(176,)), "products+linear_bias"),
+        Limit(Widths(192, but=(176,)), "products+linear_bias products+row_scale"),
         Limit(Widths(160), "logits argmax"),
         Limit(Widths(144), f"entropy softcap+linear_bias softcap+row_scale {_each(_SUMS, 2)}"),
         Limit(Widths(144), _each(_SUMS, beside="softcap")),

@@ -22,32 +22,33 @@ ABREAST = 8
 class SlabTensors(NamedTuple):
     """Read: matrix (rows, columns) 16-bit, rows of 16 bytes; factor (rows,) fp32, or None: ones. Written at
     partials: (slabs, columns) fp32. slab: its rows. split: a row with which a slab begins; 0: there is none
-    but the first. computed: which rows are; None: all."""
+    but the first. of: which rows are computed; None: all. beside: whether spare warps sum (0 or 1)."""
 
     matrix: cute.Tensor
     factor: Any
     partials: Int64
     slab: Int32
     split: Int32 | int = 0
-    computed: Compacted | None = None
+    of: Compacted | None = None
+    beside: Int32 | int = 1
 
     @property
     def count(self) -> Int32:
         """Of rows that are computed."""
-        return _count(cute.size(self.matrix, mode=[0]), self.computed)
+        return _count(cute.size(self.matrix, mode=[0]), self.of)
 
 
 class SlabSums:
-    """The sums of each slab of rows, times the rows' factors. A warp takes slabs of 128 columns, a lane 4 of
-    them. Reads 2 bytes an element, no shared memory. It is a kernel of blocks of BLOCK_WARPS, or what spare
-    warps of a GEMM do beside it (gemm.Gemm), in the registers of a load warp.
+    """The sums of each slab of rows, times the rows' factors. A warp sums 128 columns of a slab, a lane 4.
+    Reads 2 bytes an element. It is a kernel of blocks of BLOCK_WARPS, of 32 registers and without shared
+    memory, or what spare warps of a GEMM do beside it (gemm.Gemm), in the 24 of a load warp.
 
     Args:
-        scale: of the sums.
+        scale: multiplies the sums.
         skips: whether rows with the factor 0 count for nothing, whatever they hold.
     """
 
-    scarce_registers = True
+    fits_load_registers = True
 
     def __init__(self, scale: float = 1.0, *, skips: bool = False):
         self.scale = scale
@@ -69,11 +70,17 @@ class SlabSums:
         pdl.begin()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        self.beside(tensors, block * BLOCK_WARPS + warp, blocks * BLOCK_WARPS)
+        self._parts(tensors, block * BLOCK_WARPS + warp, blocks * BLOCK_WARPS)
 
     @cute.jit
     def beside(self, tensors: SlabTensors, first: Int32, step: Int32):
-        """Of a warp, a GEMM's or the kernel's: the parts of slabs first, first + step, ..."""
+        """Of a warp of a GEMM."""
+        if tensors.beside != 0:
+            self._parts(tensors, first, step)
+
+    @cute.jit
+    def _parts(self, tensors: SlabTensors, first: Int32, step: Int32):
+        """Of a warp: the parts of slabs first, first + step, ..."""
         columns = cute.size(tensors.matrix, mode=[1])
         wide = _wide(columns)
         before, count = _slabs(tensors.split, tensors.slab), tensors.count
@@ -126,27 +133,26 @@ class SlabSums:
 
 
 class AddTensors(NamedTuple):
-    """Read: partials, as SlabTensors', of `count` rows, of those that are computed among them, with its slab
-    and split; before (columns,) fp32, if `adds`. Written: out (columns,) fp32: the sums, and `before`, which
-    may be out; above (columns,), unless it is None: the sums of the rows before the split."""
+    """Read: partials, as SlabTensors', of `count` rows in slabs of so many, of those that `of` has computed.
+    Written: out (columns,) fp32: the sums, with `adds` more by what was there. above (columns,) fp32, or
+    None: the sums of the rows before `split`, which is 0 without it."""
 
     partials: Int64
     out: cute.Tensor
     slab: Int32
     count: Int32
-    before: cute.Tensor
-    adds: Boolean
-    computed: Compacted | None = None
+    adds: Boolean | bool = False
+    of: Compacted | None = None
     split: Int32 | int = 0
     above: Any = None
 
 
 class AddSlabs:
     """The sums of all slabs, in float64. Four lanes have a column, each every fourth slab, and then add up
-    what they have. Reads 4 bytes for each slab and column.
+    what they have. Reads 4 bytes for each slab and column. 24 registers, no shared memory.
 
     Args:
-        scale: of the sums.
+        scale: multiplies the sums.
     """
 
     def __init__(self, scale: float = 1.0):
@@ -164,20 +170,20 @@ class AddSlabs:
         pdl.begin()
         lane, columns = cute.arch.lane_idx(), cute.size(tensors.out)
         own = (cute.arch.block_idx()[0] * BLOCK_WARPS + cute.arch.warp_idx()) * ABREAST + lane % ABREAST
-        count = _count(tensors.count, tensors.computed)
+        count = _count(tensors.count, tensors.of)
         slabs, total = _slabs(count - tensors.split, tensors.slab), Float64(0.0)
         if cutlass.const_expr(tensors.above is not None):
-            above = _slabs(tensors.split, tensors.slab)
-            total = self._total(tensors, own, Int32(0), above)
+            first = _slabs(tensors.split, tensors.slab)
+            total = self._total(tensors, own, Int32(0), first)
             if own < columns and lane < ABREAST:
                 tensors.above[own] = (total * Float64(self.scale)).to(Float32)
-            total += self._total(tensors, own, above, above + slabs)
+            total += self._total(tensors, own, first, first + slabs)
         else:
             total = self._total(tensors, own, Int32(0), slabs)
         if own < columns and lane < ABREAST:
             total *= Float64(self.scale)
-            if tensors.adds:
-                total += tensors.before[own].to(Float64)
+            if Boolean(tensors.adds):
+                total += tensors.out[own].to(Float64)
             tensors.out[own] = total.to(Float32)
 
     @cute.jit

@@ -110,7 +110,7 @@ class GemmSm100(gemm.Gemm):
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
         super().__init__(config, epilogue, tokens_along, spare)
         if spare is not None:
-            self.spare_warps = SPARE_WARPS[spare.scarce_registers]
+            self.spare_warps = SPARE_WARPS[spare.fits_load_registers]
             self.threads += WARP * self.spare_warps
         self.acc_stages = ACCUMULATOR_STAGES
         self.barriers = {

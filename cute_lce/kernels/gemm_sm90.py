@@ -83,7 +83,7 @@ class GemmSm90(gemm.Gemm):
         self.threads = WARPGROUP * (config.warpgroups + 1)
         self.turns = config.turns
         self.load_registers, self.mma_registers = WARPGROUP_REGISTERS[config.warpgroups]
-        if spare is not None and not spare.scarce_registers:
+        if spare is not None and not spare.fits_load_registers:
             self.load_registers, self.mma_registers = SPARE_REGISTERS
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, given: cute.Tensor | None = None):

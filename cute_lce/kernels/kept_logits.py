@@ -153,7 +153,7 @@ class DlogitsOfKept:
     of blocks of WARPS, or what spare warps of a GEMM do beside it (gemm.Gemm).
     """
 
-    scarce_registers = False
+    fits_load_registers = False
 
     def __init__(self, fragment: Fragment, terms: tuple[str, ...]):
         """fragment: of the logits' GEMM, whose units are the forward's, whatever the width of tiles.

@@ -1,8 +1,8 @@
 """The sum of row_max - z over all classes, of each token, from one product with the sum of the classes' rows.
 
-row_max is of tensor cores, which lose a little of what they add: where all logits of a token have a common
-offset about the same of each. The product has nothing to cancel that with, so what they lost of the target's
-logit is taken to be what they lose of each.
+row_max is of tensor cores, which truncate sums. Where all logits of a token have a common offset each loses
+about the same, and the product nothing: so the error of the target's logit is taken off row_max, by their
+magnitudes where the target's is larger. Where the target is in another shard nothing is.
 """
 
 from typing import NamedTuple
@@ -21,11 +21,12 @@ from cute_lce.kernels.rows import Compacted, computed, origin
 WARPS = 4
 TOGETHER = 2
 """Tokens of a warp, which share what it reads of the sum."""
-LARGEST = 3.0e38
+FINITE = 3.0e38
+"""Above that a number is taken to be infinite."""
 
 
 class TotalGapTensors(NamedTuple):
-    """rows: which tokens these are; n of them.
+    """rows: the launch's n tokens. loss: with the terms of the logits.
 
     Read: target (n,); target_logit (n,) fp32, of targets that are classes; hidden (.., d) and row_max (..,)
     fp32 of the tokens' origins; weight (V, d); sums (d,) fp32, 16-byte aligned, of the weight's rows, with d
@@ -47,7 +48,8 @@ class TotalGapTensors(NamedTuple):
 
 class TotalGaps:
     """A warp has TOGETHER tokens, a lane AT_ONCE times 8 elements of each and of its target's class in
-    flight. Products of 8 are added up in float64. Reads 4 bytes an element of hidden."""
+    flight. Products of 8 are added up in float64. Reads 4 bytes an element of hidden, and the sum for each
+    TOGETHER tokens. 102 registers, no shared memory."""
 
     @cute.jit
     def __call__(self, tensors: TotalGapTensors, stream: cuda.CUstream):
@@ -121,18 +123,22 @@ class TotalGaps:
             scale *= loss.logit_scale.to(Float64)
         if cutlass.const_expr("row_scale" in loss.terms):
             scale *= numbers(loss.row_scale, token + 1)[token].to(Float64)
-        lost = Float64(0.0)
+        highest = tensors.row_max[token].to(Float64)
+        if highest < Float64(-FINITE):
+            highest = Float64(0.0)
+        error = Float64(0.0)
         if index >= 0:
             if cutlass.const_expr("linear_bias" in loss.terms):
                 own += numbers(loss.linear_bias, vocab)[index].to(Float64)
-            lost = tensors.target_logit[row].to(Float64) - own * scale
-            # Of logits that are infinite, or nan, nothing.
-            if not (lost > Float64(-LARGEST) and lost < Float64(LARGEST)):
-                lost = Float64(0.0)
+            own *= scale
+            error = tensors.target_logit[row].to(Float64) - own
+            # None where the logit is infinite, or nan; of one that is larger than the others a part.
+            if not (error > Float64(-FINITE) and error < Float64(FINITE)):
+                error = Float64(0.0)
+            if own * own > highest * highest:
+                ratio = highest / own
+                error *= cutlass.max(ratio, -ratio)
         if tensors.bias_sum.iterator.toint() != 0:
             total += tensors.bias_sum[0]
-        highest = tensors.row_max[token].to(Float64)
-        if highest < Float64(-LARGEST):
-            highest = Float64(0.0)
-        gap = (highest - lost) * vocab.to(Float64) - total * scale
+        gap = (highest - error) * vocab.to(Float64) - total * scale
         tensors.total_gap[token] = gap.to(Float32)

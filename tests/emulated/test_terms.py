@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from tests.emulated import token_stats
 from tests.emulated.backward import check, narrow_plans, train
 from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import PLAIN, Numbers, given_ids, repeating
+from tests.emulator.ops import tcgen05, wgmma
 from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
 from tests.numerics import assert_close, jumping, random_case
 
@@ -629,8 +631,9 @@ def test_kept_of_any_schedule_of_warps(arch, seed, monkeypatch):
     token_stats.check(numbers, run)
 
 
+OFFSET = "common offset of 10000"
 CORNERS = {
-    "common offset of 10000": lambda: offset(random_case(20, 64, 137, BF16), 10000),
+    OFFSET: lambda: offset(random_case(20, 64, 137, BF16), 10000),
     "logits of +-60": lambda: scaled(random_case(20, 64, 137, BF16), 60),
     "logits of +-1e4": lambda: scaled(random_case(20, 64, 137, BF16, scale=8), 1e4),
     "one class": lambda: random_case(20, 64, 1, BF16),
@@ -651,31 +654,61 @@ def test_corners(arch, corner):
     token_stats.check(numbers, token_stats.run(numbers, arch, window=128))
 
 
+# Of one class the smoothed loss is 0, and its gradients are what rounding leaves.
 @full
 @both
-@pytest.mark.parametrize("corner", [each for each in CORNERS if each != "one class"])
+@pytest.mark.parametrize("corner", [each for each in CORNERS if each not in ("one class", OFFSET)])
 def test_corners_of_what_is_smoothed(arch, corner):
-    """The sum of all logits is exact where the rows' maxima are of tensor cores, which lose something of each
-    product of 16 features that they add: at a common offset that is as much as the loss may be off."""
-    case = CORNERS[corner]()
+    numbers = Numbers(CORNERS[corner](), ("logprob", "total_nll"), label_smoothing=0.9)
+    for kept in (128, 137):
+        token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=kept))
+
+
+@full
+@both
+def test_smoothing_where_the_target_is_far_from_the_others(arch):
+    """What its logit alone is rounded by is not what the others are."""
+    case = replace(random_case(20, 64, 400, BF16, scale=1.0), target=torch.full((20,), 7))
+    weight, hidden = case.linear_weight.clone(), case.input.clone()
+    hidden[:, 0], weight[:, 0], weight[7, 0] = 1, 0, -30000
+    below = torch.zeros(400)
+    below[7] = -300
+    total = ("logprob", "total_nll")
+    far = replace(case, input=hidden, linear_weight=weight)
+    for numbers in (
+        Numbers(case, total, label_smoothing=1.0, linear_bias=below.to(BF16)),
+        Numbers(far, total, label_smoothing=0.9),
+    ):
+        run = token_stats.run(numbers, arch, kept_columns=400)
+        values, _ = token_stats.by_torch(numbers, torch.float64, rounded=False)
+        plain, _ = token_stats.by_torch(numbers, torch.float32, rounded=True)
+        assert run.stats.total_nll is not None
+        assert_close("total_nll", run.stats.total_nll, values["total_nll"], plain["total_nll"])
+
+
+@both
+@pytest.mark.parametrize("kept", [128, pytest.param(137, marks=full)])
+def test_what_tensor_cores_lose_of_an_offset_is_not_in_a_smoothed_loss(arch, kept, monkeypatch):
+    """Here the 131072th part of each logit."""
+    exact = wgmma.multiplied
+    for module in (wgmma, tcgen05):
+        monkeypatch.setattr(module, "multiplied", lambda a, b: exact(a, b) * np.float32(1 - 2.0**-17))
+    case = CORNERS[OFFSET]()
     numbers = Numbers(case, ("logprob", "total_nll"), label_smoothing=0.9)
-    V, d = case.linear_weight.shape
+    run = token_stats.run(numbers, arch, kept_columns=kept)
     values, gradients = token_stats.by_torch(numbers, torch.float64, rounded=False)
     plain, rounded = token_stats.by_torch(numbers, torch.float32, rounded=True)
-    for kept in {min(128, V), V}:
-        run = token_stats.run(numbers, arch, kept_columns=kept)
-        total, given = run.stats.total_nll, values["total_nll"]
-        assert total is not None
-        if "offset" not in corner:
-            token_stats.check(numbers, run)
-        else:
-            lost = V * 10000 * 2.0**-23 * d / 16
-            assert_close("total_nll", total, given, plain["total_nll"], rounding=lost / float(given.mean()))
-            # The first feature is the offset, beside which nothing is left.
-            for name, mine in zip(token_stats.NAMES[:2], run.gradients, strict=False):
-                assert mine is not None
-                own = rounded[name][:, 1:].to(mine.dtype)
-                assert_close(name, mine[:, 1:], gradients[name][:, 1:], own)
+    total, given = run.stats.total_nll, values["total_nll"]
+    assert total is not None
+    # Four units in the last place of a logit, a third of 1% of the loss.
+    units = 4 * 137 * 10000 * 2.0**-23 / float(given.mean())
+    assert units < 0.005 < 10000 * 2.0**-17 * 137 / float(given.mean())
+    assert_close("total_nll", total, given, plain["total_nll"], rounding=units)
+    # The first feature is the offset, beside which nothing is left.
+    for name, mine in zip(token_stats.NAMES[:2], run.gradients, strict=False):
+        assert mine is not None
+        own = rounded[name][:, 1:].to(mine.dtype)
+        assert_close(name, mine[:, 1:], gradients[name][:, 1:], own)
 
 
 @hopper_first

@@ -280,7 +280,7 @@ class Backward:
     ):
         """The gradient by a bias, of the slabs' sums, which the GEMM of logits has stored where it ran."""
         sums, slab, is_kept = loss.column_sums, Int32(SUMMED_TOKENS), source.kept_scale != 0
-        kept = SlabTensors(matrices.dlogits, matrices.factor, sums, slab, computed=tokens)
+        kept = SlabTensors(matrices.dlogits, factor=matrices.factor, partials=sums, slab=slab, of=tokens)
         if is_kept:
             self.kept_sums(kept, stream)
         elif cutlass.const_expr("kept_logits" in loss.terms):
@@ -291,7 +291,8 @@ class Backward:
         slab = Int32(cutlass.select_(is_kept, slab, Int32(self.slab)))
         dbias = vector(Float32, loss.dbias + 4 * Int64(stripe.first), stripe.columns)
         adds = Boolean(tokens.first > 0)
-        self.bias_gradient(AddTensors(sums, dbias, slab, tokens.tokens, dbias, adds, tokens), stream)
+        found = AddTensors(partials=sums, out=dbias, slab=slab, count=tokens.tokens, adds=adds, of=tokens)
+        self.bias_gradient(found, stream)
 
     @cute.jit
     def _hidden_sum(self, hidden: cute.Tensor, loss, stream):
@@ -299,8 +300,8 @@ class Backward:
         n, d = hidden.shape
         factor, out = vector(Float32, loss.shared, n), vector(Float32, loss.hidden_sum, d)
         partials, slab = loss.hidden_partials, loss.hidden_slab
-        self.hidden_sums(SlabTensors(hidden, factor, partials, slab), stream)
-        self.hidden_sum(AddTensors(partials, out, slab, n, out, Boolean(False)), stream)
+        self.hidden_sums(SlabTensors(hidden, factor=factor, partials=partials, slab=slab), stream)
+        self.hidden_sum(AddTensors(partials=partials, out=out, slab=slab, count=n), stream)
 
     @cute.jit
     def _dhidden(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Float64, Int32, Int64, Uint16
+from cutlass import Float16, Float32, Float64, Int32, Int64, Uint16
 
 from cute_lce import maths
 from cute_lce.arch import KernelConfig
@@ -203,7 +203,14 @@ class Forward:
         """SlabTensors of the weight's rows, of kept classes and of the others; None: they are not summed."""
         if "products" not in loss.terms:
             return None
-        return SlabTensors(weight, None, loss.weight_partials, loss.weight_slab, split=kept)
+        return SlabTensors(
+            matrix=weight,
+            factor=None,
+            partials=loss.weight_partials,
+            slab=loss.weight_slab,
+            split=kept,
+            beside=loss.weight_beside,
+        )
 
     @cute.jit
     def _products(self, combined: CombineTensors, hidden: cute.Tensor, slabs: SlabTensors, stream):
@@ -212,7 +219,7 @@ class Forward:
         (vocab, d), kept, loss = slabs.matrix.shape, slabs.split, combined.loss
         first, every = (vector(Float32, loss.weight_sums + 4 * d * i, d) for i in range(2))
         both = AddTensors(
-            slabs.partials, every, slabs.slab, vocab, every, Boolean(False), split=kept, above=first
+            partials=slabs.partials, out=every, slab=slabs.slab, count=vocab, split=kept, above=first
         )
         self.add_slabs(both, stream)
         tensors = TotalGapTensors(
