@@ -8,7 +8,7 @@ relative RMS over the whole loss and both whole gradients, on rows of several ki
     mixed       in half of the rows the target's logit is 20 higher
     confident   the same in all rows
     jump_H      in every eighth row the logits of three columns are H higher
-    offset_H    all logits are H higher; not among the usual ones
+    offset_H    all logits are H higher; with --regimes alone
 
 and over parts, since small errors would not show in the whole: the entries of dW that are no row's target
 ("no target"), the rows and columns that jump ("jumping"), and all others ("others"). Printed is each error as

@@ -20,7 +20,9 @@ from cute_lce.measure.timing import relative_rms
 DTYPE = torch.bfloat16
 HEIGHTS = (50, 100, 300)
 OFFSETS = (100, 10000)
+"""Of all logits."""
 USUAL = (*ROWS, *(f"jump_{height}" for height in HEIGHTS))
+"""What errors are compared on unless other regimes are asked for."""
 REGIMES = (*USUAL, *(f"offset_{height}" for height in OFFSETS))
 Results = tuple[Tensor, Tensor, Tensor]  # loss, dH (n, d), dW (V, d)
 

@@ -34,7 +34,7 @@ WARPGROUP_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers of a thread of the load warpgroup, and of a consumer (Hopper)."""
 
 SPARE_REGISTERS = 152, 176
-"""The same of two consumer warpgroups where the load warpgroup's other warps work too."""
+"""The same of two consumer warpgroups where the load warpgroup's other warps need as many."""
 
 EPILOGUE_REGISTERS = 32
 """What a consumer thread needs beside its accumulators, at least."""

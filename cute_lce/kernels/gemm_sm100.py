@@ -22,7 +22,7 @@ WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
 MMA_WARP = 4
 LOAD_WARP = 5
-SPARE_WARPS = {True: 2, False: 4}  # by whether registers are scarce: 256 threads have 255, 320 fewer
+SPARE_WARPS = {True: 2, False: 4}  # by fits_load_registers: 256 threads have 255, 320 have 168
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have finished reading it
 BOX_BARRIER = 3  # epilogues.store
@@ -36,13 +36,13 @@ class GemmSm100(gemm.Gemm):
     (cta_group::2); each loads and holds 128 rows of A and of the accumulator, and half of the rows of B. 128:
     each CTA computes a tile.
 
-    Warps of a CTA (192 threads, 320 with spare warps, one CTA to an SM):
+    Warps of a CTA (192 threads, with spare warps 256 or 320, one CTA to an SM):
         0-3  epilogue: warp w has rows 32 w to 32 w + 31 of the CTA's 128, which are its lanes of TMEM; it
              reads them in slabs of 64 or 32 columns, each by two tcgen05.ld.16x256b of 16 lanes, and gets the
              fragment of m16n8 MMAs (kernels.fragment)
         4    MMA: issues for the pair in its first CTA, idle in its second
         5    load: TMA of this CTA's parts of A and B
-        6-9  do what is `spare`, where that is given
+        6-   two or four, if `spare` is given: they do that
 
     Pipelines (producer -> consumer, slots):
         ring          load -> MMA, config.stages. full, in the pair's first CTA: 1 arrival and the bytes of
@@ -59,12 +59,12 @@ class GemmSm100(gemm.Gemm):
     Partials: CTAs of a pair have rows of their own, and each of their warps a partial for every window.
 
     Budgets: registers up to 208 a thread in the forward, 255 if it keeps, 153 for dlogits, 249 for dhidden
-    and 160 for dweight, without spills; 192 threads could have 255, and 320 have 168, so setmaxnreg is not
-    needed. The loop over slabs is unrolled, since an epilogue's numbers of a column are in registers. Shared
-    memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (6 stages
-    in 227 KiB), 20 KiB for 256 x 64 x 64 (10 stages) and 48 KiB for 128 x 256 x 64 (4 stages), and 16 KiB of
-    boxes (epilogues.store). TMEM: two accumulators of tile_n columns, all 512 columns at 256; a power of two
-    is allocated.
+    and 160 for dweight, without spills; 192 and 256 threads could have 255, and 320 have 168, so setmaxnreg
+    is not needed. The loop over slabs is unrolled, since an epilogue's numbers of a column are in registers.
+    Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (6
+    stages in 227 KiB), 20 KiB for 256 x 64 x 64 (10 stages) and 48 KiB for 128 x 256 x 64 (4 stages), and 16
+    KiB of boxes (epilogues.store). TMEM: two accumulators of tile_n columns, all 512 columns at 256; a power
+    of two is allocated.
 
     Four epilogue warps, one for each of the SM's schedulers: the exponentials are the limit, 16 a clock and
     SM, and four warps keep enough of them in flight. Eight would not make them fewer.

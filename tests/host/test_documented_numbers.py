@@ -637,6 +637,26 @@ def _multiples(file: str, asked: list[str]) -> dict[tuple, tuple[str, float]]:
     return found
 
 
+def offset_errors(file: str) -> Rows:
+    """The smoothed loss's error, "none", and as a multiple of the yardstick's."""
+    names = {
+        "float32 logits of tensor cores": ("fp32 logits", None),
+        "float32 operands": ("fp32 operands", None),
+        "kept": ("cute_lce", "keep"),
+        "recomputed": ("cute_lce", "recompute"),
+    }
+    found = {
+        (record["provider"], record["schedule"], record["regime"]): record
+        for record in records(file)
+        if (record["reduction"], record["terms"], record["part"]) == ("none", "label_smoothing=0.1", "all")
+    }
+    rows: Rows = []
+    for name, (provider, schedule) in names.items():
+        both = [found[provider, schedule, f"offset_{height}"] for height in (100, 10000)]
+        rows.append([name, *(f"{each['err_loss']:.1e}, {each['x_loss']:.3f}" for each in both)])
+    return rows
+
+
 def by_floor(file: str) -> Rows:
     """Ours and the others, each pass of each shape."""
     return [
@@ -750,6 +770,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         by_heads,
         term_peers,
         term_costs,
+        offset_errors,
         by_floor,
         paper,
         paper_errors,

@@ -165,7 +165,7 @@ class Forward:
                     hidden, given, weight, keeping, combined, space.progress, grid, stream, slabs
                 )
                 if cutlass.const_expr(slabs is not None):
-                    self._products(combined, whole, slabs, stream)
+                    self._total_gaps(combined, whole, slabs, stream)
             if shard == 0 or outputs.finishes != 0:
                 self.finish(
                     kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
@@ -213,7 +213,7 @@ class Forward:
         )
 
     @cute.jit
-    def _products(self, combined: CombineTensors, hidden: cute.Tensor, slabs: SlabTensors, stream):
+    def _total_gaps(self, combined: CombineTensors, hidden: cute.Tensor, slabs: SlabTensors, stream):
         """The tokens' products with the sum of all classes' rows: cheaper than sums of logits in the GEMM's
         epilogue."""
         (vocab, d), kept, loss = slabs.matrix.shape, slabs.split, combined.loss
