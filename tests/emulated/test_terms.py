@@ -712,7 +712,7 @@ def test_what_tensor_cores_lose_of_an_offset_is_not_in_a_smoothed_loss(arch, kep
 
 
 @hopper_first
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", [pytest.param(False, marks=full), True])
 def test_sums_of_rows_in_many_slabs(arch, beside, monkeypatch):
     """Of the weight and of tokens three or four for each 128 features, with nan where a token is ignored; and
     of a bias's gradient two."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,13 @@ COMPILERS = ("cutlass", "nvidia_cutlass_dsl", "tvm_ffi", "cuda", "triton")
 FRAMEWORKS = ("transformers", "trl", "accelerate", "peft", "megatron", "torchtitan", "verl")
 
 
+# An installed package has bytecode.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=ENVIRONMENT).stdout
 
 
 def test_import_loads_no_compiler_no_driver_and_no_framework():
