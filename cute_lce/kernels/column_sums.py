@@ -135,7 +135,7 @@ class SlabSums:
 class AddTensors(NamedTuple):
     """Read: partials, as SlabTensors', of `count` rows in slabs of so many, of those that `of` has computed.
     Written: out (columns,) fp32: the sums, with `adds` more by what was there. above (columns,) fp32, or
-    None: the sums of the rows before `split`, which is 0 without it."""
+    None: the sums of the rows before `split`, SlabTensors'."""
 
     partials: Int64
     out: cute.Tensor
@@ -149,7 +149,7 @@ class AddTensors(NamedTuple):
 
 class AddSlabs:
     """The sums of all slabs, in float64. Four lanes have a column, each every fourth slab, and then add up
-    what they have. Reads 4 bytes for each slab and column. 24 registers, no shared memory.
+    what they have. Reads 4 bytes for each slab and column. 28 registers, no shared memory.
 
     Args:
         scale: multiplies the sums.
@@ -171,15 +171,12 @@ class AddSlabs:
         lane, columns = cute.arch.lane_idx(), cute.size(tensors.out)
         own = (cute.arch.block_idx()[0] * BLOCK_WARPS + cute.arch.warp_idx()) * ABREAST + lane % ABREAST
         count = _count(tensors.count, tensors.of)
-        slabs, total = _slabs(count - tensors.split, tensors.slab), Float64(0.0)
+        before = _slabs(tensors.split, tensors.slab)
+        total = self._total(tensors, own, Int32(0), before)
         if cutlass.const_expr(tensors.above is not None):
-            first = _slabs(tensors.split, tensors.slab)
-            total = self._total(tensors, own, Int32(0), first)
             if own < columns and lane < ABREAST:
                 tensors.above[own] = (total * Float64(self.scale)).to(Float32)
-            total += self._total(tensors, own, first, first + slabs)
-        else:
-            total = self._total(tensors, own, Int32(0), slabs)
+        total += self._total(tensors, own, before, before + _slabs(count - tensors.split, tensors.slab))
         if own < columns and lane < ABREAST:
             total *= Float64(self.scale)
             if Boolean(tensors.adds):

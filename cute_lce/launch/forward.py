@@ -95,9 +95,9 @@ class KernelForward:
         self.in_place = readable(operands)
         half, needs = hidden.dtype is torch.float16, request.statistics
         self.keeps_logits = kept > 0 and "kept_logits" in loss.terms
-        problem = Problem(n, round_up(d, 8), weight.shape[0], half, needs, needs, self.keeps_logits)
-        problem = problem._replace(smoothed="products" in loss.terms)
-        sizes = n, problem.d, problem.vocab
+        sizes = n, round_up(d, 8), weight.shape[0]
+        smoothed = "products" in loss.terms
+        problem = Problem(*sizes, half, needs, needs, self.keeps_logits, smoothed=smoothed)
         beside = {"kept": kept, "reserved": reserved_bytes(problem, kept)}
         gpu = gpu_of(device).serving(loss.terms, "keep" if kept else "forward")
         chosen = plan or forward_plan.plan(gpu, *sizes, request.limits, **beside)

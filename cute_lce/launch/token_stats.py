@@ -134,8 +134,8 @@ def _beside_more_partials(operands: Operands, request: Request, parts: int, term
     if not limits.workspace:
         return limits
     half = operands.hidden.dtype is torch.float16
-    problem = Problem(n, d, operands.weight.shape[0], half, keeps_logits="kept_logits" in terms)
-    problem = problem._replace(smoothed="products" in terms)
+    kind = {"keeps_logits": "kept_logits" in terms, "smoothed": "products" in terms}
+    problem = Problem(n, d, operands.weight.shape[0], half, **kind)
     spare = spare_bytes(n, kept, limits, reserved_bytes(problem, kept))
     return limits._replace(workspace=limits.workspace - max(spare, 0) * parts // (2 + parts))
 
