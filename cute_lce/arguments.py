@@ -19,8 +19,8 @@ Float32 = Annotated[float, 32]
 Address = Annotated[int, 64]
 """An address in global memory; 0 for something absent, where the group's docstring allows it."""
 
-REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
-"""LossArguments.reduction."""
+REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "logprob": 3}
+"""LossArguments.reduction; "logprob": as "none", of minus the losses, and +0.0 if ignored."""
 COMBINE_ROWS = 8
 """Rows that a block of the combine kernel processes: a partial of each, together 64 consecutive bytes."""
 MERGE_ROWS = 256
@@ -56,7 +56,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "class_weight": {"class_weight": Address},
     "entropy": {"more_partials": Address, "mean_gap": Address},
     "squares": {"more_partials": Address, "square_sum": Address},
-    "total": {"more_partials": Address, "total_gap": Address},
+    "total": {"more_partials": Address, "total": Address},
     "logits": {"more_partials": Address, "logit_sum": Address},
     "argmax": {"more_partials": Address, "argmax": Address},
     "topk": {
@@ -82,7 +82,7 @@ TERMS: dict[str, dict[str, Any]] = {
         "weight_slab": Int32,
         "weight_beside": Int32,
         "bias_sum": Address,
-        "total_gap": Address,
+        "total": Address,
     },
     "shared": {
         "shared": Address,
@@ -124,7 +124,8 @@ maths.softcap_numbers. row_scale (n,): multiplies z. A LogitTerm, by a name of i
 here: logit(own_scale x) own_inverse, with own_temperature = 1 / own_inverse, and its fields own_0, own_1 ...
 
 Of a forward, which writes: entropy: mean_gap (n,), sum p (row_max - z). squares: square_sum (n,), the sum of
-exp(2 (z - row_max)). total: total_gap (n,), the sum of row_max - z, times class_weight (V,) if it is a term.
+exp(2 (z - row_max)). total: total (n,), the sum of lse - z, times class_weight (V,) if it is a term, and 0
+where the token is ignored; of a shard the sum of row_max - z, and of ignored tokens anything.
 logits: logit_sum (n,), that of z. argmax: argmax (n,) int32, the first class with the largest z.
 more_partials (partials of a row, n, numbers): scratch, with as many numbers of a term as MORE_PARTS says.
 
@@ -136,7 +137,7 @@ each entry: z, written by a forward; added to the gradient by x by a backward.
 Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
 target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.
 onehot_ratio (n,), the first over the second, is written where the token is valid. Else both are equal.
-products: total_gap (n,), as total's without class weights, of the tokens' products with the sum of all
+products: total (n,), as total's without class weights, of the tokens' products with the sum of all
 classes' rows (kernels/total_gaps.py); and weight_sums (2, d), the sum of the kept classes' rows and that of
 all. bias_sum (1,) fp64: that of linear_bias; 0: there is none. Scratch: weight_partials (slabs, d), of
 weight_slab classes each, of kept ones and of others. weight_beside: whether these are summed beside the GEMM

@@ -71,7 +71,8 @@ _SUMS = "entropy squares total logits argmax"
 HOPPER = Limits(
     forward=(
         Limit(Widths(192, 128), "row_scale"),
-        Limit(Widths(176, 128), _SUMS),
+        Limit(Widths(176, 128), "entropy squares logits argmax total+row_scale total+topk"),
+        Limit(Widths(200, 128), "total"),
         Limit(Widths(176, 120), "argmax softcap+linear_bias"),
         Limit(Widths(176, 120), _each(_SUMS, beside="softcap")),
         Limit(Widths(160, 120), _each(_SUMS, 3)),

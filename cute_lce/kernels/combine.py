@@ -137,6 +137,8 @@ class Combine:
                 tensors.row_sum[token] = row_sum
                 if tensors.loss.reduction == REDUCTIONS["none"]:
                     tensors.losses[token] = loss
+                if tensors.loss.reduction == REDUCTIONS["logprob"]:
+                    tensors.losses[token] = Float32(0.0) - loss
             loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
             valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
             if lane == 0:

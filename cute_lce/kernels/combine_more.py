@@ -40,6 +40,8 @@ class CombineMore:
         """Where a token's sums are, by their terms, and those of a partial, which has `parts` numbers."""
         present = [term for term in MORE_PARTS if term in terms]
         self.sums = {term: i for i, term in enumerate(each for each in present if each != "argmax")}
+        if "total" in self.sums:
+            self.sums["weight"] = len(self.sums)
         counts = [MORE_PARTS[term] for term in present]
         self.at = {term: sum(counts[:i]) for i, term in enumerate(present)}
         self.parts = sum(counts)
@@ -93,7 +95,7 @@ class CombineMore:
                 for i in cutlass.range_constexpr(len(self.sums)):
                     sums[i] += shared[other, line, i]
                 first_class = cutlass.min(first_class, shared_first[other, line])
-            self._write(tensors, sums, first_class, token)
+            self._write(tensors, sums, first_class, row, token)
 
     @cute.jit
     def _add(
@@ -111,19 +113,28 @@ class CombineMore:
         if cutlass.const_expr("total" in self.at):
             rise, total = row_max - row_stats.finite_max(own_max), self.at["total"]
             sums[self.sums["total"]] += more[total] + rise * more[total + 1]
+            sums[self.sums["weight"]] += more[total + 1]
         if cutlass.const_expr("logits" in self.at):
             sums[self.sums["logits"]] += more[self.at["logits"]]
 
-    def _write(self, tensors: CombineTensors, sums: cute.Tensor, first_class: Int32, token: Int32):
+    @cute.jit
+    def _write(
+        self, tensors: CombineTensors, sums: cute.Tensor, first_class: Int32, row: Int32, token: Int32
+    ):
         """A token's numbers."""
         loss, count = tensors.loss, cute.size(tensors.row_max)
-        if "entropy" in self.sums:
+        if cutlass.const_expr("entropy" in self.sums):
             numbers(loss.mean_gap, count)[token] = sums[self.sums["entropy"]] / tensors.row_sum[token]
-        if "squares" in self.sums:
+        if cutlass.const_expr("squares" in self.sums):
             numbers(loss.square_sum, count)[token] = sums[self.sums["squares"]]
-        if "total" in self.sums:
-            numbers(loss.total_gap, count)[token] = sums[self.sums["total"]]
-        if "logits" in self.sums:
+        if cutlass.const_expr("total" in self.sums):
+            total = sums[self.sums["total"]]
+            if tensors.shard == 0:
+                total += cute.math.log(tensors.row_sum[token]) * sums[self.sums["weight"]]
+                if Int64(tensors.target[row]) == loss.ignore_index:
+                    total = Float32(0.0)
+            numbers(loss.total, count)[token] = total
+        if cutlass.const_expr("logits" in self.sums):
             numbers(loss.logit_sum, count)[token] = sums[self.sums["logits"]]
-        if "argmax" in self.at:
+        if cutlass.const_expr("argmax" in self.at):
             numbers(loss.argmax, count)[token] = first_class.bitcast(Float32)

@@ -60,9 +60,9 @@ class GemmSm90(gemm.Gemm):
     and in dweight's GEMM 64 x 256, 128 x 128 or 128 x 192. What spills is named in
     tests/compiled/test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2 bytes a stage, from 20 KiB for
     128 x 32 x 64 and 9 stages to 56 KiB for 256 x 192 x 64 and 3, and 16 KiB of boxes for each warpgroup
-    (epilogues.store); one more stage would not fit into 227 KiB. In the widest tiles also 9 or 10.5 KiB for
-    each warpgroup, the words that its threads have each for itself (`words` of the epilogue: 3 for each of 6
-    or 7 columns). Logits in fp32 are never in shared memory.
+    (epilogues.store); one more stage would not fit into 227 KiB. In the widest tiles also 8 to 14 KiB for
+    each warpgroup, the words that its threads have each for itself (`words` of the epilogue: 3 or 4 for each
+    of 4 to 7 columns). Logits in fp32 are never in shared memory.
 
     Hazards, besides gemm.Gemm's. A slot may be overwritten only when every WGMMA that reads it has completed:
     it is released after the wait for its group, one k tile later, so a ring needs at least 2 stages.

@@ -30,8 +30,9 @@ class TotalGapTensors(NamedTuple):
 
     Read: target (n,); target_logit (n,) fp32, of targets that are classes; hidden (.., d) and row_max (..,)
     fp32 of the tokens' origins; weight (V, d); sums (d,) fp32, 16-byte aligned, of the weight's rows, with d
-    a multiple of 8; bias_sum (1,) fp64, at address 0: 0. Written, of tokens that are computed and not
-    ignored: total_gap (..,) fp32, by their origins.
+    a multiple of 8; bias_sum (1,) fp64, at address 0: 0. Written: total (..,) fp32, by the tokens' origins:
+    of a shard the gaps, of tokens that are computed and not ignored; else with the row's own, the sum of
+    lse - z, and 0 of others. shard, row_sum: as in CombineTensors.
     """
 
     rows: Compacted
@@ -40,9 +41,11 @@ class TotalGapTensors(NamedTuple):
     hidden: cute.Tensor
     weight: cute.Tensor
     row_max: cute.Tensor
+    row_sum: cute.Tensor
     sums: cute.Tensor
     bias_sum: cute.Tensor
-    total_gap: cute.Tensor
+    total: cute.Tensor
+    shard: Int32
     loss: LossArguments
 
 
@@ -72,6 +75,8 @@ class TotalGaps:
                 valid = Int64(tensors.target[rows[k]]) != tensors.loss.ignore_index
                 if lane == 0 and first + k < count and valid:
                     self._write(tensors, rows[k], classes[k], totals[k], own[k])
+        for k in cutlass.range_constexpr(TOGETHER):
+            self._write_ignored(tensors, first + k, count)
 
     def _class(self, tensors: TotalGapTensors, row: Int32) -> Int64:
         """The target, or one below 0 if it is no class."""
@@ -114,6 +119,13 @@ class TotalGaps:
         return sums[0], sums[1]
 
     @cute.jit
+    def _write_ignored(self, tensors: TotalGapTensors, row: Int32, count: Int32):
+        """0 where the token is not computed, or ignored."""
+        if cute.arch.lane_idx() == 0 and tensors.shard == 0 and row < cute.size(tensors.target):
+            if row >= count or Int64(tensors.target[row]) == tensors.loss.ignore_index:
+                tensors.total[origin(tensors.rows, row)] = Float32(0.0)
+
+    @cute.jit
     def _write(self, tensors: TotalGapTensors, row: Int32, index: Int64, total: Float64, own: Float64):
         """total: the product with the sum; own: with the class `index`, if that is one."""
         loss, vocab = tensors.loss, cute.size(tensors.weight, mode=[0])
@@ -141,4 +153,6 @@ class TotalGaps:
         if tensors.bias_sum.iterator.toint() != 0:
             total += tensors.bias_sum[0]
         gap = (highest - error) * vocab.to(Float64) - total * scale
-        tensors.total_gap[token] = gap.to(Float32)
+        if tensors.shard == 0:
+            gap += cute.math.log(tensors.row_sum[token]).to(Float64) * vocab.to(Float64)
+        tensors.total[token] = gap.to(Float32)

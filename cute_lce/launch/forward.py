@@ -109,7 +109,8 @@ class KernelForward:
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
         self.kept = template(device, torch.float16 if self.keeps_logits else hidden.dtype, n, self.pitch)
         self.notes = template(device, torch.float16, units(kept), n) if self.keeps_logits else None
-        self.loss = self.row if loss.reduction == "none" else template(device, torch.float32)
+        by_token = loss.reduction in ("none", "logprob")
+        self.loss = self.row if by_token else template(device, torch.float32)
         # Statistics that are not requested go behind the workspace.
         self.packing = Packing(hidden, kept) if request.packs or not needs else None
         behind = 0 if self.packing is None or needs else self.packing.template.nbytes

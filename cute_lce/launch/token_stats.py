@@ -30,7 +30,7 @@ from ..plan.forward import spare_bytes
 from ..plan.memory import reserved_bytes
 from ..plan.problem import Limits, Problem, round_up
 from ..streaming import STATISTICS
-from ..streaming.rows import is_valid
+from ..streaming.rows import is_ignored, is_valid
 from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
@@ -186,9 +186,11 @@ def forward(
         partials = torch.empty((prepared.partials * n * parts,), dtype=torch.float32, device=device)
         outputs = {_OUTPUTS[name]: each.data_ptr() for name, each in sums.items()}
         loss = loss._replace(more_partials=partials.data_ptr(), **outputs)
-    valid = is_valid(given.target, options.ignore_index)
-    topk_values = None
-    topk = Topk.of(operands.topk_ids, valid, given.weight.shape[0], compacted=prepared.compaction is not None)
+    topk = topk_values = None
+    classes = given.weight.shape[0]
+    if operands.topk_ids is not None:
+        valid = is_valid(given.target, options.ignore_index)
+        topk = Topk.of(operands.topk_ids, valid, classes, compacted=prepared.compaction is not None)
     if topk is not None:
         topk_values = torch.empty((topk.shape.numel(),), dtype=torch.float32, device=device)
         loss = topk.added_to(loss, topk_values)
@@ -197,27 +199,25 @@ def forward(
     assert row_max is not None
     assert row_sum is not None
     own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, sums))
-    products, classes = asked.products, given.weight.shape[0]
-    if products is not None:
-        own = own._replace(total_gap=products.total_gap)
-    if merge is not None and own.total_gap is not None and own.weight is None:
-        own = own._replace(weight=row_max.new_full((), classes))
+    total = sums.get("total") if asked.products is None else asked.products.total
     if topk is not None and topk_values is not None:
         own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
     elif operands.topk_ids is not None:
         none = row_max.new_zeros(operands.topk_ids.shape)
         own = own._replace(topk_logit=none, topk_known=none.bool())
-    losses = found.loss
+    given_numbers = {"logprob": found.loss, "total_nll": total}
     if merge is not None:
-        own, losses = merge(own), None
+        if total is not None:
+            own = own._replace(total_gap=total, weight=_weight_of(operands))
+        own, given_numbers = merge(own), {}
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
     # Of exponentials alone a backward does not read them.
-    reads_ids = "kept_logits" in loss.terms or request.kept_columns < given.weight.shape[0]
-    return _stats_of(own, losses, options, valid, classes)._replace(
+    reads_ids = "kept_logits" in loss.terms or request.kept_columns < classes
+    return _stats_of(own, given_numbers, options, given.target)._replace(
         kept=found.kept,
         kept_scale=found.kept_scale,
         onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
-        weight_sum=None if products is None else products.sums[0],
+        weight_sum=None if asked.products is None else asked.products.sums[0],
         sorted_ids=topk.packed if topk is not None and reads_ids else None,
     )
 
@@ -267,56 +267,47 @@ class _Asked(NamedTuple):
         return cls(loss, more, ratio, tensors, products)
 
 
-def _stats_of(
-    own: RowSums, losses: Tensor | None, options: StatsOptions, valid: Tensor, classes: int
-) -> Stats:
+def _stats_of(own: RowSums, given: dict[str, Tensor | None], options: StatsOptions, target: Tensor) -> Stats:
     """The numbers that are asked for, and what a backward reads, but for what is kept. own: of the whole
-    vocabulary, of `classes` without a weight. losses: of the rows; None: computed of own."""
+    vocabulary. given: numbers that kernels gave, 0 in ignored rows."""
+    saved = {"row_max": own.row_max, "row_sum": own.row_sum, "mean_gap": own.mean_gap}
+    done = {name: given[name] for name in options.outputs if given.get(name) is not None}
+    if len(done) == len(options.outputs) and not options.saves_logits:
+        return Stats(**done, **saved)
     log_row_sum = own.row_sum.log()
-    # Not -losses, which is -0.0 in ignored rows.
-    logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit) if losses is None else 0 - losses
-    numbers, target_logit = {"logprob": logprob}, None
+    logprob = given.get("logprob")
+    if logprob is None:
+        logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit)
+    numbers = {"logprob": logprob}
     if options.saves_logits or "lse" in options.outputs:
         numbers["lse"] = maths.lse(log_row_sum, own.row_max)
     if options.saves_logits:
-        target_logit = numbers["lse"] + logprob
+        saved |= {"target_logit": numbers["lse"] + logprob, "topk_logit": own.topk_logit}
     if own.mean_gap is not None:
         numbers["entropy"] = maths.entropy(log_row_sum, own.mean_gap)
-    if own.total_gap is not None:
-        if own.weight is None:
-            numbers["total_nll"] = torch.add(own.total_gap, log_row_sum, alpha=classes)
-        else:
-            numbers["total_nll"] = own.total_gap + log_row_sum * own.weight
+    if own.total_gap is not None and own.weight is not None:
+        numbers["total_nll"] = own.total_gap + log_row_sum * own.weight
     if own.square_sum is not None:
         numbers["log_sum_sq_probs"] = maths.log_sum_sq_probs(log_row_sum, own.square_sum.log())
     for name in ("mean_logit", "argmax", "is_top1"):
         value = getattr(own, name)
         if value is not None:
             numbers[name] = value
-    # The tensors are new, so they are written in place; ignored rows' losses are 0 already.
-    wanted, ignored = {}, ~valid
+    ignored = is_ignored(target, options.ignore_index)
     for name in options.outputs:
-        if name == "logprob" and losses is not None:
-            wanted[name] = logprob
-        elif name != "topk_logprob":
-            wanted[name] = numbers[name].masked_fill_(ignored, 0)
+        if name not in done and name != "topk_logprob":
+            # The tensors are new.
+            done[name] = numbers[name].masked_fill_(ignored, 0)
     if own.topk_logit is not None and own.topk_known is not None:
         each = maths.logprob(log_row_sum.unsqueeze(1), own.row_max.unsqueeze(1), own.topk_logit)
-        wanted["topk_logprob"] = torch.where(valid.unsqueeze(1) & own.topk_known, each, 0)
-    return Stats(
-        **wanted,
-        row_max=own.row_max,
-        row_sum=own.row_sum,
-        mean_gap=own.mean_gap,
-        target_logit=target_logit,
-        topk_logit=own.topk_logit if options.saves_logits else None,
-    )
+        done["topk_logprob"] = each.masked_fill_(ignored.unsqueeze(1) | ~own.topk_known, 0)
+    return Stats(**done, **saved)
 
 
 _OUTPUTS = {
     "entropy": "mean_gap",
     "squares": "square_sum",
-    "total": "total_gap",
+    "total": "total",
     "logits": "logit_sum",
     "argmax": "argmax",
 }
@@ -333,16 +324,19 @@ def _sums_of(operands: StatsOperands, sums: dict[str, Tensor]) -> dict[str, Tens
     if "squares" in sums:
         found["square_sum"] = sums["squares"]
     V = operands.weight.shape[0]
-    if "total" in sums:
-        found["total_gap"] = sums["total"]
-        if operands.class_weight is not None:
-            found["weight"] = operands.class_weight.float().sum()
     if "logits" in sums:
         found["mean_logit"] = sums["logits"] / V
     if "argmax" in sums:
         found["argmax"] = sums["argmax"].long()
         found["is_top1"] = found["argmax"] == operands.target
     return found
+
+
+def _weight_of(operands: StatsOperands) -> Tensor:
+    """RowSums.weight of these classes."""
+    if operands.class_weight is not None:
+        return operands.class_weight.float().sum()
+    return operands.weight.new_full((), operands.weight.shape[0], dtype=torch.float32)
 
 
 def backward(

@@ -56,7 +56,7 @@ class Loss(NamedTuple):
     more_partials: int = 0
     mean_gap: int = 0
     square_sum: int = 0
-    total_gap: int = 0
+    total: int = 0
     logit_sum: int = 0
     argmax: int = 0
     target_weight: int = 0
@@ -104,7 +104,7 @@ class Loss(NamedTuple):
     beside_notes: int = 0
     beside_first: int = 0
     beside_columns: int = 0
-    reduction: str = "none"
+    reduction: str = "logprob"
 
     def with_terms(self, *terms: str, **changes: Any) -> Any:
         return self._replace(terms=(*self.terms, *terms), **changes)
@@ -254,11 +254,11 @@ class Slabs(NamedTuple):
 
 class Products(NamedTuple):
     """A forward's sum of the logits of all classes, of each token, by its product with the sum of the
-    classes' rows. sums (2, d): of the kept ones', and of all. total_gap (n,): as exchange.RowSums'. Both are
+    classes' rows. sums (2, d): of the kept ones', and of all. total (n,): of arguments.TERMS. Both are
     written by the forward. bias_sum (): that of a bias, in float64."""
 
     sums: Tensor
-    total_gap: Tensor
+    total: Tensor
     bias_sum: Tensor | None
     slabs: Slabs
 
@@ -275,9 +275,9 @@ class Products(NamedTuple):
             weight_sums=self.sums.data_ptr(),
             weight_partials=self.slabs.partials.data_ptr(),
             weight_slab=self.slabs.rows,
-            weight_beside=int(self.total_gap.shape[0] >= MANY_TOKENS),
+            weight_beside=int(self.total.shape[0] >= MANY_TOKENS),
             bias_sum=0 if self.bias_sum is None else self.bias_sum.data_ptr(),
-            total_gap=self.total_gap.data_ptr(),
+            total=self.total.data_ptr(),
         )
 
 

@@ -85,6 +85,11 @@ TERMS = {
     "softcap": (("softcap",), ("softcap", "coefficients")),
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
     "smoothing": (("class_weight", "total"), ("coefficients", "uniform", "class_weight")),
+    "smoothing_alone": (("total",), ("coefficients", "uniform")),
+    "smoothing_beside": (
+        ("linear_bias", "logit_scale", "total"),
+        ("linear_bias", "coefficients", "uniform", "bias_gradient"),
+    ),
     "bias": (("linear_bias",), ("linear_bias", "coefficients", "bias_gradient")),
     "numbers": (("row_scale", "entropy", "squares", "logits", "argmax"), ("coefficients",)),
     "temperatures": (("row_scale", "entropy"), ("row_scale", "coefficients", "gap")),
@@ -189,7 +194,12 @@ def test_what_keeps_terms_spills_what_is_accepted(arch: str, terms: tuple[str, .
     assert Spill(key.config.tile_n, kernel.usage["STACK"], len(kernel.local_accesses)) == accepted
 
 
-OFTEN = (("entropy", "kept_logits"), True, 192), (("softcap",), True, 192), (("entropy",), False, 128)
+OFTEN = (
+    (("entropy", "kept_logits"), True, 192),
+    (("softcap",), True, 192),
+    (("entropy",), False, 128),
+    (("total",), False, 128),
+)
 
 
 def wide_tiles_of_terms() -> Iterator:

@@ -433,6 +433,38 @@ def test_totals(arch, dtype):
         token_stats.check(replace(numbers, class_weight=torch.linspace(0, 3, 137)), run)
 
 
+LARGE = [
+    config
+    for config in architecture("sm_90a").configs[-1].forwards(False)
+    if (config.tile_m, config.tile_n, config.cluster_n) in ((128, 176, 2), (128, 200, 2), (192, 128, 2))
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(each, id=f"{each.tile_m}x{each.tile_n}", marks=[] if each.tile_m == 192 else full)
+        for each in LARGE
+    ],
+)
+@pytest.mark.parametrize("weighted", [False, pytest.param(True, marks=full)])
+def test_totals_of_large_tiles(monkeypatch, config, weighted):
+    """In shared memory but for the first, of tiles of which the last has few classes: a warp has some, others
+    none, and code of its own without weights."""
+    config = replace(config, stages=3)
+    monkeypatch.setattr(forward_plans, "choose_config", lambda *_: config)
+    forget_plans()
+    V = 10 * config.tile_m + 21
+    case = random_case(config.cluster_columns // 2 + 30, 72, V, BF16)
+    case = jumping(case, {V - 5: 150.0}, slice(0, None, 4))
+    names = ("logprob", "total_nll")
+    weight = torch.linspace(0, 2, V) if weighted else None
+    numbers = Numbers(ignoring(case), names, names, class_weight=weight)
+    run = token_stats.run(numbers, "sm_90a", sms=config.cluster_size, need_dinput=False, need_dweight=False)
+    assert any(isinstance(key, ForwardKey) and key.config == config for key in run.emulator.keys)
+    token_stats.check(numbers, run)
+
+
 @each_architecture(("sm_100a", BF16))
 @pytest.mark.parametrize(
     "way", ["stripes", pytest.param("dweight", marks=full), pytest.param("chunks", marks=full)]

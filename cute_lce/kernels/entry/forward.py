@@ -37,7 +37,12 @@ from cute_lce.kernels.entry.types import (
 )
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
 from cute_lce.kernels.epilogues.keep_logits import KeepLogitsEpilogue, KeepLogitsTensors
-from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
+from cute_lce.kernels.epilogues.statistics import (
+    IN_REGISTERS,
+    WITH_TOTALS,
+    ForwardEpilogue,
+    ForwardTensors,
+)
 from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.kept_logits import Notes, notes_of
@@ -66,31 +71,26 @@ class Forward:
     Args:
         config: tiles, cluster, stages.
         kept: where it also keeps the exponentials of the first columns, their type's range; see kernels.keep.
-        logits: whether it keeps their logits instead; see kernels.kept_logits.
-        products: whether "products" is among its terms. Spare warps of the GEMM may sum the weight's rows.
+        terms: with "kept_logits" it keeps logits; see kernels.kept_logits. With "products" spare warps of the
+            GEMM may sum the weight's rows.
     """
 
-    def __init__(
-        self,
-        config: KernelConfig,
-        kept: maths.KeptRange | None,
-        *,
-        logits: bool = False,
-        products: bool = False,
-    ):
+    def __init__(self, config: KernelConfig, kept: maths.KeptRange | None, terms: tuple[str, ...]):
         gemm = mainloop(config)
         fragment = gemm.fragment(config)
-        self.keeps, self.keeps_logits = kept is not None, logits
-        if logits:
-            epilogue = KeepLogitsEpilogue(fragment, config.tile_warps)
+        total = "total" in terms
+        self.keeps, self.keeps_logits = kept is not None, "kept_logits" in terms
+        if self.keeps_logits:
+            epilogue = KeepLogitsEpilogue(fragment, config.tile_warps, total=total)
         elif kept is None:
-            epilogue = ForwardEpilogue(fragment, config.tile_warps)
+            in_registers = WITH_TOTALS if total else IN_REGISTERS
+            epilogue = ForwardEpilogue(fragment, config.tile_warps, in_registers, total=total)
         else:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)
             self.finish = Finish(fragment, kept)
         self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(), TotalGaps()
-        self.gemm = gemm(config, epilogue, spare=self.slab_sums if products else None)
+        self.gemm = gemm(config, epilogue, spare=self.slab_sums if "products" in terms else None)
         self.gather, self.copy = Gather(), Copy()
         self.combine = Combine()
         self.combine_more = CombineMore()
@@ -229,9 +229,11 @@ class Forward:
             hidden=hidden,
             weight=slabs.matrix,
             row_max=combined.row_max,
+            row_sum=combined.row_sum,
             sums=every,
             bias_sum=vector(Float64, loss.bias_sum, 1),
-            total_gap=vector(Float32, loss.total_gap, cute.size(hidden, mode=[0])),
+            total=vector(Float32, loss.total, cute.size(hidden, mode=[0])),
+            shard=combined.shard,
             loss=loss,
         )
         self.total_gaps(tensors, stream)
@@ -278,12 +280,7 @@ def compile_forward(
     """Compile `Forward` for any n, d and V, and any pitch of rows that begin at multiples of 16 bytes."""
     logits = keeps and "kept_logits" in terms
     return cute.compile(
-        Forward(
-            config,
-            maths.KEPT_RANGES[dtype] if keeps and not logits else None,
-            logits=logits,
-            products="products" in terms,
-        ),
+        Forward(config, maths.KEPT_RANGES[dtype] if keeps and not logits else None, terms),
         *example_operands(dtype, target_dtype),
         example(with_terms(terms)),
         example(ForwardOutputs),

@@ -29,11 +29,11 @@ class KeepLogitsEpilogue:
     streams = False
     scarce_registers = True
 
-    def __init__(self, fragment: Fragment, warps: int):
+    def __init__(self, fragment: Fragment, warps: int, *, total: bool):
         if len(fragment.rows) != 4:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
-        self.forward = ForwardEpilogue(fragment, warps, IN_REGISTERS)
+        self.forward = ForwardEpilogue(fragment, warps, IN_REGISTERS, total=total)
         self.words = self.forward.words
 
     @cute.jit

@@ -21,10 +21,12 @@ SQUARED = 2.0**-32  # of exponentials that are squared: they are at most 2^HEADR
 
 class TotalOf(NamedTuple):
     """What a thread's rows count in a total: their classes' weights, or None for ones, and how many rows from
-    its first on are in the vocabulary."""
+    its first on are in the vocabulary, or None for all. apart: whether tiles that are all in it have code of
+    their own."""
 
     weight: Any
-    left: Int32
+    left: Int32 | None
+    apart: bool
 
 
 def highest(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
@@ -116,7 +118,9 @@ def exponentials(
             each.append(least * least)
         if of is not None:
             counted = exponent if of.weight is None else exponent * of.weight[r]
-            each.append(Float32(cutlass.select_(fragment.rows[r] < of.left, counted, Float32(0.0))))
+            if of.left is not None:
+                counted = Float32(cutlass.select_(fragment.rows[r] < of.left, counted, Float32(0.0)))
+            each.append(counted)
         for values, value in zip(sums, each, strict=True):
             values.append(value)
         if in_place:

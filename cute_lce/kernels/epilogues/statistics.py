@@ -31,8 +31,13 @@ from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
-IN_REGISTERS = 192
-"""Columns of the widest tiles whose maxima, sums and bases stay in registers."""
+IN_REGISTERS, WITH_TOTALS = 192, 176
+"""Accumulators of a thread in the largest tiles whose maxima, sums and bases stay in registers, and in those
+with totals."""
+
+
+APART = frozenset({"total", "linear_bias", "logit_scale"})
+"""With no terms but these the vocabulary's last tile has a version of its own; with others that spills."""
 
 
 class ForwardTensors(NamedTuple):
@@ -84,12 +89,16 @@ class ForwardEpilogue:
     streams = True
     scarce_registers = True
 
-    def __init__(self, fragment: Fragment, warps: int, in_registers: int = IN_REGISTERS):
-        """warps: that share a tile; their numbers in the CTA differ modulo `warps`. in_registers: columns of
-        the widest tiles whose maxima, sums and bases stay in registers; others' are in shared memory."""
+    def __init__(
+        self, fragment: Fragment, warps: int, in_registers: int = IN_REGISTERS, *, total: bool = False
+    ):
+        """warps: that share a tile; their numbers in the CTA differ modulo `warps`. in_registers:
+        accumulators of a thread in the largest tiles whose maxima, sums and bases, and totals, stay in
+        registers; others' are in shared memory. total: whether it is among the terms."""
         self.fragment = fragment
         self.warps = warps
-        self.words = 3 * fragment.slabs * fragment.owned if fragment.columns > in_registers else 0
+        arrays, registers = 4 if total else 3, len(fragment.rows) * fragment.count
+        self.words = arrays * fragment.slabs * fragment.owned if registers > in_registers else 0
 
     @cute.jit
     def begin(self, tensors: ForwardTensors, column: Int32, staging: Staging) -> ForwardState:
@@ -101,10 +110,11 @@ class ForwardEpilogue:
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         base.fill(LOWEST)
-        return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, count))
+        return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, staging, count))
 
     def _numbers(self, staging: Staging, i: int, count: int) -> cute.Tensor:
-        """The i-th of begin's three arrays of a thread: in its registers, or its words of shared memory."""
+        """The i-th of begin's three arrays of a thread, or its totals: in its registers, or its words of
+        shared memory."""
         if not self.words:
             return cute.make_rmem_tensor(count, Float32)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -112,17 +122,20 @@ class ForwardEpilogue:
         words = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=4)
         return cute.make_tensor(words, cute.make_layout(count, stride=WARPGROUP))
 
-    def _more(self, loss: LossArguments, count: int) -> list:
+    def _more(self, loss: LossArguments, staging: Staging, count: int) -> list:
         """gap, squares, total, seen, logits and argmax of ForwardState, zeros."""
-        counts = (
-            (count * ("entropy" in loss.terms), Float32),
-            (count * ("squares" in loss.terms), Float32),
-            (count * ("total" in loss.terms), Float32),
-            (1 * ("total" in loss.terms), Float32),
-            (count * ("logits" in loss.terms), Float32),
-            (count * ("argmax" in loss.terms), Int32),
+        gap, squares, seen, logits, argmax = (
+            cute.make_rmem_tensor(size, kind) if term in loss.terms else None
+            for term, size, kind in (
+                ("entropy", count, Float32),
+                ("squares", count, Float32),
+                ("total", 1, Float32),
+                ("logits", count, Float32),
+                ("argmax", count, Int32),
+            )
         )
-        found = [cute.make_rmem_tensor(each, kind) if each else None for each, kind in counts]
+        total = None if seen is None else self._numbers(staging, 3, count)
+        found = [gap, squares, total, seen, logits, argmax]
         for each in found:
             if each is not None:
                 each.fill(0)
@@ -152,7 +165,7 @@ class ForwardEpilogue:
         weight = None
         if "class_weight" in tensors.loss.terms:
             weight = of_classes(tensors.loss.class_weight, row, tensors.vocab - 1, self.fragment)
-        return TotalOf(weight, tensors.vocab - row)
+        return TotalOf(weight, tensors.vocab - row, apart=APART.issuperset(tensors.loss.terms))
 
     def count_seen(self, state: ForwardState, slab: int, of: Any):
         """After a tile's last slab."""
@@ -214,7 +227,13 @@ class ForwardEpilogue:
                         state.total[own] += (state.base[own] - base) * state.seen[0]
                     state.row_sum[own] *= cute.math.exp2(state.base[own] - base, fastmath=True)
                     state.base[own] = base
-        self._terms(state, frag, terms, slab, of, owned)
+        inside = None if of is None else of._replace(left=None)
+        if cutlass.const_expr(of is None or not of.apart):
+            self._terms(state, frag, terms, slab, of, owned)
+        elif cute.arch.vote_any_sync(row + fragment.rows[-1] >= vocab):
+            self._terms(state, frag, terms, slab, of, owned)
+        else:
+            self._terms(state, frag, terms, slab, inside, owned)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             own = slab * fragment.owned + i
             state.row_max[own] = cute.arch.fmax(state.row_max[own], row_max[i])
