@@ -109,4 +109,5 @@ _BLACKWELL = (
     Limit(Widths(192), "own_term row_scale+entropy+squares"),
 )
 _KEEPING = *_BLACKWELL, Limit(Widths(224), "class_weight")
-BLACKWELL = Limits(forward=_BLACKWELL, keep=_KEEPING, keep_logits=_KEEPING, backward=_BLACKWELL)
+_TOTAL = Limit(Widths(224, but=(192,)), "linear_bias+class_weight+total")
+BLACKWELL = Limits(forward=(*_BLACKWELL, _TOTAL), keep=_KEEPING, keep_logits=_KEEPING, backward=_BLACKWELL)

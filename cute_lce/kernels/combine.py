@@ -138,6 +138,7 @@ class Combine:
                 if tensors.loss.reduction == REDUCTIONS["none"]:
                     tensors.losses[token] = loss
                 if tensors.loss.reduction == REDUCTIONS["logprob"]:
+                    # Not -loss, which is -0.0 in ignored rows.
                     tensors.losses[token] = Float32(0.0) - loss
             loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
             valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)

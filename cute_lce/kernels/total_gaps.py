@@ -1,4 +1,5 @@
-"""The sum of row_max - z over all classes, of each token, from one product with the sum of the classes' rows.
+"""The sum of lse - z over all classes, of each token, from one product with the sum of the classes' rows; of
+a shard that of row_max - z.
 
 row_max is of tensor cores, which truncate sums. Where all logits of a token have a common offset each loses
 about the same, and the product nothing: so the error of the target's logit is taken off row_max, by their
@@ -152,7 +153,7 @@ class TotalGaps:
                 error *= cutlass.max(ratio, -ratio)
         if tensors.bias_sum.iterator.toint() != 0:
             total += tensors.bias_sum[0]
-        gap = (highest - error) * vocab.to(Float64) - total * scale
+        found = (highest - error) * vocab.to(Float64) - total * scale
         if tensors.shard == 0:
-            gap += cute.math.log(tensors.row_sum[token]).to(Float64) * vocab.to(Float64)
-        tensors.total[token] = gap.to(Float32)
+            found += cute.math.log(tensors.row_sum[token]).to(Float64) * vocab.to(Float64)
+        tensors.total[token] = found.to(Float32)

@@ -52,6 +52,10 @@ def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelFo
     return (ShardForward if request.shard else KernelForward)(operands, loss, request)
 
 
+def _is_by_token(loss: LossOptions) -> bool:
+    return loss.reduction in ("none", "logprob")
+
+
 @dataclass(frozen=True)
 class EmptyForward:
     """The forward of a call without rows, which launches nothing."""
@@ -65,7 +69,7 @@ class EmptyForward:
         if self.kept_columns:
             kept, kept_scale = empty_kept(operands.hidden, self.kept_columns)
         return Results(
-            loss=rows if self.shard or loss.reduction == "none" else rows.new_zeros(()),
+            loss=rows if self.shard or _is_by_token(loss) else rows.new_zeros(()),
             row_max=rows.new_empty((0,)),
             row_sum=rows.new_empty((0,)),
             num_valid=rows.new_zeros((), dtype=torch.int64),
@@ -109,8 +113,7 @@ class KernelForward:
         self.row, self.count = template(device, torch.float32, n), template(device, torch.int64)
         self.kept = template(device, torch.float16 if self.keeps_logits else hidden.dtype, n, self.pitch)
         self.notes = template(device, torch.float16, units(kept), n) if self.keeps_logits else None
-        by_token = loss.reduction in ("none", "logprob")
-        self.loss = self.row if by_token else template(device, torch.float32)
+        self.loss = self.row if _is_by_token(loss) else template(device, torch.float32)
         # Statistics that are not requested go behind the workspace.
         self.packing = Packing(hidden, kept) if request.packs or not needs else None
         behind = 0 if self.packing is None or needs else self.packing.template.nbytes

@@ -1,5 +1,6 @@
 """Numbers of each token by the kernels, and the gradients by them: a forward and a backward that are compiled
-for the terms (arguments.TERMS). What is of each token is made of the row statistics in torch.
+for the terms (arguments.TERMS). What is of each token is made of the row statistics in torch, but for
+logprob and total_nll, which the kernels give of a whole vocabulary.
 """
 
 from __future__ import annotations

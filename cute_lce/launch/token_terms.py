@@ -17,8 +17,9 @@ from ..plan.problem import ceil_div, round_up
 from ..streaming.token_stats import Coefficients
 from ..torch_ops import slope_of
 
-MANY_TOKENS = 1024
-"""With as many or more the forward's GEMM takes longer than its spare warps do for the weight's sums."""
+MANY_TOKENS = 2048
+"""With as many or more the forward's GEMM takes longer than its spare warps do for the weight's sums
+(docs/measurements.md)."""
 LEAST_SLAB = 16
 """Rows of a slab, at least."""
 

@@ -61,7 +61,7 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
 
 
 # What forwards, and those that keep, may have in tiles of more than 176 accumulators, some of whose
-# statistics are in shared memory; other terms are limited to those of fewer.
+# statistics are in shared memory, besides sums of logits (TERMS); others are limited to those of fewer.
 OF_WIDE_TILES = {False: ("logit_scale",), True: ("logit_scale", "products", "proportion")}
 
 
@@ -86,6 +86,10 @@ TERMS = {
     "entropy": (("logit_scale", "entropy"), ("logit_scale", "coefficients", "gap")),
     "smoothing": (("class_weight", "total"), ("coefficients", "uniform", "class_weight")),
     "smoothing_alone": (("total",), ("coefficients", "uniform")),
+    "smoothing_weighted": (
+        ("linear_bias", "logit_scale", "class_weight", "total"),
+        ("linear_bias", "coefficients", "uniform", "class_weight", "bias_gradient"),
+    ),
     "smoothing_beside": (
         ("linear_bias", "logit_scale", "total"),
         ("linear_bias", "coefficients", "uniform", "bias_gradient"),

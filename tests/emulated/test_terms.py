@@ -429,6 +429,9 @@ def test_totals(arch, dtype):
     numbers = Numbers(case, names, names, class_weight=weight, softcap=6.0)
     run = token_stats.run(numbers, arch)
     token_stats.check(numbers, run)
+    ignored = case.target == case.ignore_index
+    for name in names:
+        assert not bool(getattr(run.stats, name)[ignored].signbit().any()), name
     with pytest.raises(AssertionError):
         token_stats.check(replace(numbers, class_weight=torch.linspace(0, 3, 137)), run)
 
@@ -438,6 +441,7 @@ LARGE = [
     for config in architecture("sm_90a").configs[-1].forwards(False)
     if (config.tile_m, config.tile_n, config.cluster_n) in ((128, 176, 2), (128, 200, 2), (192, 128, 2))
 ]
+assert len(LARGE) == 3
 
 
 @pytest.mark.parametrize(
@@ -449,8 +453,8 @@ LARGE = [
 )
 @pytest.mark.parametrize("weighted", [False, pytest.param(True, marks=full)])
 def test_totals_of_large_tiles(monkeypatch, config, weighted):
-    """In shared memory but for the first, of tiles of which the last has few classes: a warp has some, others
-    none, and code of its own without weights."""
+    """In registers with 176 tokens, else in shared memory. Of the last tile's warps one has some classes, the
+    others none; without weights it has code of its own."""
     config = replace(config, stages=3)
     monkeypatch.setattr(forward_plans, "choose_config", lambda *_: config)
     forget_plans()

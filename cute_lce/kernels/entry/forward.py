@@ -76,6 +76,8 @@ class Forward:
     """
 
     def __init__(self, config: KernelConfig, kept: maths.KeptRange | None, terms: tuple[str, ...]):
+        if kept is not None and "kept_logits" in terms:
+            raise ValueError(f"kept: got {kept} with terms {terms}, want None, since logits are kept")
         gemm = mainloop(config)
         fragment = gemm.fragment(config)
         total = "total" in terms

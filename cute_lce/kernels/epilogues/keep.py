@@ -26,7 +26,7 @@ FEW = 5
 beside what terms sum, one is: there are no registers for two."""
 
 IN_REGISTERS = 176
-"""Columns of the widest tiles whose statistics stay in registers, beside what it takes to keep."""
+"""ForwardEpilogue's, beside what it takes to keep."""
 
 
 class KeepForwardTensors(NamedTuple):

@@ -31,13 +31,12 @@ from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
-IN_REGISTERS, WITH_TOTALS = 192, 176
-"""Accumulators of a thread in the largest tiles whose maxima, sums and bases stay in registers, and in those
-with totals."""
-
-
+IN_REGISTERS = 192
+"""Accumulators of a thread in the largest tiles whose maxima, sums and bases stay in registers."""
+WITH_TOTALS = 176
+"""The same where totals do too."""
 APART = frozenset({"total", "linear_bias", "logit_scale"})
-"""With no terms but these the vocabulary's last tile has a version of its own; with others that spills."""
+"""With no terms but these, tiles that are all in the vocabulary have code of their own; else that spills."""
 
 
 class ForwardTensors(NamedTuple):
@@ -124,17 +123,15 @@ class ForwardEpilogue:
 
     def _more(self, loss: LossArguments, staging: Staging, count: int) -> list:
         """gap, squares, total, seen, logits and argmax of ForwardState, zeros."""
-        gap, squares, seen, logits, argmax = (
-            cute.make_rmem_tensor(size, kind) if term in loss.terms else None
-            for term, size, kind in (
-                ("entropy", count, Float32),
-                ("squares", count, Float32),
-                ("total", 1, Float32),
-                ("logits", count, Float32),
-                ("argmax", count, Int32),
-            )
+        gap, squares, logits, argmax = (
+            cute.make_rmem_tensor(count, Int32 if term == "argmax" else Float32)
+            if term in loss.terms
+            else None
+            for term in ("entropy", "squares", "logits", "argmax")
         )
-        total = None if seen is None else self._numbers(staging, 3, count)
+        total = seen = None
+        if "total" in loss.terms:
+            total, seen = self._numbers(staging, 3, count), cute.make_rmem_tensor(1, Float32)
         found = [gap, squares, total, seen, logits, argmax]
         for each in found:
             if each is not None:
