@@ -53,7 +53,7 @@ class TotalGapTensors(NamedTuple):
 class TotalGaps:
     """A warp has TOGETHER tokens, a lane AT_ONCE times 8 elements of each and of its target's class in
     flight. Products of 8 are added up in float64. Reads 4 bytes an element of hidden, and the sum for each
-    TOGETHER tokens. 102 registers, no shared memory."""
+    TOGETHER tokens. 96 registers on Hopper, no shared memory."""
 
     @cute.jit
     def __call__(self, tensors: TotalGapTensors, stream: cuda.CUstream):
