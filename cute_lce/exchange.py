@@ -36,10 +36,10 @@ class RowSums(NamedTuple):
     row_max, row_sum: as in Results. target_logit: nan where the target is not among the columns. mean_gap:
     sum p (row_max - z) with p the softmax over these columns, of use where row_sum is not 0. total_gap: sum
     of class_weight (row_max - z), with 0 for a row_max of -inf; weight (): sum of class_weight, or the number
-    of columns: both or neither. square_sum: as row_sum, of squares of
-    exponentials. mean_logit: of z. argmax int64: the first column with the largest z; is_top1 bool: whether
-    it is the target. topk_logit (n, K): z of given ids, of use where topk_known bool (n, K): whether an id is
-    among the columns. None for what is not asked for.
+    of columns: both or neither. square_sum: as row_sum, of squares of exponentials. mean_logit: of z. argmax
+    int64: the first column with the largest z; is_top1 bool: whether it is the target. topk_logit (n, K): z
+    of given ids, of use where topk_known bool (n, K): whether an id is among the columns. None for what is
+    not asked for.
     """
 
     row_max: Tensor

@@ -601,7 +601,7 @@ COST_FILES = (
     "h100_sustained_losses",
     "h200_sustained_losses",
 )
-"""What the names of files with such rows begin with; of an H100 those that were measured back to back."""
+"""What the names of files with such rows begin with; `sustained`: measured back to back."""
 IN_LOG_CAP = ("log_cap=30", "logprob,argmax,is_top1,mean_logit")
 """Rows that are looked up in h200_log_cap*.json too: in one of these the call without terms was slow."""
 

@@ -37,12 +37,7 @@ from cute_lce.kernels.entry.types import (
 )
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
 from cute_lce.kernels.epilogues.keep_logits import KeepLogitsEpilogue, KeepLogitsTensors
-from cute_lce.kernels.epilogues.statistics import (
-    IN_REGISTERS,
-    WITH_TOTALS,
-    ForwardEpilogue,
-    ForwardTensors,
-)
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.kept_logits import Notes, notes_of
@@ -85,8 +80,7 @@ class Forward:
         if self.keeps_logits:
             epilogue = KeepLogitsEpilogue(fragment, config.tile_warps, total=total)
         elif kept is None:
-            in_registers = WITH_TOTALS if total else IN_REGISTERS
-            epilogue = ForwardEpilogue(fragment, config.tile_warps, in_registers, total=total)
+            epilogue = ForwardEpilogue(fragment, config.tile_warps, total=total)
         else:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)

@@ -92,10 +92,12 @@ class ForwardEpilogue:
         self, fragment: Fragment, warps: int, in_registers: int = IN_REGISTERS, *, total: bool = False
     ):
         """warps: that share a tile; their numbers in the CTA differ modulo `warps`. in_registers:
-        accumulators of a thread in the largest tiles whose maxima, sums and bases, and totals, stay in
-        registers; others' are in shared memory. total: whether it is among the terms."""
+        accumulators of a thread in the largest tiles whose maxima, sums and bases stay in registers, of
+        those with totals WITH_TOTALS at most; others' are in shared memory. total: whether it is a term."""
         self.fragment = fragment
         self.warps = warps
+        if total:
+            in_registers = min(in_registers, WITH_TOTALS)
         arrays, registers = 4 if total else 3, len(fragment.rows) * fragment.count
         self.words = arrays * fragment.slabs * fragment.owned if registers > in_registers else 0
 
