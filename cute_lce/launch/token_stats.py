@@ -354,24 +354,24 @@ def backward(
         # What kernels kept is not what the streaming path does.
         saved, request = saved._replace(kept=None), request._replace(kept_columns=0)
         return STATISTICS.backward(upstream, operands, saved, options, request, out, add_up)
-    valid = is_valid(given.target, options.ignore_index)
-    coefficients = coefficients_of(upstream, operands, saved, valid)
+    ignored = is_ignored(given.target, options.ignore_index)
+    coefficients = coefficients_of(upstream, operands, saved, ignored)
     tensors = Tensors.of(operands)
     shared, of_logits = None, saved.kept is not None and keeps_logits(operands, options)
     if saved.kept is None or of_logits:
-        gradient = Gradient.of(operands, saved, options, tensors, coefficients, valid)
+        gradient = Gradient.of(operands, saved, options, tensors, coefficients, ignored)
     else:
         entries = None
         if not knows_onehots(operands, options):
             restores = not (request.overwrites or request.shard)
             entries = Entries.of(operands, saved, options, tensors, coefficients, restores=restores)
         softmax = None if entries is None else entries.softmax
-        gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, valid, softmax)
+        gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, ignored, softmax)
         if entries is not None:
             gradient = entries.added_to(gradient)
         if coefficients.uniform is not None:
             uniform = coefficients.uniform
-            shared = Shared.of(given.hidden, saved, options, request, tensors, uniform, valid)
+            shared = Shared.of(given.hidden, saved, options, request, tensors, uniform, ignored)
             gradient = shared.added_to(gradient)
     loss = gradient.loss.with_terms("kept_logits") if of_logits else gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
@@ -384,7 +384,7 @@ def backward(
     if gradient.topk is not None and operands.topk_ids is not None:
         classes, compacted = given.weight.shape[0], prepared.compaction is not None
         topk = Topk.again(saved.sorted_ids, operands.topk_ids, classes, compacted=compacted)
-        topk = topk or Topk.of(operands.topk_ids, valid, classes, compacted=compacted)
+        topk = topk or Topk.of(operands.topk_ids, ~ignored, classes, compacted=compacted)
     if topk is not None and gradient.topk is not None:
         topk_values = topk.ordered(gradient.topk)
         loss = topk.added_to(loss, topk_values)

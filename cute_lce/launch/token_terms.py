@@ -179,11 +179,11 @@ class Gradient(NamedTuple):
         options: StatsOptions,
         tensors: Tensors,
         coefficients: Coefficients,
-        valid: Tensor,
+        ignored: Tensor,
     ) -> Gradient:
         """By coefficients."""
         loss = loss_of(options, tensors).with_terms("coefficients")
-        factor, row_factor = _product_factor(loss, tensors, valid), None
+        factor, row_factor = _product_factor(loss, tensors, ignored), None
         if operands.hidden.dtype is torch.float16:
             # Its range is too small for upstream / n: the rows' factors are applied in float32.
             size = coefficients.size()
@@ -221,16 +221,16 @@ def kept_gradient(
     request: Request,
     tensors: Tensors,
     coefficients: Coefficients,
-    valid: Tensor,
+    ignored: Tensor,
     softmax: Tensor | None,
 ) -> Gradient:
     """Where columns were kept. Of all of them nothing is computed by coefficients. softmax: those of the
     softmax, if they are not what the forward took them to be."""
     loss = loss_of(options, tensors)
-    factor = _product_factor(loss, tensors, valid)
-    factor = _kept_factor(saved, coefficients, factor, valid) if softmax is None else softmax * factor
+    factor = _product_factor(loss, tensors, ignored)
+    factor = _kept_factor(saved, coefficients, factor) if softmax is None else softmax * factor
     if request.kept_columns < operands.weight.shape[0]:
-        found = Gradient.of(operands, saved, options, tensors, coefficients, valid)
+        found = Gradient.of(operands, saved, options, tensors, coefficients, ignored)
     else:
         terms = ("coefficients",) if request.need_dbias else ()
         found = Gradient(Loss(options.ignore_index, terms, 1.0), factor, saved.row_sum, ())
@@ -302,10 +302,10 @@ class Shared(NamedTuple):
         request: Request,
         tensors: Tensors,
         uniform: Tensor,
-        valid: Tensor,
+        ignored: Tensor,
     ) -> Shared:
         """uniform: by z; 0 where the token is ignored."""
-        tokens = _times(uniform, _product_factor(loss_of(options, tensors), tensors, valid))
+        tokens = _times(uniform, _product_factor(loss_of(options, tensors), tensors, ignored))
         features = saved.weight_sum if request.need_dinput else None
         if not request.need_dweight:
             return cls(tokens, features, None, None, 1)
@@ -336,23 +336,22 @@ def slopes(logit: Tensor | None, options: StatsOptions, tensors: Tensors) -> Ten
     return maths.cap_slope(capped / options.softcap) if term is None else slope_of(term, capped)
 
 
-def _product_factor(loss: Any, tensors: Tensors, valid: Tensor) -> Tensor | float:
+def _product_factor(loss: Any, tensors: Tensors, ignored: Tensor) -> Tensor | float:
     """The derivative of z by a product, but for a softcap's."""
     if tensors.row_scale is None:
         return loss.logit_scale
-    return torch.where(valid, tensors.row_scale * loss.logit_scale, 0)
+    return (tensors.row_scale * loss.logit_scale).masked_fill_(ignored, 0)
 
 
-def _kept_factor(
-    saved: StatsSaved, coefficients: Coefficients, factor: Tensor | float, valid: Tensor
-) -> Tensor:
+def _kept_factor(saved: StatsSaved, coefficients: Coefficients, factor: Tensor | float) -> Tensor:
     """The coefficients of the softmax in the gradient by products, as the forward took them to be when it
     subtracted the onehot."""
     softmax, target = coefficients.softmax, coefficients.target
     assert target is not None
     assert coefficients.gap_factor is None
     if saved.onehot_ratio is not None and saved.onehot_ratio.numel():
-        ratio = torch.where(valid, saved.onehot_ratio, 1)
+        # In ignored rows anything, over which a target's 0 is 0.
+        ratio = saved.onehot_ratio
         softmax = torch.where(ratio.abs() > 1, target / -ratio, softmax)
     return _times(softmax, factor).contiguous()
 

@@ -33,7 +33,7 @@ from ..torch_ops import logit_of, slope_of
 from . import memory
 from .backward import add_product
 from .products import Products, accumulate_dtype, add_mm, mm, without_autocast
-from .rows import classify, in_window, is_valid, without_ignored
+from .rows import classify, in_window, is_ignored, is_valid, without_ignored
 
 
 class _Logits:
@@ -260,10 +260,10 @@ class Coefficients(NamedTuple):
 
 
 def coefficients_of(
-    upstream: StatsUpstream, operands: StatsOperands, saved: StatsSaved, valid: Tensor
+    upstream: StatsUpstream, operands: StatsOperands, saved: StatsSaved, ignored: Tensor
 ) -> Coefficients:
     given = StatsUpstream(
-        *(None if each is None else _of_valid(each, valid, saved.row_max.dtype) for each in upstream)
+        *(None if each is None else _of_valid(each, ignored, saved.row_max.dtype) for each in upstream)
     )
     gap_factor = uniform = topk = None
     softmax = torch.zeros_like(saved.row_max) if given.logprob is None else -given.logprob
@@ -271,7 +271,7 @@ def coefficients_of(
         softmax = softmax + given.lse
     if given.entropy is not None and saved.mean_gap is not None:
         constant, gap_factor = maths.entropy_upstream(given.entropy, saved.mean_gap)
-        softmax = softmax + torch.where(valid, constant, 0)
+        softmax = softmax + constant.masked_fill(ignored, 0)
     if given.total_nll is not None:
         every = operands.class_weight
         total = operands.weight.shape[0] if every is None else every.to(softmax.dtype).sum()
@@ -287,8 +287,9 @@ def coefficients_of(
     return Coefficients(softmax, gap_factor, uniform, given.logprob, topk)
 
 
-def _of_valid(upstream: Tensor, valid: Tensor, acc: torch.dtype) -> Tensor:
-    return torch.where(valid if upstream.dim() == 1 else valid.unsqueeze(1), upstream, 0).to(acc)
+def _of_valid(upstream: Tensor, ignored: Tensor, acc: torch.dtype) -> Tensor:
+    # torch.where would take a launch for its 0.
+    return upstream.masked_fill(ignored if upstream.dim() == 1 else ignored.unsqueeze(1), 0).to(acc)
 
 
 LEAST_GAP = -1024.0
@@ -322,12 +323,12 @@ def gradients(
     """dinput and dbias in acc, dweight in its dtype or added to `out`. Of a shard dinput is its part."""
     hidden, weight, target = operands[:3]
     (n, d), V, dtype = hidden.shape, weight.shape[0], hidden.dtype
-    valid = is_valid(target, options.ignore_index)
-    ignored = ~valid.unsqueeze(1)
-    products = Products(without_ignored(hidden, ignored), weight)
+    ignored = is_ignored(target, options.ignore_index)
+    ignored_rows = ignored.unsqueeze(1)
+    products = Products(without_ignored(hidden, ignored_rows), weight)
     acc = products.acc
-    logits = _Logits(operands, options, ignored, acc)
-    coefficients, factor, outer = coefficients_of(upstream, operands, saved, valid), logits.factor, None
+    logits = _Logits(operands, options, ignored_rows, acc)
+    coefficients, factor, outer = coefficients_of(upstream, operands, saved, ignored), logits.factor, None
     scaled_hidden, weight_scale = products.hidden, None
     if products.rounded and dtype is torch.float16:
         # Its range is too small for upstream / n: the rows' factors are applied in float32.
@@ -337,10 +338,10 @@ def gradients(
         size = coefficients.size()
         coefficients, factor = coefficients.times(torch.where(size == 0, 0, 1 / size)), 1.0
     each_weight = None if operands.class_weight is None else operands.class_weight.to(acc)
-    softmax = torch.where(valid, maths.softmax_factor(coefficients.softmax, saved.row_sum), 0)
+    softmax = maths.softmax_factor(coefficients.softmax, saved.row_sum).masked_fill(ignored, 0)
     gap_factor = coefficients.gap_factor
     if gap_factor is not None:
-        gap_factor = torch.where(valid, maths.softmax_factor(gap_factor, saved.row_sum), 0).unsqueeze(1)
+        gap_factor = maths.softmax_factor(gap_factor, saved.row_sum).masked_fill(ignored, 0).unsqueeze(1)
     topk, ids = coefficients.topk, operands.topk_ids
     if topk is not None and ids is not None:
         topk = _at_last(ids, topk)
@@ -380,7 +381,7 @@ def gradients(
         if slope is not None:
             dlogits.mul_(slope)
         del slope
-        dlogits.masked_fill_(ignored, 0)
+        dlogits.masked_fill_(ignored_rows, 0)
         if dbias is not None:
             torch.sum(dlogits if outer is None else dlogits * outer.unsqueeze(1), 0, out=dbias[low:high])
         if products.rounded:

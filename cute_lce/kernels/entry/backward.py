@@ -10,6 +10,8 @@ grad_scale, need factors and scaled rows (kernels.scale) instead. Of kept logits
 GEMM (kernels.kept_logits). Of exponentials a few entries may be formed first (kernels.entries).
 """
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -76,7 +78,8 @@ class Backward:
         dhidden, dweight: those of the gradients' GEMMs.
         half: whether the operands are float16, whose dlogits do not hold grad_scale.
         terms: of the loss. Spare warps of dweight's GEMM, if its configuration has any, make dlogits of kept
-            logits, but with a bias, whose gradient is summed before.
+            logits, but with a bias, whose gradient is summed before. With "shared" those of dhidden's sum the
+            hidden states that dweight needs the sum of.
         added: the type of a matrix to which dweight is added; None: dweight is written.
     """
 
@@ -92,7 +95,9 @@ class Backward:
     ):
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
-        self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)))
+        self.hidden_sums, self.hidden_sum = SlabSums(skips=True), AddSlabs()
+        spare = self.hidden_sums if "shared" in terms else None
+        self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)), spare=spare)
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
         if "kept_logits" in terms:
             self.dlogits_of_kept = DlogitsOfKept(gemm.fragment(tokens), terms)
@@ -104,7 +109,6 @@ class Backward:
         # dlogits of float16 are HALF_SCALE times what they stand for; the sums of what was kept are made so.
         self.kept_sums = SlabSums(maths.HALF_SCALE if half else 1.0)
         self.bias_gradient = AddSlabs(1 / maths.HALF_SCALE if half else 1.0)
-        self.hidden_sums, self.hidden_sum = SlabSums(skips=True), AddSlabs()
         self.entries = Entries()
         self.gather = Gather()
         self.reduce = Reduce()
@@ -195,16 +199,21 @@ class Backward:
                 ),
                 stream,
             )
-        if cutlass.const_expr("shared" in loss.terms):
-            if scaled_first and gradients.dweight != 0:
-                self._hidden_sum(whole, loss, stream)
+        sums_hidden = scaled_first and gradients.dweight != 0
+        slabs = self._hidden_slabs(whole, loss, sums_hidden)
+        if cutlass.const_expr(slabs is not None):
+            if sums_hidden and gradients.dhidden == 0:
+                self.hidden_sums(slabs, stream)
         if cutlass.const_expr("bias_gradient" in loss.terms):
             if loss.with_dhidden == 0 or gradients.dhidden != 0:
                 self._dbias(matrices, loss, source, stripe, tokens, stream)
         parts = dhidden_parts(matrices, gradients, rows, stripe)
         if gradients.dhidden != 0:
             shared = self._shared(loss, tokens, d)
-            self._dhidden(matrices, parts, stripe, shared, progress[1], tokens, stream)
+            self._dhidden(matrices, parts, stripe, shared, progress[1], tokens, stream, slabs)
+        if cutlass.const_expr(slabs is not None):
+            if sums_hidden:
+                self._hidden_sum(slabs, loss, stream)
         if gradients.dweight != 0:
             # A shard's dweight alone is not: SMs that become free are for another stream's sum of dhidden.
             early = gradients.dhidden != 0
@@ -294,14 +303,25 @@ class Backward:
         found = AddTensors(partials=sums, out=dbias, slab=slab, count=tokens.tokens, adds=adds, of=tokens)
         self.bias_gradient(found, stream)
 
+    def _hidden_slabs(self, hidden: cute.Tensor, loss, sums: Boolean) -> Any:
+        """SlabTensors of hidden states times `shared`; None: there is none of a call. sums: whether dhidden's
+        spare warps sum."""
+        if "shared" not in loss.terms:
+            return None
+        return SlabTensors(
+            matrix=hidden,
+            factor=vector(Float32, loss.shared, cute.size(hidden, mode=[0])),
+            partials=loss.hidden_partials,
+            slab=loss.hidden_slab,
+            beside=Int32(sums),
+        )
+
     @cute.jit
-    def _hidden_sum(self, hidden: cute.Tensor, loss, stream):
+    def _hidden_sum(self, slabs: SlabTensors, loss, stream):
         """What the gradient by each kept class has besides the product of what was kept."""
-        n, d = hidden.shape
-        factor, out = vector(Float32, loss.shared, n), vector(Float32, loss.hidden_sum, d)
-        partials, slab = loss.hidden_partials, loss.hidden_slab
-        self.hidden_sums(SlabTensors(hidden, factor=factor, partials=partials, slab=slab), stream)
-        self.hidden_sum(AddTensors(partials=partials, out=out, slab=slab, count=n), stream)
+        n, d = slabs.matrix.shape
+        out = vector(Float32, loss.hidden_sum, d)
+        self.hidden_sum(AddTensors(partials=slabs.partials, out=out, slab=slabs.slab, count=n), stream)
 
     @cute.jit
     def _dhidden(
@@ -313,8 +333,9 @@ class Backward:
         progress: cute.Tensor,
         tokens: Compacted,
         stream,
+        beside: SlabTensors | None,
     ):
-        """dhidden's GEMM."""
+        """dhidden's GEMM. beside: what its spare warps sum."""
         everything = cute.size(tokens.source)
         self.dhidden(
             transposed(matrices.classes),
@@ -333,6 +354,7 @@ class Backward:
             stripe.dhidden,
             tokens,
             stream,
+            beside=beside,
         )
 
     @cute.jit
