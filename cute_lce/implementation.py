@@ -380,15 +380,13 @@ class RowLoss(NamedTuple):
             loss = torch.addcmul(loss, stats.lse, stats.lse, value=self.terms.z_loss)
         return loss if self.token_weight is None else loss * self.token_weight
 
-    def upstream(self, stats: Stats, classes: int) -> StatsUpstream:
-        """The gradients of `losses` by stats."""
-        assert stats.logprob is not None
-        dnll = torch.ones_like(stats.logprob)
-        if self.token_weight is not None:
-            dnll = dnll * self.token_weight
-        dlse = None if stats.lse is None else maths.z_loss_upstream(dnll, stats.lse, self.terms.z_loss)
+    def upstream(self, dloss: Tensor, lse: Tensor | None, classes: int | Tensor) -> StatsUpstream:
+        """The gradients of `losses` by the numbers. dloss: (n,), or () of their sum, by which those that are
+        equal in all rows are () too. lse: that of stats."""
+        dnll = dloss if self.token_weight is None else dloss * self.token_weight
+        dlse = None if lse is None else maths.z_loss_upstream(dnll, lse, self.terms.z_loss)
         dtotal = None
-        if stats.total_nll is not None:
+        if self.terms.label_smoothing:
             dnll, dtotal = maths.smoothed_upstream(dnll, self.terms.label_smoothing, classes)
         if self.target_weight is not None:
             dnll = dnll * self.target_weight

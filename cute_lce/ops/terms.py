@@ -18,6 +18,7 @@ from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
 from .plain import has_saved_tensors_hooks, is_distributed, is_plain_eager
+from .row_losses import row_losses
 from .select import DTYPES, statistics
 from .token_stats import (
     LossGradientsFunction,
@@ -77,8 +78,7 @@ def linear_cross_entropy(
         total = plain_losses(flat, loss._replace(reduction="sum"), compute, destination)
     elif plainly:
         nll = plain_losses(flat, loss._replace(reduction="none"), compute, destination)
-        total = row_loss.losses(nll, Stats(), V)
-        total = total if loss.reduction == "none" else total.sum()
+        total = row_losses(row_loss, Stats(), V, total=loss.reduction != "none", nll=nll)
     else:
         total = _from_stats(flat, linear_bias, tensors.weight, row_loss, loss, compute, destination)
     if loss.reduction == "none":
@@ -116,9 +116,7 @@ def _from_stats(
     if schedule == "grad_in_forward":
         return _loss_gradients(given, row_loss, how, loss.reduction != "none")
     stats = stats_of(given, how)
-    assert stats.logprob is not None
-    losses = row_loss.losses(-stats.logprob, stats, operands.weight.shape[0])
-    return losses if loss.reduction == "none" else losses.sum()
+    return row_losses(row_loss, stats, operands.weight.shape[0], total=loss.reduction != "none")
 
 
 def checked(operands: Operands, linear_bias: Tensor | None) -> tuple[Operands, Tensor | None]:

@@ -13,6 +13,7 @@ from ..implementation import RowLoss, Stats, StatsOperands, StatsOptions
 from ..ops import Destination, TermTensors
 from ..ops.call import needs_gradient
 from ..ops.plain import is_plain_eager
+from ..ops.row_losses import row_losses
 from ..ops.terms import check_term_tensors, checked, divided, mean
 from ..options import ComputeOptions, LossOptions, TermOptions
 from ..streaming.products import accumulate_dtype
@@ -56,21 +57,19 @@ def linear_cross_entropy(
     if plainly and not weighs and loss.reduction != "none":
         total = _plain(flat, loss._replace(reduction="sum"), compute, spread, destination)
     else:
+        stats = nll = None
         if plainly:
-            stats = Stats()
             nll = _plain(flat, loss._replace(reduction="none"), compute, spread, destination)
         else:
             rows = StatsOperands(*flat, linear_bias, tensors.weight)
             options = StatsOptions.of(loss, terms)
             stats, weights = numbers_of(rows, options, loss, compute, spread, destination)
             classes = weights if classes is None else classes
-            assert stats.logprob is not None
-            nll = -stats.logprob
-        row_loss = RowLoss(terms, target_weight, token_weight)
-        total = row_loss.losses(nll, stats, 1 if classes is None else classes)
-        if loss.reduction == "none":
+        row_loss, adds_up = RowLoss(terms, target_weight, token_weight), loss.reduction != "none"
+        classes = 1 if classes is None else classes
+        total = row_losses(row_loss, stats or Stats(), classes, total=adds_up, nll=nll)
+        if not adds_up:
             return call.of_target(total, tokens, group)
-        total = total.sum()
     if loss.reduction == "sum":
         return total
     if tensors.denominator is not None:

@@ -434,7 +434,7 @@ def grad_in_forward(
         assert stats.logprob is not None
         losses[start:stop] = own.losses(-stats.logprob, stats, V)
         saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept)
-        upstream = own.upstream(stats, V)
+        upstream = own.upstream(torch.ones_like(stats.logprob), stats.lse, V)
         del stats
         dinput_part, _, dbias_part = gradients(upstream, part, saved, options, request, dweight)
         if dinput is not None and dinput_part is not None:
