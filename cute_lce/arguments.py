@@ -82,6 +82,7 @@ TERMS: dict[str, dict[str, Any]] = {
         "weight_slab": Int32,
         "weight_beside": Int32,
         "bias_sum": Address,
+        "target_product": Address,
         "total": Address,
     },
     "shared": {
@@ -139,9 +140,9 @@ target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has 
 onehot_ratio (n,), the first over the second, is written where the token is valid. Else both are equal.
 products: total (n,), as total's without class weights, of the tokens' products with the sum of all
 classes' rows (kernels/total_gaps.py); and weight_sums (2, d), the sum of the kept classes' rows and that of
-all. bias_sum (1,) fp64: that of linear_bias; 0: there is none. Scratch: weight_partials (slabs, d), of
-weight_slab classes each, of kept ones and of others. weight_beside: whether these are summed beside the GEMM
-(0 or 1).
+all. bias_sum (1,) fp64: that of linear_bias; 0: there is none. Scratch: target_product (n,) fp64, a token's
+product with its target's row; weight_partials (slabs, d), of weight_slab classes each, of kept ones and of
+others. weight_beside: whether these are summed beside the GEMM (0 or 1).
 
 Of a backward: coefficients: the gradient by x is, but for the rounding,
 

@@ -15,8 +15,8 @@ from cute_lce.kernels.rows import Compacted, computed
 
 ELEMENTS = 4  # of a lane, in two registers: a spare warp of a forward has few
 BLOCK_WARPS = 4
-ABREAST = 8
-"""Columns of a warp of AddSlabs: 32 bytes of a slab."""
+ABREAST, FEW_ABREAST = 8, 2
+"""Columns of a warp of AddSlabs: 32 bytes of a slab, or as much as BLOCK_WARPS of them read from L1."""
 
 
 class SlabTensors(NamedTuple):
@@ -153,14 +153,16 @@ class AddSlabs:
 
     Args:
         scale: multiplies the sums.
+        few: of few columns with many slabs, so that 16 lanes have a column.
     """
 
-    def __init__(self, scale: float = 1.0):
+    def __init__(self, scale: float = 1.0, *, few: bool = False):
         self.scale = scale
+        self.abreast = FEW_ABREAST if few else ABREAST
 
     @cute.jit
     def __call__(self, tensors: AddTensors, stream: cuda.CUstream):
-        blocks = cute.ceil_div(cute.size(tensors.out), BLOCK_WARPS * ABREAST)
+        blocks = cute.ceil_div(cute.size(tensors.out), BLOCK_WARPS * self.abreast)
         self.kernel(tensors).launch(
             grid=(blocks, 1, 1), block=(LANES * BLOCK_WARPS, 1, 1), stream=stream, use_pdl=True
         )
@@ -169,15 +171,16 @@ class AddSlabs:
     def kernel(self, tensors: AddTensors):
         pdl.begin()
         lane, columns = cute.arch.lane_idx(), cute.size(tensors.out)
-        own = (cute.arch.block_idx()[0] * BLOCK_WARPS + cute.arch.warp_idx()) * ABREAST + lane % ABREAST
+        warp = cute.arch.block_idx()[0] * BLOCK_WARPS + cute.arch.warp_idx()
+        own = warp * self.abreast + lane % self.abreast
         count = _count(tensors.count, tensors.of)
         before = _slabs(tensors.split, tensors.slab)
         total = self._total(tensors, own, Int32(0), before)
         if cutlass.const_expr(tensors.above is not None):
-            if own < columns and lane < ABREAST:
+            if own < columns and lane < self.abreast:
                 tensors.above[own] = (total * Float64(self.scale)).to(Float32)
         total += self._total(tensors, own, before, before + _slabs(count - tensors.split, tensors.slab))
-        if own < columns and lane < ABREAST:
+        if own < columns and lane < self.abreast:
             total *= Float64(self.scale)
             if Boolean(tensors.adds):
                 total += tensors.out[own].to(Float64)
@@ -187,13 +190,14 @@ class AddSlabs:
     def _total(self, tensors: AddTensors, own: Int32, begin: Int32, end: Int32) -> Float64:
         """Of a column's slabs from `begin` on, in each of its lanes."""
         columns, total = cute.size(tensors.out), Float64(0.0)
-        first = begin + cute.arch.lane_idx() // ABREAST
+        first, together = begin + cute.arch.lane_idx() // self.abreast, LANES // self.abreast
         if own < columns:
-            for number in cutlass.range(first, end, LANES // ABREAST, unroll=8):
+            for number in cutlass.range(first, end, together, unroll=8):
                 partials = numbers(tensors.partials + 4 * (Int64(number) * columns), columns)
                 total += partials[own].to(Float64)
-        for apart in (LANES // 2, LANES // 4):
-            total += cute.arch.shuffle_sync_bfly(total, apart)
+        for apart in (16, 8, 4, 2):
+            if cutlass.const_expr(apart >= self.abreast):
+                total += cute.arch.shuffle_sync_bfly(total, apart)
         return total
 
 

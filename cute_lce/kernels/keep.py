@@ -33,7 +33,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Float64, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.kernels import pdl
@@ -70,7 +70,9 @@ class References:
 
     A warp for each row, a lane of which has AT_ONCE times 8 elements in flight; a row whose target is not a
     class uses class 0. 4 d bytes are read a row, and the rows of the weight that are samples from L1; hidden
-    is that of the token's origin. An ignored row is not read: its products are zeros.
+    is that of the token's origin. An ignored row is not read: its products are zeros. With the term
+    "products" the product with the target is also written as TotalGaps needs it: of each 8 elements in
+    float32, and of these in float64.
     """
 
     def __init__(self, kept: maths.KeptRange):
@@ -116,18 +118,29 @@ class References:
             if index < 0 or index >= vocab:
                 index = Int64(0)
             count = 1 + self.kept.samples
-            totals = cute.make_rmem_tensor(count, Float32)
+            totals, exact = cute.make_rmem_tensor(count, Float32), Float64(0.0)
             totals.fill(0.0)
             token = origin(tokens, row)
             classes = [(weight, self._class(k, index, vocab)) for k in range(count)]
             for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
                 a, *b = load_chunks([(hidden, token), *classes], chunk, chunks, True)
-                for k in cutlass.range_constexpr(count):
+                if cutlass.const_expr("products" in loss.terms):
+                    for part in cutlass.range_constexpr(AT_ONCE):
+                        few = Float32(0.0)
+                        for i in cutlass.range_constexpr(8):
+                            few += a[i, part].to(Float32) * b[0][i, part].to(Float32)
+                        exact += few.to(Float64)
+                for k in cutlass.range_constexpr(int("products" in loss.terms), count):
                     for i in cutlass.range_constexpr(8 * AT_ONCE):
                         totals[k] += a[i].to(Float32) * b[k][i].to(Float32)
-            for k in cutlass.range_constexpr(count):
+            if cutlass.const_expr("products" in loss.terms):
+                exact = cute.arch.warp_reduction(exact, lambda a, b: a + b)
+                totals[0] = exact.to(Float32)
+            for k in cutlass.range_constexpr(int("products" in loss.terms), count):
                 totals[k] = cute.arch.warp_reduction(totals[k], lambda a, b: a + b)
             if lane == 0:
+                if cutlass.const_expr("products" in loss.terms):
+                    numbers(loss.target_product, token + 1, Float64)[token] = exact
                 self._to_logits(totals, loss, index, vocab, tokens, row)
                 guess = totals[0] * Float32(LOG2_E)
                 if cutlass.const_expr(self.kept.samples > 0):

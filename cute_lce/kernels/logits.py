@@ -15,9 +15,9 @@ from cute_lce.kernels.own import own_of
 from cute_lce.kernels.rows import Compacted
 
 
-def numbers(address: Int64, count) -> cute.Tensor:
-    """The (count,) fp32 tensor at an address in global memory."""
-    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+def numbers(address: Int64, count, kind=Float32) -> cute.Tensor:
+    """The (count,) tensor of 4- or 8-byte numbers at an address in global memory."""
+    pointer = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=kind.width // 8)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 

@@ -20,7 +20,7 @@ from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import Compacted, computed, origin
 
 WARPS = 4
-TOGETHER = 2
+TOGETHER = 4
 """Tokens of a warp, which share what it reads of the sum."""
 FINITE = 3.0e38
 """Above that a number is taken to be infinite."""
@@ -29,31 +29,33 @@ FINITE = 3.0e38
 class TotalGapTensors(NamedTuple):
     """rows: the launch's n tokens. loss: with the terms of the logits.
 
-    Read: target (n,); target_logit (n,) fp32, of targets that are classes; hidden (.., d) and row_max (..,)
-    fp32 of the tokens' origins; weight (V, d); sums (d,) fp32, 16-byte aligned, of the weight's rows, with d
-    a multiple of 8; bias_sum (1,) fp64, at address 0: 0. Written: total (..,) fp32, by the tokens' origins:
-    of a shard the gaps, of tokens that are computed and not ignored; else with the row's own, the sum of
-    lse - z, and 0 of others. shard, row_sum: as in CombineTensors.
+    Read: target (n,); target_logit (n,) fp32, of targets that are classes; hidden (.., d), row_max (..,) fp32
+    and target_product (..,) fp64, hidden's with the target's row of the weight where that is a class, of the
+    tokens' origins; sums (d,) fp32, 16-byte aligned, of the weight's rows, with d a multiple of 8; bias_sum
+    (1,) fp64, at address 0: 0. Written: total (..,) fp32, by the tokens' origins: of a shard the gaps, of
+    tokens that are computed and not ignored; else with the row's own, the sum of lse - z, and 0 of others.
+    vocab: classes. shard, row_sum: as in CombineTensors.
     """
 
     rows: Compacted
     target: cute.Tensor
     target_logit: cute.Tensor
     hidden: cute.Tensor
-    weight: cute.Tensor
+    target_product: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
     sums: cute.Tensor
     bias_sum: cute.Tensor
     total: cute.Tensor
+    vocab: Int32
     shard: Int32
     loss: LossArguments
 
 
 class TotalGaps:
-    """A warp has TOGETHER tokens, a lane AT_ONCE times 8 elements of each and of its target's class in
-    flight. Products of 8 are added up in float64. Reads 4 bytes an element of hidden, and the sum for each
-    TOGETHER tokens. 96 registers on Hopper, no shared memory."""
+    """A warp has TOGETHER tokens, a lane AT_ONCE times 8 elements of each in flight. Products of 8 are added
+    up in float64. Reads 2 bytes an element of hidden, and the sum for each TOGETHER tokens. 92 registers on
+    Hopper, no shared memory."""
 
     @cute.jit
     def __call__(self, tensors: TotalGapTensors, stream: cuda.CUstream):
@@ -68,28 +70,21 @@ class TotalGaps:
         lane, count = cute.arch.lane_idx(), computed(tensors.rows)
         first = (cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()) * TOGETHER
         if first < count:
-            # The last warp reads a row twice rather than one that is not there.
+            # The last warp reads a row again rather than one that is not there.
             rows = [cutlass.min(first + i, count - 1) for i in range(TOGETHER)]
-            classes = [self._class(tensors, row) for row in rows]
-            totals, own = self._products(tensors, rows, classes)
+            totals = self._products(tensors, rows)
             for k in cutlass.range_constexpr(TOGETHER):
                 valid = Int64(tensors.target[rows[k]]) != tensors.loss.ignore_index
                 if lane == 0 and first + k < count and valid:
-                    self._write(tensors, rows[k], classes[k], totals[k], own[k])
+                    self._write(tensors, rows[k], totals[k])
         for k in cutlass.range_constexpr(TOGETHER):
             self._write_ignored(tensors, first + k, count)
 
-    def _class(self, tensors: TotalGapTensors, row: Int32) -> Int64:
-        """The target, or one below 0 if it is no class."""
-        index = Int64(tensors.target[row])
-        return Int64(cutlass.select_(index < cute.size(tensors.weight, mode=[0]), index, Int64(-1)))
-
     @cute.jit
-    def _products(self, tensors: TotalGapTensors, rows: list, classes: list):
-        """Of each row, with the sum and with its class, in every lane."""
+    def _products(self, tensors: TotalGapTensors, rows: list) -> list:
+        """Of each row with the sum, in every lane."""
         sources = [(tensors.hidden, origin(tensors.rows, row)) for row in rows]
-        sources += [(tensors.weight, cutlass.max(index, Int64(0))) for index in classes]
-        found = cute.make_rmem_tensor((TOGETHER, 2), Float64)
+        found = cute.make_rmem_tensor(TOGETHER, Float64)
         found.fill(0.0)
         chunks = cute.size(tensors.hidden, mode=[1]) // 8
         row_of_sums = cute.make_tensor(
@@ -100,24 +95,17 @@ class TotalGaps:
             for part in cutlass.range_constexpr(AT_ONCE):
                 at = chunk + part * LANES
                 if at < chunks:
-                    few = cute.make_rmem_tensor((TOGETHER, 2), Float32)
+                    few = cute.make_rmem_tensor(TOGETHER, Float32)
                     few.fill(0.0)
                     for half in cutlass.range_constexpr(2):
                         own = cute.make_rmem_tensor(4, Float32)
                         cute.autovec_copy(adjacent(row_of_sums, 0, at * 8 + half * 4, 4), own)
                         for i in cutlass.range_constexpr(4):
                             for k in cutlass.range_constexpr(TOGETHER):
-                                x = each[k][half * 4 + i, part].to(Float32)
-                                few[k, 0] += x * own[i]
-                                few[k, 1] += x * each[TOGETHER + k][half * 4 + i, part].to(Float32)
+                                few[k] += each[k][half * 4 + i, part].to(Float32) * own[i]
                     for k in cutlass.range_constexpr(TOGETHER):
-                        for which in cutlass.range_constexpr(2):
-                            found[k, which] += few[k, which].to(Float64)
-        sums = [
-            [cute.arch.warp_reduction(found[k, which], lambda a, b: a + b) for k in range(TOGETHER)]
-            for which in range(2)
-        ]
-        return sums[0], sums[1]
+                        found[k] += few[k].to(Float64)
+        return [cute.arch.warp_reduction(found[k], lambda a, b: a + b) for k in range(TOGETHER)]
 
     @cute.jit
     def _write_ignored(self, tensors: TotalGapTensors, row: Int32, count: Int32):
@@ -127,10 +115,10 @@ class TotalGaps:
                 tensors.total[origin(tensors.rows, row)] = Float32(0.0)
 
     @cute.jit
-    def _write(self, tensors: TotalGapTensors, row: Int32, index: Int64, total: Float64, own: Float64):
-        """total: the product with the sum; own: with the class `index`, if that is one."""
-        loss, vocab = tensors.loss, cute.size(tensors.weight, mode=[0])
-        token = origin(tensors.rows, row)
+    def _write(self, tensors: TotalGapTensors, row: Int32, total: Float64):
+        """total: the product with the sum."""
+        loss, vocab = tensors.loss, tensors.vocab
+        token, index = origin(tensors.rows, row), Int64(tensors.target[row])
         scale = Float64(1.0)
         if cutlass.const_expr("logit_scale" in loss.terms):
             scale *= loss.logit_scale.to(Float64)
@@ -140,7 +128,8 @@ class TotalGaps:
         if highest < Float64(-FINITE):
             highest = Float64(0.0)
         error = Float64(0.0)
-        if index >= 0:
+        if index >= 0 and index < vocab:
+            own = tensors.target_product[token]
             if cutlass.const_expr("linear_bias" in loss.terms):
                 own += numbers(loss.linear_bias, vocab)[index].to(Float64)
             own *= scale

@@ -95,6 +95,7 @@ class Loss(NamedTuple):
     weight_slab: int = 1
     weight_beside: int = 0
     bias_sum: int = 0
+    target_product: int = 0
     dbias: int = 0
     column_sums: int = 0
     with_dhidden: int = 0
@@ -256,10 +257,11 @@ class Slabs(NamedTuple):
 class Products(NamedTuple):
     """A forward's sum of the logits of all classes, of each token, by its product with the sum of the
     classes' rows. sums (2, d): of the kept ones', and of all. total (n,): of arguments.TERMS. Both are
-    written by the forward. bias_sum (): that of a bias, in float64."""
+    written by the forward. bias_sum (): that of a bias, in float64. target_product (n,): scratch."""
 
     sums: Tensor
     total: Tensor
+    target_product: Tensor
     bias_sum: Tensor | None
     slabs: Slabs
 
@@ -268,7 +270,8 @@ class Products(NamedTuple):
         slabs, bias = Slabs.of(operands.weight), tensors.linear_bias
         partials, n = slabs.partials, operands.hidden.shape[0]
         bias_sum = None if bias is None else bias.sum(dtype=torch.float64)
-        return cls(partials.new_empty((2, partials.shape[1])), partials.new_empty((n,)), bias_sum, slabs)
+        sums, total = partials.new_empty((2, partials.shape[1])), partials.new_empty((n,))
+        return cls(sums, total, total.new_empty((n,), dtype=torch.float64), bias_sum, slabs)
 
     def added_to(self, loss: Any) -> Any:
         return loss.with_terms(
@@ -278,6 +281,7 @@ class Products(NamedTuple):
             weight_slab=self.slabs.rows,
             weight_beside=int(self.total.shape[0] >= MANY_TOKENS),
             bias_sum=0 if self.bias_sum is None else self.bias_sum.data_ptr(),
+            target_product=self.target_product.data_ptr(),
             total=self.total.data_ptr(),
         )
 

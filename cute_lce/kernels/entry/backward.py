@@ -95,7 +95,7 @@ class Backward:
     ):
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
-        self.hidden_sums, self.hidden_sum = SlabSums(skips=True), AddSlabs()
+        self.hidden_sums, self.hidden_sum = SlabSums(skips=True), AddSlabs(few=True)
         spare = self.hidden_sums if "shared" in terms else None
         self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)), spare=spare)
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue

@@ -85,7 +85,7 @@ class Forward:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)
             self.finish = Finish(fragment, kept)
-        self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(), TotalGaps()
+        self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(few=True), TotalGaps()
         self.gemm = gemm(config, epilogue, spare=self.slab_sums if "products" in terms else None)
         self.gather, self.copy = Gather(), Copy()
         self.combine = Combine()
@@ -223,12 +223,13 @@ class Forward:
             target=combined.target,
             target_logit=combined.target_logit,
             hidden=hidden,
-            weight=slabs.matrix,
+            target_product=vector(Float64, loss.target_product, cute.size(hidden, mode=[0])),
             row_max=combined.row_max,
             row_sum=combined.row_sum,
             sums=every,
             bias_sum=vector(Float64, loss.bias_sum, 1),
             total=vector(Float32, loss.total, cute.size(hidden, mode=[0])),
+            vocab=vocab,
             shard=combined.shard,
             loss=loss,
         )
