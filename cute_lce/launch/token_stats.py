@@ -354,25 +354,9 @@ def backward(
         # What kernels kept is not what the streaming path does.
         saved, request = saved._replace(kept=None), request._replace(kept_columns=0)
         return STATISTICS.backward(upstream, operands, saved, options, request, out, add_up)
-    ignored = is_ignored(given.target, options.ignore_index)
-    coefficients = coefficients_of(upstream, operands, saved, ignored)
-    tensors = Tensors.of(operands)
-    shared, of_logits = None, saved.kept is not None and keeps_logits(operands, options)
-    if saved.kept is None or of_logits:
-        gradient = Gradient.of(operands, saved, options, tensors, coefficients, ignored)
-    else:
-        entries = None
-        if not knows_onehots(operands, options):
-            restores = not (request.overwrites or request.shard)
-            entries = Entries.of(operands, saved, options, tensors, coefficients, restores=restores)
-        softmax = None if entries is None else entries.softmax
-        gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, ignored, softmax)
-        if entries is not None:
-            gradient = entries.added_to(gradient)
-        if coefficients.uniform is not None:
-            uniform = coefficients.uniform
-            shared = Shared.of(given.hidden, saved, options, request, tensors, uniform, ignored)
-            gradient = shared.added_to(gradient)
+    tensors, classes = Tensors.of(operands), given.weight.shape[0]
+    of_logits = saved.kept is not None and keeps_logits(operands, options)
+    gradient, shared = _gradient_of(upstream, operands, saved, options, request, tensors)
     loss = gradient.loss.with_terms("kept_logits") if of_logits else gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
     if request.need_dbias:
@@ -382,15 +366,16 @@ def backward(
     assert isinstance(prepared, KernelBackward)
     topk = topk_values = None
     if gradient.topk is not None and operands.topk_ids is not None:
-        classes, compacted = given.weight.shape[0], prepared.compaction is not None
+        compacted = prepared.compaction is not None
+        valid = is_valid(given.target, options.ignore_index)
         topk = Topk.again(saved.sorted_ids, operands.topk_ids, classes, compacted=compacted)
-        topk = topk or Topk.of(operands.topk_ids, ~ignored, classes, compacted=compacted)
+        topk = topk or Topk.of(operands.topk_ids, valid, classes, compacted=compacted)
     if topk is not None and gradient.topk is not None:
         topk_values = topk.ordered(gradient.topk)
         loss = topk.added_to(loss, topk_values)
     dbias = None
     if request.need_dbias:
-        dbias = saved.row_max.new_empty((given.weight.shape[0],))
+        dbias = saved.row_max.new_empty((classes,))
         column_sums = saved.row_max.new_empty((prepared.column_sums,))
         loss = loss._replace(dbias=dbias.data_ptr(), column_sums=column_sums.data_ptr())
     # num_valid is not read.
@@ -408,6 +393,35 @@ def backward(
     if dbias is not None and shared is not None:
         dbias[: request.kept_columns] += shared.tokens.sum()
     return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)
+
+
+def _gradient_of(
+    upstream: StatsUpstream,
+    operands: StatsOperands,
+    saved: StatsSaved,
+    options: StatsOptions,
+    request: Request,
+    tensors: Tensors,
+) -> tuple[Gradient, Shared | None]:
+    """What a backward reads, and where what was kept is smoothed, what it adds to that."""
+    given, shared = (upstream, operands, saved, options, request, tensors), None
+    kept = saved.kept is not None and not keeps_logits(operands, options)
+    if kept and _is_smoothed(operands, options):
+        shared = Shared.of(operands.hidden, saved, request)
+        if request.kept_columns >= operands.weight.shape[0]:
+            return shared.gradient(*given, None), shared
+    ignored = is_ignored(operands.target, options.ignore_index)
+    coefficients = coefficients_of(upstream, operands, saved, ignored)
+    if shared is not None or not kept:
+        gradient = Gradient.of(operands, saved, options, tensors, coefficients, ignored)
+        return gradient if shared is None else shared.gradient(*given, gradient), shared
+    entries = None
+    if not knows_onehots(operands, options):
+        restores = not (request.overwrites or request.shard)
+        entries = Entries.of(operands, saved, options, tensors, coefficients, restores=restores)
+    softmax = None if entries is None else entries.softmax
+    gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, ignored, softmax)
+    return gradient if entries is None else entries.added_to(gradient), None
 
 
 def grad_in_forward(

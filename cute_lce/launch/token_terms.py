@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import maths
-from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
+from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved, StatsUpstream
 from ..logit_term import kernel_term, numbers_of, term_of
 from ..plan.memory import most_slabs
 from ..plan.problem import ceil_div, round_up
@@ -86,6 +86,14 @@ class Loss(NamedTuple):
     entry_row_sum: int = 0
     entries_before: int = 0
     shared: int = 0
+    dlogprob: int = 0
+    dlogprob_stride: int = 0
+    dlse: int = 0
+    dlse_stride: int = 0
+    dtotal: int = 0
+    dtotal_stride: int = 0
+    classes: float = 0.0
+    product_scale: float = 1.0
     weight_sum: int = 0
     hidden_sum: int = 0
     hidden_partials: int = 0
@@ -287,9 +295,12 @@ class Products(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the gradients by the products of all kept classes have in common, (n,), and what it adds: to that
-    by hidden, each token's times `features`, and `rows`, which the backward makes of tokens, to each kept row
-    of that by weight. Both are fp32 (d,), with zeros for the columns by which operands are padded."""
+    """What a backward reads of an upstream of what is smoothed, for what was kept; see arguments.TERMS.
+
+    tokens (n,): written by it, by products. What the gradients have in common adds to that by hidden each
+    token's times `features`, and `rows`, which the backward makes of tokens, to each kept row of that by
+    weight. Both are fp32 (d,), with zeros for the columns by which operands are padded.
+    """
 
     tokens: Tensor
     features: Tensor | None
@@ -298,35 +309,57 @@ class Shared(NamedTuple):
     slab: int
 
     @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        saved: StatsSaved,
-        options: StatsOptions,
-        request: Request,
-        tensors: Tensors,
-        uniform: Tensor,
-        ignored: Tensor,
-    ) -> Shared:
-        """uniform: by z; 0 where the token is ignored."""
-        tokens = _times(uniform, _product_factor(loss_of(options, tensors), tensors, ignored))
+    def of(cls, hidden: Tensor, saved: StatsSaved, request: Request) -> Shared:
+        tokens = torch.empty_like(saved.row_max)
         features = saved.weight_sum if request.need_dinput else None
         if not request.need_dweight:
             return cls(tokens, features, None, None, 1)
         partials, slab = Slabs.of(hidden)
         return cls(tokens, features, partials.new_empty(partials.shape[1:]), partials, slab)
 
-    def added_to(self, gradient: Gradient) -> Gradient:
+    def gradient(
+        self,
+        upstream: StatsUpstream,
+        operands: StatsOperands,
+        saved: StatsSaved,
+        options: StatsOptions,
+        request: Request,
+        tensors: Tensors,
+        of_others: Gradient | None,
+    ) -> Gradient:
+        """of_others: by the columns that were not kept; None: there are none."""
+        if of_others is None:
+            terms = ("coefficients",) if request.need_dbias else ()
+            of_others = Gradient(Loss(options.ignore_index, terms, 1.0), saved.row_sum, saved.row_sum, ())
+        given = (upstream.logprob, upstream.lse, upstream.total_nll)
+        (dlogprob, by_logprob), (dlse, by_lse), (dtotal, by_total) = map(_strided, given)
         features, rows, partials = (0 if each is None else each.data_ptr() for each in self[1:4])
-        loss = gradient.loss.with_terms(
+        ratio, row_scale = saved.onehot_ratio, tensors.row_scale
+        assert ratio is not None
+        loss = of_others.loss.with_terms(
             "shared",
             shared=self.tokens.data_ptr(),
+            dlogprob=dlogprob,
+            dlogprob_stride=by_logprob,
+            dlse=dlse,
+            dlse_stride=by_lse,
+            dtotal=dtotal,
+            dtotal_stride=by_total,
+            classes=float(operands.weight.shape[0]),
+            onehot_ratio=ratio.data_ptr(),
+            row_scale=0 if row_scale is None else row_scale.data_ptr(),
+            product_scale=loss_of(options, tensors).logit_scale,
             weight_sum=features,
             hidden_sum=rows,
             hidden_partials=partials,
             hidden_slab=self.slab,
         )
-        return gradient._replace(loss=loss, others=(*gradient.others, *self[:4]))
+        return of_others._replace(loss=loss, others=(*of_others.others, *given, ratio, row_scale, *self[:4]))
+
+
+def _strided(upstream: Tensor | None) -> tuple[int, int]:
+    """(address, stride) of an upstream gradient (n,) in fp32; None: there is none."""
+    return (0, 0) if upstream is None else (upstream.data_ptr(), upstream.stride(0))
 
 
 def slopes(logit: Tensor | None, options: StatsOptions, tensors: Tensors) -> Tensor | None:
