@@ -154,16 +154,16 @@ Of a backward: coefficients: the gradient by x is, but for the rounding,
 with slope 1, or of a softcap 1 - tanh^2, or a LogitTerm's, and coefficients of each token: `softmax` lies
 where else row_sum does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at
 most HALF_SCALE, and row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by
-row_factor in any dtype.
-shared: of what was kept, the gradient by the upstream gradients of logprob, lse and total_nll, fp32 with the
-strides of dlogprob, dlse and dtotal (0: one number) and at address 0 zeros; `classes` are those of total_nll.
-The softmax has the coefficient -dlogprob + dlse + classes dtotal, or -dlogprob / onehot_ratio where that is
-above 1, times product_scale and, unless at address 0, row_scale (n,). By the products of each kept class the
-gradient is more by shared (n,), -dtotal times these, which each launch of what was kept writes; weight_sum
-(d,) is the sum of these classes' rows. hidden_sum (d,), that of the tokens' hidden states times shared, is
-written by the first such launch that computes dweight; a token whose shared is 0 counts for nothing there,
-whatever it holds. Scratch: hidden_partials (slabs, d), of hidden_slab tokens each. shared, weight_sum and
-hidden_sum are 0 in a launch whose classes were not kept.
+row_factor in any dtype, unless shared is a term.
+shared: of what was kept, the gradient by the upstream gradients of logprob, lse and total_nll: fp32 (n,) with
+strides (0: one number), zeros at address 0. The softmax has the coefficient -dlogprob + dlse + classes
+dtotal, or -dlogprob / onehot_ratio where the magnitude of that ratio is above 1, times the factor
+product_scale row_scale; without row_scale (n,), at address 0, product_scale. By the products of each kept
+class the gradient is more by shared (n,), which is -dtotal times that factor and which each launch of what
+was kept writes; weight_sum (d,) is the sum of these classes' rows. hidden_sum (d,), that of the tokens'
+hidden states times shared, is written by the first such launch that computes dweight; a token whose shared
+is 0 counts for nothing there, whatever it holds. Scratch: hidden_partials (slabs, d), of hidden_slab tokens
+each. shared, weight_sum and hidden_sum are 0 in a launch whose classes were not kept.
 entries: of what was kept, those of the target and of so many ids of each token, which launches of what was
 kept write (kernels/entries.py): entry_ids (n, entries) int32, beyond the vocabulary where there is none. Of
 each the logit z, the coefficient of its onehot in the gradient by z, 0 at address 0, and the slope, 1 at

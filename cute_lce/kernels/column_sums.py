@@ -16,7 +16,8 @@ from cute_lce.kernels.rows import Compacted, computed
 ELEMENTS = 4  # of a lane, in two registers: a spare warp of a forward has few
 BLOCK_WARPS = 4
 ABREAST, FEW_ABREAST = 8, 2
-"""Columns of a warp of AddSlabs: 32 bytes of a slab, or as much as BLOCK_WARPS of them read from L1."""
+"""Columns of a warp of AddSlabs. ABREAST: 32 bytes of a slab; FEW_ABREAST: a block's warps read 32 bytes
+together."""
 
 
 class SlabTensors(NamedTuple):
@@ -149,7 +150,8 @@ class AddTensors(NamedTuple):
 
 class AddSlabs:
     """The sums of all slabs, in float64. Four lanes have a column, each every fourth slab, and then add up
-    what they have. Reads 4 bytes for each slab and column. 28 registers, no shared memory.
+    what they have; or 16 lanes, each every 16th. Reads 4 bytes for each slab and column. 28 registers, no
+    shared memory.
 
     Args:
         scale: multiplies the sums.

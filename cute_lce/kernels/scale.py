@@ -4,6 +4,9 @@ Such an operand is what a forward kept, E' = (softmax - onehot) / kept_scale, an
 HALF_SCALE (softmax - onehot): the range of float16 is too small for upstream / n. Times a row's factor it is
 dlogits: dhidden's GEMM multiplies by it last, dweight's takes a copy of hidden that is multiplied by it.
 
+With the term "shared" the rows' factors are made of upstream gradients here, and the numbers that gradients
+add to every class.
+
 bf16 holds factor times hidden as it is. In float16 all of it is multiplied by one number more, so that the
 largest magnitude is HALF_LARGEST, and weight_factor is the inverse, which dweight's GEMM multiplies by last.
 """
@@ -35,8 +38,8 @@ class ScaleTensors(NamedTuple):
     Written, of tokens that are computed: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is
     ignored; counters (count,) int32, zeros; if `wanted`: scaled (n, d), hidden's rows times factor, in
     float16 over weight_factor, zeros where the row is ignored, whatever hidden holds; and in float16
-    weight_factor (1,) fp32. With the term "shared" the loss says what is read instead of dloss, and of every
-    token `shared` is written, by its origin.
+    weight_factor (1,) fp32. With the term "shared", unless that is 0, the loss says what is read instead of
+    dloss, and of every token `shared` is written, by its origin.
     """
 
     rows: Compacted

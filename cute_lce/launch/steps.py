@@ -96,7 +96,8 @@ def in_pieces(
 
 
 def arguments_of_kept(loss: Any, arguments: Any) -> Any:
-    """A loss's arguments for what was kept, which has row factors of its own. arguments: for the rest."""
+    """A loss's arguments for what was kept, which has row factors of its own, or makes them of upstream
+    gradients. arguments: for the rest."""
     if "coefficients" in loss.terms:
         loss = loss._replace(row_factor=loss.kept_factor)
     elif "shared" not in loss.terms:

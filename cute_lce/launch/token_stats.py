@@ -367,9 +367,9 @@ def backward(
     topk = topk_values = None
     if gradient.topk is not None and operands.topk_ids is not None:
         compacted = prepared.compaction is not None
-        valid = is_valid(given.target, options.ignore_index)
         topk = Topk.again(saved.sorted_ids, operands.topk_ids, classes, compacted=compacted)
-        topk = topk or Topk.of(operands.topk_ids, valid, classes, compacted=compacted)
+        which = is_valid(given.target, options.ignore_index)
+        topk = topk or Topk.of(operands.topk_ids, which, classes, compacted=compacted)
     if topk is not None and gradient.topk is not None:
         topk_values = topk.ordered(gradient.topk)
         loss = topk.added_to(loss, topk_values)

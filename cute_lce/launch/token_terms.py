@@ -1,5 +1,5 @@
 """What the kernels read of a call with terms besides the operands: numbers of its logits, and of the
-gradients by them, which are made of the upstream gradients in torch.
+gradients by them, which are made of the upstream gradients in torch, but for what is kept of a smoothed loss.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _vector(tensor: Tensor | None) -> Tensor | None:
 
 def loss_of(options: StatsOptions, tensors: Tensors) -> Any:
     """With the terms of the logits."""
-    scale = options.logit_scale / options.temperature
+    scale = _product_scale(options)
     loss = Loss(options.ignore_index, (), scale)
     if tensors.linear_bias is not None:
         loss = loss.with_terms("linear_bias", linear_bias=tensors.linear_bias.data_ptr())
@@ -233,16 +233,15 @@ def kept_gradient(
     ignored: Tensor,
     softmax: Tensor | None,
 ) -> Gradient:
-    """Where columns were kept. Of all of them nothing is computed by coefficients. softmax: those of the
-    softmax, if they are not what the forward took them to be."""
+    """Where columns were kept of what is not smoothed. Of all of them nothing is computed by coefficients.
+    softmax: those of the softmax, if they are not what the forward took them to be."""
     loss = loss_of(options, tensors)
     factor = _product_factor(loss, tensors, ignored)
     factor = _kept_factor(saved, coefficients, factor) if softmax is None else softmax * factor
     if request.kept_columns < operands.weight.shape[0]:
         found = Gradient.of(operands, saved, options, tensors, coefficients, ignored)
     else:
-        terms = ("coefficients",) if request.need_dbias else ()
-        found = Gradient(Loss(options.ignore_index, terms, 1.0), factor, saved.row_sum, ())
+        found = _of_kept_alone(factor, saved, options, request)
     loss = found.loss._replace(kept_factor=factor.data_ptr())
     return found._replace(loss=loss, others=(*found.others, factor))
 
@@ -297,9 +296,9 @@ class Products(NamedTuple):
 class Shared(NamedTuple):
     """What a backward reads of an upstream of what is smoothed, for what was kept; see arguments.TERMS.
 
-    tokens (n,): written by it, by products. What the gradients have in common adds to that by hidden each
-    token's times `features`, and `rows`, which the backward makes of tokens, to each kept row of that by
-    weight. Both are fp32 (d,), with zeros for the columns by which operands are padded.
+    tokens (n,): by products, written by the backward's kernels. What the gradients have in common adds to
+    that by hidden each token's times `features`, and `rows`, which the backward makes of tokens, to each kept
+    row of that by weight. Both are fp32 (d,), with zeros for the columns by which operands are padded.
     """
 
     tokens: Tensor
@@ -329,8 +328,8 @@ class Shared(NamedTuple):
     ) -> Gradient:
         """of_others: by the columns that were not kept; None: there are none."""
         if of_others is None:
-            terms = ("coefficients",) if request.need_dbias else ()
-            of_others = Gradient(Loss(options.ignore_index, terms, 1.0), saved.row_sum, saved.row_sum, ())
+            # Of upstream gradients the kernels make what else dloss says.
+            of_others = _of_kept_alone(saved.row_sum, saved, options, request)
         given = (upstream.logprob, upstream.lse, upstream.total_nll)
         (dlogprob, by_logprob), (dlse, by_lse), (dtotal, by_total) = map(_strided, given)
         features, rows, partials = (0 if each is None else each.data_ptr() for each in self[1:4])
@@ -348,7 +347,7 @@ class Shared(NamedTuple):
             classes=float(operands.weight.shape[0]),
             onehot_ratio=ratio.data_ptr(),
             row_scale=0 if row_scale is None else row_scale.data_ptr(),
-            product_scale=loss_of(options, tensors).logit_scale,
+            product_scale=_product_scale(options),
             weight_sum=features,
             hidden_sum=rows,
             hidden_partials=partials,
@@ -371,6 +370,17 @@ def slopes(logit: Tensor | None, options: StatsOptions, tensors: Tensors) -> Ten
         capped /= tensors.row_scale.view(-1, *[1] * (logit.dim() - 1))
     term = term_of(options.softcap)
     return maths.cap_slope(capped / options.softcap) if term is None else slope_of(term, capped)
+
+
+def _of_kept_alone(dloss: Tensor, saved: StatsSaved, options: StatsOptions, request: Request) -> Gradient:
+    """Where all columns were kept."""
+    terms = ("coefficients",) if request.need_dbias else ()
+    return Gradient(Loss(options.ignore_index, terms, 1.0), dloss, saved.row_sum, ())
+
+
+def _product_scale(options: StatsOptions) -> float:
+    """The derivative of z by a product that all tokens share, but for a softcap's."""
+    return options.logit_scale / options.temperature
 
 
 def _product_factor(loss: Any, tensors: Tensors, ignored: Tensor) -> Tensor | float:

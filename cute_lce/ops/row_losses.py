@@ -18,7 +18,9 @@ def row_losses(
     """row_loss.losses (n,), or with `total` their sum (). nll (n,): instead of -stats.logprob."""
     first = stats.logprob if nll is None else nll
     assert first is not None
-    if not (first.requires_grad and is_plain_eager(first, first, first)):
+    # A Function may not return what it was given: autograd takes that for a view.
+    is_nll = nll is not None and row_loss.target_weight is None and row_loss.token_weight is None
+    if is_nll or not (first.requires_grad and is_plain_eager(first, first, first)):
         losses = row_loss.losses(-first if nll is None else nll, stats, classes)
         return losses.sum() if total else losses
     how = row_loss.terms, classes, nll is None, total
@@ -42,11 +44,6 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         terms, classes, is_logprob, _ = ctx.how
         lse, *factors = ctx.saved_tensors
-        upstream = RowLoss(terms, *factors).upstream(dlosses, lse, classes)
-        assert upstream.logprob is not None
-        first = upstream.logprob if is_logprob else -upstream.logprob
-        found = (
-            None if each is None else each.expand(ctx.rows)
-            for each in (first, upstream.lse, upstream.total_nll)
-        )
-        return None, *found, None, None
+        dnll, *others = RowLoss(terms, *factors).upstream_of_nll(dlosses, lse, classes)
+        found = (-dnll if is_logprob else dnll, *others)
+        return None, *(None if each is None else each.expand(ctx.rows) for each in found), None, None

@@ -115,7 +115,7 @@ def most_slabs(columns: int) -> int:
 
 def row_sums_bytes(problem: Problem, kept: int) -> int:
     """Bytes of the sums of rows that what was kept needs, and of those of their slabs, in either pass: of
-    slabs one more than most, and up to three sums. A forward has 8 more a token."""
+    slabs one more than most, and up to three sums. A forward has 8 more a token, counted in both."""
     sums = 4 * problem.d * (most_slabs(problem.d) + 4)
     return sums + 8 * problem.n if kept and problem.smoothed else 0
 

@@ -271,7 +271,7 @@ def coefficients_of(
         softmax = softmax + given.lse
     if given.entropy is not None and saved.mean_gap is not None:
         constant, gap_factor = maths.entropy_upstream(given.entropy, saved.mean_gap)
-        softmax = softmax + constant.masked_fill(ignored, 0)
+        softmax = softmax + constant.masked_fill_(ignored, 0)
     if given.total_nll is not None:
         every = operands.class_weight
         total = operands.weight.shape[0] if every is None else every.to(softmax.dtype).sum()
@@ -288,7 +288,6 @@ def coefficients_of(
 
 
 def _of_valid(upstream: Tensor, ignored: Tensor, acc: torch.dtype) -> Tensor:
-    # torch.where would take a launch for its 0.
     return upstream.masked_fill(ignored if upstream.dim() == 1 else ignored.unsqueeze(1), 0).to(acc)
 
 
@@ -338,10 +337,10 @@ def gradients(
         size = coefficients.size()
         coefficients, factor = coefficients.times(torch.where(size == 0, 0, 1 / size)), 1.0
     each_weight = None if operands.class_weight is None else operands.class_weight.to(acc)
-    softmax = maths.softmax_factor(coefficients.softmax, saved.row_sum).masked_fill(ignored, 0)
+    softmax = maths.softmax_factor(coefficients.softmax, saved.row_sum).masked_fill_(ignored, 0)
     gap_factor = coefficients.gap_factor
     if gap_factor is not None:
-        gap_factor = maths.softmax_factor(gap_factor, saved.row_sum).masked_fill(ignored, 0).unsqueeze(1)
+        gap_factor = maths.softmax_factor(gap_factor, saved.row_sum).masked_fill_(ignored, 0).unsqueeze(1)
     topk, ids = coefficients.topk, operands.topk_ids
     if topk is not None and ids is not None:
         topk = _at_last(ids, topk)

@@ -256,6 +256,28 @@ def test_what_spare_warps_do_spills_nothing(arch: str, i: int, terms: tuple[str,
     assert not [kernel.usage for kernel in kernels if kernel.usage["STACK"] or kernel.local_accesses]
 
 
+@pytest.mark.parametrize(
+    ("arch", "i", "terms"),
+    [
+        pytest.param(arch, i, terms, marks=[] if not i and len(terms) < 2 else [full])
+        for arch in ("sm_90a", "sm_100a")
+        for i in range(len(architecture(arch).configs[-1].tokens))
+        for terms in (("shared",), ("coefficients", "shared", "bias_gradient"))
+    ],
+)
+def test_what_sums_hidden_states(arch: str, i: int, terms: tuple[str, ...]):
+    """Beside dinput's GEMM, which on Hopper spills no more than a tile's addresses, and alone."""
+    configs = architecture(arch).configs[-1]
+    tokens = min(configs.tokens, key=lambda config: config.tile_n)
+    found = cubin.kernels(BackwardKey(tokens, configs.tokens[i], configs.dweight[0], terms=terms))
+    gemms = sorted((name for name in found if "Gemm" in name), key=lambda name: int(name.rsplit("_", 1)[1]))
+    most = 16 if arch == "sm_90a" else 0
+    assert found[gemms[1]].usage["STACK"] <= most
+    sums = [kernel for name, kernel in found.items() if "SlabSums" in name or "AddSlabs" in name]
+    assert len(sums) >= 2
+    assert not [kernel.usage for kernel in sums if kernel.usage["STACK"] or kernel.local_accesses]
+
+
 @pytest.mark.parametrize("terms", [("entries",), ("coefficients", "entries", "bias_gradient")], ids="-".join)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_forms_entries(arch: str, terms: tuple[str, ...]):

@@ -748,6 +748,18 @@ def test_what_tensor_cores_lose_of_an_offset_is_not_in_a_smoothed_loss(arch, kep
 
 
 @hopper_first
+@token_stats.each_need
+@pytest.mark.parametrize("kept", [pytest.param(128, marks=full), 201])
+def test_one_gradient_of_what_is_smoothed(arch, kept, needs):
+    """Without dinput's GEMM a kernel sums the hidden states."""
+
+    def passes(numbers: Numbers, arch: str, kept: int, **needs: Any) -> token_stats.Run:
+        return token_stats.run(numbers, arch, kept_columns=kept, **needs)
+
+    token_stats.check_needs(kept_numbers(BF16)["smoothing and"], passes, arch, kept, needs)
+
+
+@hopper_first
 @pytest.mark.parametrize("beside", [pytest.param(False, marks=full), True])
 def test_sums_of_rows_in_many_slabs(arch, beside, monkeypatch):
     """Of the weight and of tokens three or four for each 128 features, with nan where a token is ignored; and

@@ -1,5 +1,5 @@
 """What terms of the loss add to the kernels, as subjects of mutations of arithmetic: the statistics of a
-forward's epilogue, and dlogits of an entropy.
+forward's epilogue, dlogits of an entropy, and the small kernels of what is kept of smoothing.
 
 An epilogue has the same statements for each column: every few of a GEMM's are altered.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from cute_lce.launch import token_terms
 from cute_lce.plan.kernels import BackwardKey, ForwardKey
 
 from .host import Emulated
@@ -27,6 +30,17 @@ if TYPE_CHECKING:
 
 TOKENS = 148
 """The valid ones fill two tiles but for one column, for which the second one's are looked at."""
+
+LOSS = ("logprob", "total_nll", "lse")
+DOUBLE = [
+    (r"add(\S*\.f64) (.*)", "subtracts", "sub{0} {1}"),
+    (r"sub(\S*\.f64) (.*)", "adds", "add{0} {1}"),
+    (r"mul\S*\.f64 ([^,]+), ([^,]+), (.*)", "second factor dropped", "mov.b64 {0}, {1}"),
+    (r"fma\.rn\.f64 (.*), ([^,]+)", "addend dropped", "mul.f64 {0}"),
+    (r"fma\.rn\.f64 ([^,]+), [^,]+, [^,]+, (.*)", "product dropped", "mov.b64 {0}, {1}"),
+    (r"div\S*\.f64 ([^,]+), ([^,]+), (.*)", "divisor dropped", "mov.b64 {0}, {1}"),
+    (r"neg\.f64 (.*)", "sign kept", "mov.b64 {0}"),
+]
 
 ARRIVALS = (
     r"st\.global\.b32 \[%rd\d+\], 0$",
@@ -49,6 +63,7 @@ class Call:
     vocab: int = 330
     window: int = 130
     high: int = 200
+    kept_columns: int = 0
 
     @property
     def numbers(self) -> Numbers:
@@ -57,6 +72,12 @@ class Call:
         from tests.emulated.token_stats import PLAIN, Numbers, repeating
         from tests.numerics import jumping, random_case
 
+        if self.which == "smoothing":
+            # More features than a warp has in flight, and more slabs, each a row, than a warp adds at once.
+            few = random_case(21, 1032, self.vocab, torch.bfloat16, scale=4.0)
+            few.target[3::7] = few.ignore_index
+            bias = torch.linspace(-1, 1, self.vocab).bfloat16()
+            return Numbers(few, LOSS, label_smoothing=0.9, z_loss=0.02, linear_bias=bias)
         case = repeating(random_case(TOKENS, 72, self.vocab, torch.bfloat16, scale=4.0))
         case = jumping(case, {self.high: 16.0}, slice(0, None, 5))
         case.input[10::15, 0] = 20
@@ -74,13 +95,19 @@ class Call:
         from tests.emulated.token_stats import run
 
         numbers, needed = self.numbers, self.backward
-        with narrow():
+        if self.which == "smoothing":
+            hidden = numbers.case.input.clone()
+            hidden[numbers.case.target == numbers.case.ignore_index] = torch.nan
+            numbers = replace(numbers, case=replace(numbers.case, input=hidden))
+        with narrow(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(token_terms, "LEAST_SLAB", 1)
             return run(
                 *(numbers, "sm_90a"),
                 window=self.window,
                 seed=seed,
                 need_dinput=needed,
                 need_dweight=needed,
+                kept_columns=self.kept_columns,
                 stats=stats,
             )
 
@@ -113,9 +140,19 @@ def _is_right(call: Call, kind: type, seed: int) -> bool:
 
 
 def _subject(
-    name: str, calls: tuple[Call, ...], kind: type, entry: str, least: int, missed: int, every: int
+    name: str,
+    calls: tuple[Call, ...],
+    kind: type,
+    entry: str,
+    least: int,
+    missed: int,
+    every: int,
+    *,
+    rules: list[tuple[str, str, str | None]] | None = None,
+    reasons: Sequence[tuple[str, str, str]] = (ARRIVALS, EXACTLY_FOUR),
 ) -> Subject:
-    """Of the kernels whose names have the regular expression `entry`. calls: all of the same kernels."""
+    """Of the kernels whose names have the regular expression `entry`. calls: all of the same kernels. rules:
+    None: of floating-point numbers alone."""
 
     def check(program: Emulated, seed: int) -> bool:
         return all(_is_right(call, kind, seed) for call in calls)
@@ -124,9 +161,9 @@ def _subject(
         f"arithmetic of {name}",
         kernels_of(functools.partial(_expected, calls[0]), kind),
         *(check, range(1), least, missed),
-        [ARRIVALS, EXACTLY_FOUR],
+        list(reasons),
         entries=lambda found: re.search(entry, found) is not None,
-        rules=FLOATING,
+        rules=FLOATING if rules is None else rules,
         every=every,
     )
 
@@ -146,7 +183,12 @@ def subjects() -> list[Subject]:
     # Two tiles of a window for each warpgroup, too.
     numbers = Call("numbers", False), Call("numbers", False, vocab=1100, window=1024, high=600)
     entropy = (Call("entropy"),)
+    smoothing = (Call("smoothing", vocab=145, window=0, kept_columns=128),)
+    exact: dict[str, Any] = {"rules": [*ARITHMETIC, *DOUBLE], "reasons": ()}
+    sums, rows = "SlabSums|AddSlabs|TotalGaps", "AddSlabs|ScaleRows"
     return [
         _subject("the statistics of numbers", numbers, ForwardKey, "GemmSm90", 140, 2, every=8),
         _subject("dlogits of an entropy", entropy, BackwardKey, "GemmSm90.*_2$", 75, 0, every=8),
+        _subject("smoothing's sums", smoothing, ForwardKey, sums, 1, 0, every=8, **exact),
+        _subject("smoothing's factors", smoothing, BackwardKey, rows, 1, 0, every=5, **exact),
     ]

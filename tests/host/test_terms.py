@@ -214,6 +214,19 @@ def test_columns_of_minus_infinity(weighted):
     assert all(bool(each.isfinite().all()) for each in torch.autograd.grad(loss, leaves))
 
 
+@pytest.mark.parametrize("terms", [{"denominator": 7}, {"token_weight": True}, {"z_loss": 1e-3}], ids=str)
+def test_losses_of_rows_may_be_changed_in_place(terms):
+    case = random_case(12, 8, 30, torch.float64)
+    terms = {**terms, "token_weight": torch.linspace(0, 2, 12)} if "token_weight" in terms else terms
+    found = []
+    for in_place in (False, True):
+        leaves = [case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()]
+        losses = linear_cross_entropy(*leaves, case.target, reduction="none", **terms)
+        (losses.mul_(3) if in_place else losses * 3).sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_token_weight_does_not_divide_and_denominator_does():
     case = case_of(torch.float64)
     rows = linear_cross_entropy(case.input, case.linear_weight, case.target, reduction="none")

@@ -78,8 +78,8 @@ class Backward:
         dhidden, dweight: those of the gradients' GEMMs.
         half: whether the operands are float16, whose dlogits do not hold grad_scale.
         terms: of the loss. Spare warps of dweight's GEMM, if its configuration has any, make dlogits of kept
-            logits, but with a bias, whose gradient is summed before. With "shared" those of dhidden's sum the
-            hidden states that dweight needs the sum of.
+            logits, but with a bias, whose gradient is summed before. With "shared" those of dhidden's sum
+            hidden states for dweight; where dhidden is not computed, a kernel does.
         added: the type of a matrix to which dweight is added; None: dweight is written.
     """
 
@@ -199,6 +199,7 @@ class Backward:
                 ),
                 stream,
             )
+        # The scaling wrote `shared`; slabs' sums and then their sum follow, before dweight.
         sums_hidden = scaled_first and gradients.dweight != 0
         slabs = self._hidden_slabs(whole, loss, sums_hidden)
         if cutlass.const_expr(slabs is not None):
@@ -304,8 +305,8 @@ class Backward:
         self.bias_gradient(found, stream)
 
     def _hidden_slabs(self, hidden: cute.Tensor, loss, sums: Boolean) -> Any:
-        """SlabTensors of hidden states times `shared`; None: there is none of a call. sums: whether dhidden's
-        spare warps sum."""
+        """SlabTensors of hidden states times `shared`; None: that is no term. sums: whether dhidden's spare
+        warps sum."""
         if "shared" not in loss.terms:
             return None
         return SlabTensors(

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_lce import arguments
+from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import Compacted, GatherTensors
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -42,10 +43,7 @@ def example_operands(dtype: str, target_dtype: str) -> arguments.Operands:
 
 def vector(kind, address: Int64, count) -> cute.Tensor:
     """The (count,) tensor of 4- or 8-byte numbers at an address."""
-    return cute.make_tensor(
-        cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=kind.width // 8),
-        cute.make_layout(count),
-    )
+    return numbers(address, count, kind)
 
 
 def strided(address: Int64, count, stride, kind=Float32) -> cute.Tensor:
