@@ -380,24 +380,17 @@ class RowLoss(NamedTuple):
             loss = torch.addcmul(loss, stats.lse, stats.lse, value=self.terms.z_loss)
         return loss if self.token_weight is None else loss * self.token_weight
 
-    def upstream(self, dloss: Tensor, lse: Tensor | None, classes: int | Tensor) -> StatsUpstream:
-        """The gradients of `losses` by the numbers; arguments as in upstream_of_nll."""
-        dnll, dlse, dtotal = self.upstream_of_nll(dloss, lse, classes)
-        return StatsUpstream(logprob=-dnll, lse=dlse, total_nll=dtotal)
-
-    def upstream_of_nll(
-        self, dloss: Tensor, lse: Tensor | None, classes: int | Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradients of `losses` by nll, lse and total_nll. dloss: (n,), or () of their sum: then those
-        that are the same in every row are () too. lse: that of stats."""
+    def upstream(self, dloss: Tensor, stats: Stats, classes: int | Tensor) -> StatsUpstream:
+        """The gradients of `losses` by stats. dloss: (n,), or () of their sum: then those that are the same
+        in every row are () too."""
         dnll = dloss if self.token_weight is None else dloss * self.token_weight
-        dlse = None if lse is None else maths.z_loss_upstream(dnll, lse, self.terms.z_loss)
+        dlse = None if stats.lse is None else maths.z_loss_upstream(dnll, stats.lse, self.terms.z_loss)
         dtotal = None
-        if self.terms.label_smoothing:
+        if stats.total_nll is not None:
             dnll, dtotal = maths.smoothed_upstream(dnll, self.terms.label_smoothing, classes)
         if self.target_weight is not None:
             dnll = dnll * self.target_weight
-        return dnll, dlse, dtotal
+        return StatsUpstream(logprob=-dnll, lse=dlse, total_nll=dtotal)
 
 
 AllGradients = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..implementation import RowLoss, Stats
+from ..implementation import RowLoss, Stats, StatsUpstream
 from .autograd import apply_of
 from .plain import is_plain_eager
 
@@ -24,26 +25,44 @@ def row_losses(
         losses = row_loss.losses(-first if nll is None else nll, stats, classes)
         return losses.sum() if total else losses
     how = row_loss.terms, classes, nll is None, total
-    return apply_of(_RowLosses)(how, first, stats.lse, stats.total_nll, *row_loss[1:])
+    return apply_of(_RowLosses)(how, *row_loss[1:], first, *(getattr(stats, name) for name in _OTHERS))
+
+
+_OTHERS = StatsUpstream._fields[1:]
+"""The differentiable numbers besides logprob."""
 
 
 class _RowLosses(torch.autograd.Function):
-    """how: the terms, the number of classes, whether the first tensor is logprob instead of nll, and whether
-    the losses are added up."""
+    """how: the terms, the number of classes, whether `first` is logprob instead of nll, and whether the
+    losses are added up. others: _OTHERS of stats."""
 
     @staticmethod
-    def forward(ctx: Any, how: tuple, first: Tensor, *others: Tensor | None) -> Tensor:
-        (terms, classes, is_logprob, total), (lse, total_nll, *factors) = how, others
+    def forward(
+        ctx: Any,
+        how: tuple,
+        target_weight: Tensor | None,
+        token_weight: Tensor | None,
+        first: Tensor,
+        *others: Tensor | None,
+    ) -> Tensor:
+        terms, classes, is_logprob, total = how
         ctx.how, ctx.rows = how, first.shape
-        ctx.save_for_backward(lse, *factors)
-        stats = Stats(lse=lse, total_nll=total_nll)
-        losses = RowLoss(terms, *factors).losses(-first if is_logprob else first, stats, classes)
+        ctx.save_for_backward(target_weight, token_weight, *others)
+        stats, row_loss = _stats(others), RowLoss(terms, target_weight, token_weight)
+        losses = row_loss.losses(-first if is_logprob else first, stats, classes)
         return losses.sum() if total else losses
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         terms, classes, is_logprob, _ = ctx.how
-        lse, *factors = ctx.saved_tensors
-        dnll, *others = RowLoss(terms, *factors).upstream_of_nll(dlosses, lse, classes)
-        found = (-dnll if is_logprob else dnll, *others)
-        return None, *(None if each is None else each.expand(ctx.rows) for each in found), None, None
+        target_weight, token_weight, *others = ctx.saved_tensors
+        row_loss = RowLoss(terms, target_weight, token_weight)
+        upstream = row_loss.upstream(dlosses, _stats(others), classes)
+        if not is_logprob and upstream.logprob is not None:
+            upstream = upstream._replace(logprob=-upstream.logprob)
+        found = (None if each is None else each.expand(ctx.rows) for each in upstream)
+        return None, None, None, *found
+
+
+def _stats(others: Sequence[Tensor | None]) -> Stats:
+    return Stats(**dict(zip(_OTHERS, others, strict=True)))

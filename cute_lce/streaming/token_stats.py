@@ -433,7 +433,7 @@ def grad_in_forward(
         assert stats.logprob is not None
         losses[start:stop] = own.losses(-stats.logprob, stats, V)
         saved = StatsSaved(stats.row_max, stats.row_sum, stats.mean_gap, stats.kept)
-        upstream = own.upstream(torch.ones_like(stats.logprob), stats.lse, V)
+        upstream = own.upstream(torch.ones_like(stats.logprob), stats, V)
         del stats
         dinput_part, _, dbias_part = gradients(upstream, part, saved, options, request, dweight)
         if dinput is not None and dinput_part is not None:

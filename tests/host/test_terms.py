@@ -220,10 +220,10 @@ def test_losses_of_rows_may_be_changed_in_place(terms):
     terms = {**terms, "token_weight": torch.linspace(0, 2, 12)} if "token_weight" in terms else terms
     found = []
     for in_place in (False, True):
-        leaves = [case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()]
-        losses = linear_cross_entropy(*leaves, case.target, reduction="none", **terms)
+        hidden, weight = case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()
+        losses = linear_cross_entropy(hidden, weight, case.target, reduction="none", **terms)
         (losses.mul_(3) if in_place else losses * 3).sum().backward()
-        found.append([leaf.grad for leaf in leaves])
+        found.append([hidden.grad, weight.grad])
     torch.testing.assert_close(found[1], found[0])
 
 
