@@ -255,8 +255,7 @@ one of every few statements is altered. The codes are those of tests/emulator/fa
 `python3 -m tests.emulator.mutate`, which `--kernels` and `--statements` restrict to some rows;
 tests/emulator/test_mutations.py runs the same and fails when a mutation is missed that has no reason here.
 
-The rows of DlogitsOfKept are of the kernel before 9799a1b. No kernel here has spare warps, and those that sum
-rows (kernels/column_sums.py, kernels/total_gaps.py) are not altered.
+The rows of DlogitsOfKept are of the kernel before 9799a1b. No kernel here has spare warps.
 
 | kernel | mutations | found |
 |---|---|---|
