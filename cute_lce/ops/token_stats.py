@@ -173,10 +173,10 @@ def token_stats(*arguments):
     return all_present(found._replace(sorted_ids=None), operands, options)
 
 
-def eager_token_stats(options: StatsOptions, request: Request, operands: tuple) -> tuple[Tensor, ...]:
-    """token_stats of a call that nothing intercepts, whose backward has the ids' order too."""
-    given = StatsOperands(*operands)
-    return all_present(_forward(given, options, request), given, options)
+def eager_token_stats(options: StatsOptions, request: Request, operands: tuple) -> Stats:
+    """token_stats of a call that nothing intercepts: None instead of empty tensors, which take the host time,
+    and the ids' order for the backward."""
+    return _forward(StatsOperands(*operands), options, request)
 
 
 def _forward(operands: StatsOperands, options: StatsOptions, request: Request) -> Stats:
@@ -260,7 +260,7 @@ class StatsHow(NamedTuple):
 
 
 class StatsFunction(torch.autograd.Function):
-    """token_stats. run: of the operands, gives Stats' fields."""
+    """token_stats. run: of the operands, gives Stats' fields, empty or None for what there is none of."""
 
     @staticmethod
     def forward(ctx, run, how, *operands):
@@ -269,7 +269,8 @@ class StatsFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         saved = results[Stats._fields.index("row_max") :]
         ctx.save_for_backward(*operands, *saved)
-        ctx.mark_non_differentiable(*results[len(StatsUpstream._fields) :])
+        others = results[len(StatsUpstream._fields) :]
+        ctx.mark_non_differentiable(*(each for each in others if each is not None))
         if how.destination is not None:
             _keep_destination(ctx, how.destination, operands[1].dtype)
         return tuple(results)
