@@ -330,7 +330,8 @@ class Shared(NamedTuple):
         if of_others is None:
             # Of upstream gradients the kernels make what else dloss says.
             of_others = _of_kept_alone(saved.row_sum, saved, options, request)
-        given = (upstream.logprob, upstream.lse, upstream.total_nll)
+        numbers = upstream.logprob, upstream.lse, upstream.total_nll
+        given = [None if each is None else each.resolve_neg() for each in numbers]
         (dlogprob, by_logprob), (dlse, by_lse), (dtotal, by_total) = map(_strided, given)
         features, rows, partials = (0 if each is None else each.data_ptr() for each in self[1:4])
         ratio, row_scale = saved.onehot_ratio, tensors.row_scale
@@ -400,9 +401,5 @@ def _kept_factor(saved: StatsSaved, coefficients: Coefficients, factor: Tensor |
         # In ignored rows anything, over which a target's 0 is 0.
         ratio = saved.onehot_ratio
         softmax = torch.where(ratio.abs() > 1, target / -ratio, softmax)
-    return _times(softmax, factor).contiguous()
-
-
-def _times(coefficient: Tensor, factor: Tensor | float) -> Tensor:
-    """Their product, without a launch for a factor of 1."""
-    return coefficient if isinstance(factor, float) and factor == 1 else coefficient * factor
+    # Without a launch for a factor of 1.
+    return (softmax if isinstance(factor, float) and factor == 1 else softmax * factor).contiguous()

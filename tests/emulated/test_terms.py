@@ -760,6 +760,20 @@ def test_one_gradient_of_what_is_smoothed(arch, kept, needs):
 
 
 @hopper_first
+def test_upstreams_of_what_is_smoothed_that_are_negated_lazily(arch, monkeypatch):
+    """Kernels read their memory, which holds what is to be negated."""
+    given = token_stats._upstream
+
+    def negated(*arguments: Any) -> dict[str, torch.Tensor]:
+        lazily = torch._neg_view  # pyright: ignore[reportPrivateImportUsage]
+        return {name: lazily(-each) for name, each in given(*arguments).items()}
+
+    monkeypatch.setattr(token_stats, "_upstream", negated)
+    numbers = kept_numbers(BF16)["smoothing and"]
+    token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=201))
+
+
+@hopper_first
 @pytest.mark.parametrize("beside", [pytest.param(False, marks=full), True])
 def test_sums_of_rows_in_many_slabs(arch, beside, monkeypatch):
     """Of the weight and of tokens three or four for each 128 features, with nan where a token is ignored; and
