@@ -24,7 +24,7 @@ from tests.emulated.forward import ignoring, minus_infinity, offset, scaled
 from tests.emulated.token_stats import PLAIN, Numbers, given_ids, repeating
 from tests.emulator.ops import tcgen05, wgmma
 from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
-from tests.numerics import assert_close, jumping, random_case
+from tests.numerics import assert_close, jumping, negated, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -764,11 +764,10 @@ def test_upstreams_of_what_is_smoothed_that_are_negated_lazily(arch, monkeypatch
     """Kernels read their memory, which holds what is to be negated."""
     given = token_stats._upstream
 
-    def negated(*arguments: Any) -> dict[str, torch.Tensor]:
-        lazily = torch._neg_view  # pyright: ignore[reportPrivateImportUsage]
-        return {name: lazily(-each) for name, each in given(*arguments).items()}
+    def all_negated(*arguments: Any) -> dict[str, torch.Tensor]:
+        return {name: negated(each) for name, each in given(*arguments).items()}
 
-    monkeypatch.setattr(token_stats, "_upstream", negated)
+    monkeypatch.setattr(token_stats, "_upstream", all_negated)
     numbers = kept_numbers(BF16)["smoothing and"]
     token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=201))
 
