@@ -364,6 +364,8 @@ _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
 """_HOPPER_SHARED and _HOPPER_TALL ask the least of L2: 32 bytes a clock, with fewer or more tokens 36 to 27.
 Their epilogues do not hide either."""
 _HOPPER_HIGH = replace(_HOPPER_PAIR, tile_m=192)
+_HOPPER_SQUARE = tuple(replace(each, tile_m=256, tile_n=192) for each in (_HOPPER_TALL, _HOPPER_SHARED))
+"""Less still, 29 bytes: for many tokens, and for features that 192 divides."""
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,
@@ -406,6 +408,7 @@ _SM_90A = Architecture(
                 replace(_HOPPER_PAIR, tile_n=192),
                 replace(_HOPPER, tile_n=128),
                 _HOPPER_SHARED,
+                *_HOPPER_SQUARE,
             ),
             # In steps of 8, so that some width divides nearly any number of tokens well.
             dhidden=_widths(_HOPPER_TALL, *range(104, 193, 8)),
