@@ -4,9 +4,9 @@ GPUs of one architecture run the same kernels and differ in memory and L2, on wh
 H100 has five sixths of an H200's L2, and its SMs load up to 15% less from it in a clock.
 
 The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json,
-h100_tiles.json, h100_cool.json and, of forwards, h100_sustained.json there and, of writes, to an earlier
-bench/results/h100_random11.json
-(tests/host/test_cost.py); what a B200's sheet does not say is a guess.
+h100_tiles.json, h100_cool.json, of forwards to h100_sustained.json and of dlinear_weight to h100_dweight.json
+there, and, of writes, to an earlier bench/results/h100_random11.json (tests/host/test_cost.py); what a B200's
+sheet does not say is a guess.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DataSheet:
         call; for a long one it has none. Its SMs run at `boost` Hz, while L2 and DRAM keep their rates. 0:
         not measured.
     few: of L2's clocks for a tile of dlinear_weight, what clusters of two rows of tiles in turns save with
-        few tokens (cost.py). in_step: what they save besides where a round of clusters is whole rows.
+        few tokens (cost.py).
     """
 
     gpu: str
@@ -69,7 +69,6 @@ class DataSheet:
     cool: float
     boost: float
     few: float
-    in_step: float
 
 
 H200 = DataSheet(
@@ -95,7 +94,6 @@ H200 = DataSheet(
     cool=0.0,
     boost=1.98e9,
     few=0.0,
-    in_step=0.0,
 )
 H100 = DataSheet(
     gpu="H100",
@@ -119,8 +117,7 @@ H100 = DataSheet(
     sustained=0.95,
     cool=0.35,
     boost=1.98e9,
-    few=0.1,
-    in_step=0.05,
+    few=0.16,
 )
 B200 = DataSheet(
     gpu="B200",
@@ -145,7 +142,6 @@ B200 = DataSheet(
     cool=0.0,
     boost=1.98e9,
     few=0.0,
-    in_step=0.0,
 )
 
 

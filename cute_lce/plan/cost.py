@@ -8,10 +8,11 @@ those of what it loads from L2 and stores, a little more where these are alike, 
 misses and of waiting for the tile beside it; its epilogue hides behind the next tile's MMAs, and where it is
 longer, tile and epilogue alternate between two warpgroups.
 
-The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json, h100_cool.json and
-h100_sustained.json of bench/results/tuning (tests/host/test_cost.py) and are used for every architecture,
-relative to a GPU's data sheet, which has what differs from GPU to GPU (data_sheets.py). All but the last are
-of kernels whose clusters were farther apart; so are the constants of backwards.
+The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json, h100_cool.json,
+h100_sustained.json, h100_passes.json and h100_dweight.json of bench/results/tuning (tests/host/test_cost.py)
+and are used for every architecture, relative to a GPU's data sheet, which has what differs from GPU to GPU
+(data_sheets.py). All but the last three are of kernels whose clusters were farther apart; so are most
+constants of backwards.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def grouped(columns: int, most: int, clusters: int) -> int:
 class Epilogue(NamedTuple):
     """clocks: of 128 rows of a tile, for each column; scarce: where more than `registers` of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
-    exposed: clocks of one that does not hide, for each column of its tile. alone, beside: the DataSheet's
+    exposed: clocks of one that does not hide, for 128 rows of each column. alone, beside: the DataSheet's
     fields that say what L2 gives to its GEMM, and in clusters with tiles side by side. fixed: clocks that it
     takes besides those of its columns; between: of a tile in turns, those between its last MMAs and the next
     tile's first."""
@@ -113,14 +114,12 @@ RESUMED_CLOCKS = 2500
 """The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
 that it holds lose none."""
 STATISTICS = Epilogue(55.5, 62.5, 0, exposed=5.6, registers=184, alone="alone", fixed=850.0, between=790.0)
-EXPONENTIALS = Epilogue(
-    84.0, 96.0, 2, alone="alone", beside="beside_keeping", fixed=900.0, between=790.0
-)
+EXPONENTIALS = Epilogue(84.0, 96.0, 2, alone="alone", beside="beside_keeping", fixed=900.0, between=790.0)
 """Without `fixed` and `between` narrow tiles were chosen for few features, with which a forward of (2458, 768,
 50257) took 6 to 9% longer on an H100 than the fastest."""
 DLOGITS = EXPONENTIALS._replace(alone="l2_bytes_per_clock", beside="beside_dlogits")
-DINPUT = Epilogue(60.0, 60.0, 2, beside="beside_sliced")
-SUMS = Epilogue(120.0, 120.0, 4, beside="beside_sliced")
+DINPUT = Epilogue(60.0, 60.0, 2, exposed=0.8, beside="beside_sliced")
+SUMS = Epilogue(120.0, 120.0, 4, exposed=0.8, beside="beside_sliced")
 DWEIGHT = Epilogue(22.4, 22.4, 2, beside="beside_sliced")
 
 
@@ -139,19 +138,12 @@ def dinput_epilogue(splits: int) -> Epilogue:
     return SUMS if splits > 1 else DINPUT
 
 
-FEW_TOKENS = 449
-"""From so many tokens on dlinear_weight's tiles in turns, in clusters of two rows of tiles, save
-DataSheet.few of L2's clocks. An H100's tiles of 128 x 128 took 0.83 to 0.95 of what is predicted without it
-with 512 to 1024 tokens, multiples of 64, behind cuBLAS (bench/results/tuning/h100_cool.json)."""
-STEP_TOKENS = 900
-"""From so many tokens on they save DataSheet.in_step besides, with UNEVEN rounds at most."""
-SOME_TOKENS, MANY_TOKENS = 1024, 2048
-"""Up to SOME_TOKENS all of it is saved, from MANY_TOKENS on nothing."""
-UNEVEN = 0.04
-"""The largest share of a round's clusters that is in a row of tiles which the round does not fill."""
-UNFILLED = 2.2
-"""Times the share of all k tiles' rows that no token fills, less is saved: beside other tiles 900, 1100, 1172
-and 1300 tokens took up to 15% longer than multiples of 64 near them."""
+FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 512, 900, 2400
+"""Of dlinear_weight's tiles in turns, in clusters of two rows of tiles: up to FEW_TOKENS they save nothing of
+L2's clocks, between the other two DataSheet.few, and beyond less and less. An H100's tiles of 128 x 128 took
+0.82 to 0.91 of what is predicted without it with 800 to 2500 tokens, 0.95 with 3900 and 1.00 with 8192."""
+SOME_FEATURES = 2048
+"""From so many features on: with 768 and 1024 they took 1.04 to 1.12 of it."""
 
 
 def heat(macs: int) -> float:
@@ -213,7 +205,7 @@ class Gemm:
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
         in_turns_of_rows = config.turns > 1 and config.cluster_m > 1
-        self._few, self._in_step = (sheet.few, sheet.in_step) if in_turns_of_rows else (0.0, 0.0)
+        self._few = sheet.few if in_turns_of_rows else 0.0
         self._tiles: dict[tuple[int, Epilogue, int, float], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
@@ -241,7 +233,7 @@ class Gemm:
     def least(self, macs: int) -> float:
         """Clocks that no GEMM of as many multiply-adds, or part of one, is below."""
         per_tile = self.rows * self.columns * self.clusters
-        loaded = min(self._loaded.values()) * (1 - self._few - self._in_step)
+        loaded = min(self._loaded.values()) * (1 - self._few)
         return macs * max(self._mma, loaded) / per_tile
 
     def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0, saved: float = 0.0) -> float:
@@ -255,13 +247,11 @@ class Gemm:
 
     def _saved(self, n: int, depth: int, epilogue: Epilogue) -> float:
         """The share of L2's clocks that dlinear_weight's tiles save with few tokens. n: features; depth:
-        tokens. With it a GEMM's clocks may fall where tokens fill a k tile, and features a row of tiles."""
-        if not self._few or epilogue is not DWEIGHT or depth < FEW_TOKENS:
+        tokens."""
+        if not self._few or epilogue is not DWEIGHT or n < SOME_FEATURES:
             return 0.0
-        uneven = self.clusters % -(-n // self.columns) / self.clusters
-        saved = self._few + self._in_step * (uneven <= UNEVEN and depth >= STEP_TOKENS)
-        saved *= min(max((MANY_TOKENS - depth) / (MANY_TOKENS - SOME_TOKENS), 0.0), 1.0)
-        return max(saved - UNFILLED * (1 - depth / self._depth(depth)), 0.0)
+        rises = max(depth - FEW_TOKENS, 0) / (SOME_TOKENS - FEW_TOKENS)
+        return self._few * min(rises, (MANY_TOKENS / depth) ** 2, 1.0)
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
@@ -300,7 +290,7 @@ class Gemm:
             return 0.0
         held = (self.config.stages - 1) * self.config.tile_k
         resumed = min(max(depth - held, 0) * self._mma, RESUMED_CLOCKS)
-        return self.config.tile_n * epilogue.exposed + resumed
+        return self.config.tile_n * (self.config.tile_m / 128) ** 2 * epilogue.exposed + resumed
 
     def group(self, d: int, columns: int) -> int:
         """Of a forward's columns of tiles those of a group."""
