@@ -115,8 +115,8 @@ RESUMED_CLOCKS = 2500
 that it holds lose none."""
 STATISTICS = Epilogue(55.5, 62.5, 0, exposed=5.6, registers=184, alone="alone", fixed=850.0, between=790.0)
 EXPONENTIALS = Epilogue(84.0, 96.0, 2, alone="alone", beside="beside_keeping", fixed=900.0, between=790.0)
-"""Without `fixed` and `between` narrow tiles were chosen for few features, with which a forward of (2458, 768,
-50257) took 6 to 9% longer on an H100 than the fastest."""
+"""Without `fixed` and `between` narrow tiles were chosen for few features, with which a forward of
+(2458, 768, 50257) took 6 to 9% longer on an H100 than the fastest."""
 DLOGITS = EXPONENTIALS._replace(alone="l2_bytes_per_clock", beside="beside_dlogits")
 DINPUT = Epilogue(60.0, 60.0, 2, exposed=0.8, beside="beside_sliced")
 SUMS = Epilogue(120.0, 120.0, 4, exposed=0.8, beside="beside_sliced")
