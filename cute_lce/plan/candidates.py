@@ -52,15 +52,18 @@ class Candidates:
         tokens, dhidden, self._splits = _tokens(gpu, problem, window)
         self._computing = Gemms(tokens, dhidden, dweight)
         self._keeping_all, self._kept_splits = self._computing, self._splits
-        if problem.need_dinput and not problem.has_stripes_of_logits:
-            tokens, dhidden, self._kept_splits = _tokens(gpu, problem, window, all_is_kept=True)
+        if not problem.has_stripes_of_logits:
+            dweight = _dweight(gpu, problem, window, all_is_kept=True)
+            if problem.need_dinput:
+                tokens, dhidden, self._kept_splits = _tokens(gpu, problem, window, all_is_kept=True)
             self._keeping_all = Gemms(tokens, dhidden, dweight)
         # Clocks of a column of the vocabulary, were every round full: of its logits, and in the gradients.
         area = problem.n * problem.d
         self._logits = self._computing.tokens.least(area)
         dhiddens = self._computing.dhidden, self._keeping_all.dhidden
         self._gradients = min(each.least(area) for each in dhiddens) * problem.need_dinput
-        self._gradients += dweight.least(area) * problem.need_dweight
+        dweights = self._computing.dweight, self._keeping_all.dweight
+        self._gradients += min(each.least(area) for each in dweights) * problem.need_dweight
         self._stripes: dict[tuple[int, int, bool], int] = {}
         self._keeping: dict[int, list[Candidate]] = {}
 
@@ -229,9 +232,11 @@ def candidates(gpu: Gpu, problem: Problem, window: int = 0) -> Candidates:
     return Candidates(gpu, problem, window)
 
 
-def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
+def _dweight(gpu: Gpu, problem: Problem, window: int, *, all_is_kept: bool = False) -> Gemm:
     """The configuration with which dweight's GEMM is the fastest over the whole vocabulary: by a mean of its
-    times at the power limit and, the more the shorter the call, on a GPU that has not reached it."""
+    times at the power limit and, the more the shorter the call, on a GPU that has not reached it.
+
+    all_is_kept: in one stripe, where higher tiles than others' fill their rounds too."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     macs = n * d * vocab
     share = gpu.sheet.cool * (1 - heat(macs))
@@ -244,7 +249,11 @@ def _dweight(gpu: Gpu, problem: Problem, window: int) -> Gemm:
         hot = seconds(config, False)
         return hot + share * (seconds(config, True) - hot) if share else hot
 
-    return gemm_of(gpu, min(gpu.row.configs_for(n, window, gpu.widths).dweight, key=weighed), macs)
+    configs = gpu.row.configs_for(n, window, gpu.widths).dweight
+    height = configs[0].tile_m
+    return gemm_of(
+        gpu, min((each for each in configs if all_is_kept or each.tile_m <= height), key=weighed), macs
+    )
 
 
 def _tokens(

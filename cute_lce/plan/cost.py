@@ -95,9 +95,8 @@ class Epilogue(NamedTuple):
     """clocks: of 128 rows of a tile, for each column; scarce: where more than `registers` of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
     exposed: clocks of one that does not hide, for 128 rows of each column. alone, beside: the DataSheet's
-    fields that say what L2 gives to its GEMM, and in clusters with tiles side by side. fixed: clocks that it
-    takes besides those of its columns; between: of a tile in turns, those between its last MMAs and the next
-    tile's first."""
+    fields that say what L2 gives to its GEMM, and in clusters with tiles side by side. of_forward: whether
+    it is a forward's, whose tiles in turns take DataSheet.between too."""
 
     clocks: float
     scarce: float
@@ -106,18 +105,15 @@ class Epilogue(NamedTuple):
     registers: int = 160
     alone: str = "l2_bytes_per_clock"
     beside: str = "beside"
-    fixed: float = 0.0
-    between: float = 0.0
+    of_forward: bool = False
 
 
 RESUMED_CLOCKS = 2500
 """The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
 that it holds lose none."""
-STATISTICS = Epilogue(55.5, 62.5, 0, exposed=5.6, registers=184, alone="alone", fixed=850.0, between=790.0)
-EXPONENTIALS = Epilogue(84.0, 96.0, 2, alone="alone", beside="beside_keeping", fixed=900.0, between=790.0)
-"""Without `fixed` and `between` narrow tiles were chosen for few features, with which a forward of
-(2458, 768, 50257) took 6 to 9% longer on an H100 than the fastest."""
-DLOGITS = EXPONENTIALS._replace(alone="l2_bytes_per_clock", beside="beside_dlogits")
+STATISTICS = Epilogue(56.0, 66.0, 0, exposed=5.6, registers=184, alone="alone", of_forward=True)
+EXPONENTIALS = Epilogue(90.0, 126.0, 2, alone="alone", beside="beside_keeping", of_forward=True)
+DLOGITS = Epilogue(90.0, 126.0, 2, beside="beside_dlogits")
 DINPUT = Epilogue(60.0, 60.0, 2, exposed=0.8, beside="beside_sliced")
 SUMS = Epilogue(120.0, 120.0, 4, exposed=0.8, beside="beside_sliced")
 DWEIGHT = Epilogue(22.4, 22.4, 2, beside="beside_sliced")
@@ -200,6 +196,7 @@ class Gemm:
         self._panel = sheet.panel_beside if beside else sheet.panel
         self._panel_of_all = sheet.panel_beside if beside else sheet.panel_of_all
         self._again, self._held = sheet.again, int(SCATTERED_SHARE * sheet.l2)
+        self._between_tiles = sheet.between
         # Of what a k tile loads, the weight's part.
         self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
@@ -267,14 +264,14 @@ class Gemm:
         # In turns: for each logit of a thread, one a column in tiles of 128 rows.
         own = config.accumulator_registers if config.turns > 1 else config.tile_n
         own *= epilogue.scarce if scarce else epilogue.clocks
-        own += epilogue.fixed
         tile += self._between(epilogue)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
 
     def _between(self, epilogue: Epilogue) -> float:
-        return epilogue.between if self.config.turns > 1 else 0.0
+        """Clocks between the last MMAs of a tile and the first of the next, beyond those that hide."""
+        return self._between_tiles if epilogue.of_forward and self.config.turns > 1 else 0.0
 
     def _l2(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks in which L2 moves what a tile loads and stores. depth: whole k tiles."""
