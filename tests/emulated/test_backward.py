@@ -584,30 +584,34 @@ def test_tall_tiles_of_dhidden(shape: tuple[int, int, int], how: str, splits: in
 
 
 @pytest.mark.parametrize(
-    ("tile_n", "how"),
+    ("tile_n", "dweight", "how"),
     [
-        (104, "keep"),
-        (160, "recompute"),
-        pytest.param(136, "keep", marks=full),
-        pytest.param(136, "fp16 keep", marks=full),
-        pytest.param(152, "keep", marks=full),
-        pytest.param(160, "keep", marks=full),
-        pytest.param(176, "keep", marks=full),
-        pytest.param(176, "fp16", marks=full),
-        pytest.param(192, "keep", marks=full),
+        (104, (256, 192, 2), "keep"),
+        (160, (256, 192, 1), "recompute"),
+        pytest.param(120, (128, 256, 1), "keep", marks=full),
+        pytest.param(136, (256, 192, 1), "keep", marks=full),
+        pytest.param(136, (128, 256, 1), "fp16 keep", marks=full),
+        pytest.param(152, (256, 192, 2), "fp16 keep", marks=full),
+        pytest.param(160, (128, 256, 1), "keep", marks=full),
+        pytest.param(176, (256, 192, 2), "keep", marks=full),
+        pytest.param(176, (256, 192, 1), "fp16", marks=full),
+        pytest.param(192, (128, 256, 1), "keep", marks=full),
     ],
 )
-def test_tiles_that_ask_little_of_l2(tile_n: int, how: str, as_planned, monkeypatch):
-    """At their widths, of which some end with half a box: dhidden in tiles of 256 rows, dweight in tiles of
-    128 x 256 that two CTAs share."""
+def test_tiles_that_ask_little_of_l2(
+    tile_n: int, dweight: tuple[int, int, int], how: str, as_planned, monkeypatch
+):
+    """At their widths, of which some end with half a box: dhidden in tiles of 256 rows, dweight in such or in
+    128 x 256, which share an operand with another CTA. dweight: rows, columns, tiles side by side."""
     row = architecture("sm_90a")
     many = row.tilings[-1]
+    (own,) = (each for each in many.dweight if (each.tile_m, each.tile_n, each.cluster_n) == dweight)
     # Of tiles side by side the logits' GEMM, and the forward here, have no wider ones.
     pair = replace(many.tokens[0], tile_n=min(round_up(tile_n, 16), 176))
     only = replace(
         many,
         tokens=(pair,),
-        dweight=many.dweight[-1:],
+        dweight=(own,),
         dhidden=tuple(each for each in many.dhidden if each.tile_n == tile_n),
         forward=(),
     )
@@ -621,8 +625,9 @@ def test_tiles_that_ask_little_of_l2(tile_n: int, how: str, as_planned, monkeypa
     monkeypatch.setattr(candidates, "_tokens", tall)
     dloss = torch.linspace(1, 2, 199).double()
     case, run = run_how(how, lambda dtype: ignoring(random_case(199, 264, 300, dtype)), "sm_90a", dloss=dloss)
-    used = {key.dhidden.tile_n for key in run.emulator.keys if isinstance(key, BackwardKey)}
-    assert used == {tile_n}
+    used = [key for key in run.emulator.keys if isinstance(key, BackwardKey)]
+    assert {key.dhidden.tile_n for key in used} == {tile_n}
+    assert {(key.dweight.tile_m, key.dweight.tile_n, key.dweight.cluster_n) for key in used} == {dweight}
     check(case, run, dloss=dloss)
 
 
