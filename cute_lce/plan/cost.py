@@ -137,7 +137,7 @@ def dinput_epilogue(splits: int) -> Epilogue:
 FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 512, 900, 2400
 """Of dlinear_weight's tiles in turns, in clusters of two rows of tiles: up to FEW_TOKENS they save nothing of
 L2's clocks, between the other two DataSheet.few, and beyond less and less. An H100's tiles of 128 x 128 took
-0.82 to 0.91 of what is predicted without it with 800 to 2500 tokens, 0.95 with 3900 and 1.00 with 8192."""
+0.82 to 0.95 of what is predicted without it with 800 to 2500 tokens, 0.95 with 3900 and 1.00 with 8192."""
 SOME_FEATURES = 2048
 """From so many features on: with 768 and 1024 they took 1.04 to 1.12 of it."""
 
