@@ -268,6 +268,12 @@ class Configs(NamedTuple):
         more = (each for each in self.forward if each.tile_m != 192) if keeps else self.forward
         return *self.tokens, *more
 
+    @property
+    def dweight_of_parts(self) -> tuple[KernelConfig, ...]:
+        """Those of the gradient by weight's GEMM of stripes, or of chunks of tokens: the lowest."""
+        height = min(each.tile_m for each in self.dweight)
+        return tuple(each for each in self.dweight if each.tile_m == height)
+
     def pairs_for(self, tokens: int) -> list[tuple[KernelConfig, KernelConfig]]:
         """Of `pairs` those for so many tokens: the narrowest that holds all of them, or all."""
         return [pair for pair in self.pairs if pair[0].cluster_columns >= tokens][:1] or self.pairs
@@ -357,15 +363,13 @@ def _widths(tiling: Tiling, *columns: int) -> tuple[Tiling, ...]:
 
 _HOPPER_PAIR = replace(_HOPPER, cluster_m=1, cluster_n=2)
 _HOPPER_WIDE = replace(_HOPPER, tile_n=256, pingpong=False, cluster_m=1)
-"""Asks the least of shared memory, where a tile's k is short and its time that of its store, which clusters
-would only hold up; its epilogue does not hide."""
+"""Asks the least of shared memory, for a short k, where clusters would hold up stores. No epilogue hides."""
 _HOPPER_SHARED = replace(_HOPPER_WIDE, cluster_m=2)
 _HOPPER_TALL = replace(_HOPPER_PAIR, tile_m=256, tile_n=128, pingpong=False)
-"""_HOPPER_SHARED and _HOPPER_TALL ask the least of L2: 32 bytes a clock, with fewer or more tokens 36 to 27.
-Their epilogues do not hide either."""
+"""_HOPPER_SHARED and _HOPPER_TALL ask the least of L2: 32 bytes a clock, with other widths 36 to 27. Their
+epilogues do not hide either."""
 _HOPPER_HIGH = replace(_HOPPER_PAIR, tile_m=192)
-_HOPPER_SQUARE = tuple(replace(each, tile_m=256, tile_n=192) for each in (_HOPPER_TALL, _HOPPER_SHARED))
-"""Less still, 29 bytes: for many tokens, and for features that 192 divides."""
+_HOPPER_LARGE = tuple(replace(each, tile_m=256, tile_n=192) for each in (_HOPPER_TALL, _HOPPER_SHARED))
 _BLACKWELL = Tiling(
     tile_m=256,
     tile_n=256,
@@ -408,7 +412,7 @@ _SM_90A = Architecture(
                 replace(_HOPPER_PAIR, tile_n=192),
                 replace(_HOPPER, tile_n=128),
                 _HOPPER_SHARED,
-                *_HOPPER_SQUARE,
+                *_HOPPER_LARGE,
             ),
             # In steps of 8, so that some width divides nearly any number of tokens well.
             dhidden=_widths(_HOPPER_TALL, *range(104, 193, 8)),

@@ -4,9 +4,9 @@ GPUs of one architecture run the same kernels and differ in memory and L2, on wh
 H100 has five sixths of an H200's L2, and its SMs load up to 15% less from it in a clock.
 
 The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json,
-h100_tiles.json, h100_cool.json, of forwards to h100_sustained.json and of dlinear_weight to h100_dweight.json
-there, and, of writes, to an earlier bench/results/h100_random11.json (tests/host/test_cost.py); what a B200's
-sheet does not say is a guess.
+h100_tiles.json, h100_cool.json, of forwards to h100_sustained.json and h100_passes.json and of
+dlinear_weight to h100_dweight.json there, and, of writes, to an earlier bench/results/h100_random11.json
+(tests/host/test_cost.py); what a B200's sheet does not say is a guess.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class DataSheet:
         clusters that share them waits for DRAM: this over the number of these clusters.
     again: of DRAM's time for the weight, what each further group of columns that reads it in a forward takes:
         what is moved costs clock at the power limit.
-    between: clocks that a forward's tiles in turns take besides, between the MMAs of two. Without it narrow
-        tiles were chosen for few features on an H100, with which forwards of (2458, 768, 50257) took 6 to 9%
-        longer than in the fastest.
+    between: clocks that a forward's tile in turns takes besides its MMAs; narrow tiles have them more often.
+        waits: those that it waits for the tile beside it, if it keeps nothing. 0: the GPU's times are
+        described as well without.
     write_share: of the data sheet's DRAM rate, that writes reach.
     sustained: the share of short calls' clock that SMs keep in long ones, which draw the power limit; L2 and
         DRAM keep theirs.
@@ -68,6 +68,7 @@ class DataSheet:
     missed: float
     again: float
     between: float
+    waits: float
     write_share: float
     sustained: float
     cool: float
@@ -94,6 +95,7 @@ H200 = DataSheet(
     missed=0.0,
     again=0.0,
     between=0.0,
+    waits=150.0,
     write_share=0.65,
     sustained=0.87,
     cool=0.0,
@@ -119,6 +121,7 @@ H100 = DataSheet(
     missed=0.04,
     again=0.05,
     between=790.0,
+    waits=0.0,
     write_share=0.75,
     sustained=0.95,
     cool=0.35,
@@ -144,6 +147,7 @@ B200 = DataSheet(
     missed=0.0,
     again=0.0,
     between=0.0,
+    waits=0.0,
     write_share=0.65,
     sustained=0.847,
     cool=0.0,

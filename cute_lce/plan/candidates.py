@@ -236,7 +236,7 @@ def _dweight(gpu: Gpu, problem: Problem, window: int, *, all_is_kept: bool = Fal
     """The configuration with which dweight's GEMM is the fastest over the whole vocabulary: by a mean of its
     times at the power limit and, the more the shorter the call, on a GPU that has not reached it.
 
-    all_is_kept: in one stripe, where higher tiles than others' fill their rounds too."""
+    all_is_kept: in one stripe, of which any tiles fill the rounds."""
     n, d, vocab = problem.n, problem.d, problem.vocab
     macs = n * d * vocab
     share = gpu.sheet.cool * (1 - heat(macs))
@@ -249,11 +249,9 @@ def _dweight(gpu: Gpu, problem: Problem, window: int, *, all_is_kept: bool = Fal
         hot = seconds(config, False)
         return hot + share * (seconds(config, True) - hot) if share else hot
 
-    configs = gpu.row.configs_for(n, window, gpu.widths).dweight
-    height = configs[0].tile_m
-    return gemm_of(
-        gpu, min((each for each in configs if all_is_kept or each.tile_m <= height), key=weighed), macs
-    )
+    configs = gpu.row.configs_for(n, window, gpu.widths)
+    among = configs.dweight if all_is_kept else configs.dweight_of_parts
+    return gemm_of(gpu, min(among, key=weighed), macs)
 
 
 def _tokens(

@@ -5,7 +5,7 @@ Plans of a call are compared in clocks of an SM, whole ones, so that a sum is th
 
 A GEMM takes its rounds, one tile after another, or its share of DRAM's rate. A tile takes its MMAs' clocks or
 those of what it loads from L2 and stores, a little more where these are alike, and in a forward of what L2
-misses and of waiting for the tile beside it; its epilogue hides behind the next tile's MMAs, and where it is
+misses, and clocks between tiles; its epilogue hides behind the next tile's MMAs, and where it is
 longer, tile and epilogue alternate between two warpgroups.
 
 The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json, h100_cool.json,
@@ -94,14 +94,15 @@ def grouped(columns: int, most: int, clusters: int) -> int:
 class Epilogue(NamedTuple):
     """clocks: of 128 rows of a tile, for each column; scarce: where more than `registers` of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
-    exposed: clocks of one that does not hide, for 128 rows of each column. alone, beside: the DataSheet's
-    fields that say what L2 gives to its GEMM, and in clusters with tiles side by side. of_forward: whether
-    it is a forward's, whose tiles in turns take DataSheet.between too."""
+    exposed, exposed_high: clocks of one that does not hide, for each column of tiles of 128 and of 256 rows.
+    alone, beside: the DataSheet's fields that say what L2 gives to its GEMM, and in clusters with tiles side
+    by side. of_forward: whether it is a forward's, where tiles in turns take DataSheet.between, or waits."""
 
     clocks: float
     scarce: float
     stored: int
-    exposed: float = 3.2
+    exposed: float = 0.0
+    exposed_high: float = 0.0
     registers: int = 160
     alone: str = "l2_bytes_per_clock"
     beside: str = "beside"
@@ -111,12 +112,12 @@ class Epilogue(NamedTuple):
 RESUMED_CLOCKS = 2500
 """The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
 that it holds lose none."""
-STATISTICS = Epilogue(56.0, 66.0, 0, exposed=5.6, registers=184, alone="alone", of_forward=True)
+STATISTICS = Epilogue(56.0, 66.0, 0, registers=184, alone="alone", of_forward=True)
 EXPONENTIALS = Epilogue(90.0, 126.0, 2, alone="alone", beside="beside_keeping", of_forward=True)
 DLOGITS = Epilogue(90.0, 126.0, 2, beside="beside_dlogits")
-DINPUT = Epilogue(60.0, 60.0, 2, exposed=0.8, beside="beside_sliced")
-SUMS = Epilogue(120.0, 120.0, 4, exposed=0.8, beside="beside_sliced")
-DWEIGHT = Epilogue(22.4, 22.4, 2, beside="beside_sliced")
+DINPUT = Epilogue(60.0, 60.0, 2, exposed_high=3.2, beside="beside_sliced")
+SUMS = Epilogue(120.0, 120.0, 4, exposed_high=3.2, beside="beside_sliced")
+DWEIGHT = Epilogue(22.4, 22.4, 2, exposed=3.2, exposed_high=16.0, beside="beside_sliced")
 
 
 def scattering(columns: int, windows: int, tiles: int, clusters: int, free: int, most: int) -> float:
@@ -196,7 +197,7 @@ class Gemm:
         self._panel = sheet.panel_beside if beside else sheet.panel
         self._panel_of_all = sheet.panel_beside if beside else sheet.panel_of_all
         self._again, self._held = sheet.again, int(SCATTERED_SHARE * sheet.l2)
-        self._between_tiles = sheet.between
+        self._between_tiles, self._waits = sheet.between, sheet.waits
         # Of what a k tile loads, the weight's part.
         self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
@@ -270,8 +271,11 @@ class Gemm:
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
 
     def _between(self, epilogue: Epilogue) -> float:
-        """Clocks between the last MMAs of a tile and the first of the next, beyond those that hide."""
-        return self._between_tiles if epilogue.of_forward and self.config.turns > 1 else 0.0
+        """Clocks of a forward's tile in turns in which no MMA runs."""
+        if not epilogue.of_forward or self.config.turns == 1:
+            return 0.0
+        waits = 0.0 if epilogue.stored or self.config.cluster_n == 1 else self._waits
+        return self._between_tiles + waits
 
     def _l2(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks in which L2 moves what a tile loads and stores. depth: whole k tiles."""
@@ -287,7 +291,8 @@ class Gemm:
             return 0.0
         held = (self.config.stages - 1) * self.config.tile_k
         resumed = min(max(depth - held, 0) * self._mma, RESUMED_CLOCKS)
-        return self.config.tile_n * (self.config.tile_m / 128) ** 2 * epilogue.exposed + resumed
+        exposed = epilogue.exposed if self.config.tile_m == 128 else epilogue.exposed_high
+        return self.config.tile_n * exposed + resumed
 
     def group(self, d: int, columns: int) -> int:
         """Of a forward's columns of tiles those of a group."""

@@ -24,7 +24,7 @@ from .problem import Limits, Problem, ceil_div, round_up, steps
 
 CHUNK_STEPS, UNITS = 4, (128, 160, 192)
 """How many sizes of chunks are considered until they have doubled, of whole tiles of these widths."""
-ADDED = Epilogue(45.0, 45.0, 4, beside="beside_sliced")
+ADDED = Epilogue(45.0, 45.0, 4, exposed=3.2, beside="beside_sliced")
 """Of dweight's GEMM where TMA copies or adds its fp32 product to memory: twice as many bytes as a 16-bit
 product's pass through shared memory. What L2 reads for an addition comes on top (`_added_clocks`)."""
 ADDED_SHARE = 0.75
@@ -209,7 +209,7 @@ def _chunk(gpu: Gpu, problem: Problem, chunk: int) -> ChunkPlan:
 
     dhidden, splits = min(split, key=lambda each: (dinput_clocks(*each), -each[0].columns))
     dweight = min(
-        (gemm_of(gpu, config, macs) for config in configs.dweight),
+        (gemm_of(gpu, config, macs) for config in configs.dweight_of_parts),
         key=lambda gemm: gemm.clocks(vocab, d, chunk, ADDED),
     )
     # The factors, and the scaled rows.

@@ -176,13 +176,13 @@ def test_what_keeps_in_tiles_of_forwards_alone_does_not_spill(config: KernelConf
 
 
 # Every configuration of dweight's GEMM and what it may add to; the long sweep has those that are left.
-ADDING = [
+DWEIGHTS = [
     (arch, config, added)
     for arch in TILES
     for config in architecture(arch).dweight_configs
     for added in ("none", "float32", "bfloat16")
 ]
-SHORT = {("sm_90a", 128, 192, "float32"), ("sm_100a", 256, 256, "bfloat16")}
+SHORT = {("sm_90a", 256, 192, "float32"), ("sm_100a", 256, 256, "bfloat16")}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ SHORT = {("sm_90a", 128, 192, "float32"), ("sm_100a", 256, 256, "bfloat16")}
             if (each[0], each[1].tile_m, each[1].tile_n, each[2]) in SHORT
             else [pytest.mark.emulator_full],
         )
-        for each in ADDING
+        for each in DWEIGHTS
     ],
 )
 def test_no_dweight_spills(arch: str, config: KernelConfig, added: str):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,7 +131,7 @@ PRESENT: dict[str, dict[str, tuple[str, ...]]] = {
     "H200": {},
 }
 """Those of the present ones, by file. Forwards and dlinear_weight's of more tokens than one tile holds, which
-pace, replace those before."""
+pace, replace those before; dinput's are more of them."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -251,10 +251,12 @@ def test_chosen_forwards_are_nearly_the_fastest_of_those_that_follow_one_another
 COOL, DWEIGHT = (MEASURED.with_name(f"h100_{name}.json") for name in ("cool", "dweight"))
 
 
-@pytest.mark.parametrize("kind", ["forward", "keep", "dweight"])
-@pytest.mark.parametrize("time", ["ms", "cool_ms"])
+@pytest.mark.parametrize(
+    ("time", "kind"),
+    [*product(("ms", "cool_ms"), ("forward", "keep", "dweight")), ("sustained_ms", "dweight")],
+)
 def test_chosen_tiles_are_nearly_the_fastest_on_a_hot_gpu_and_on_a_cool_one(time: str, kind: str):
-    """2% slower than the best on average, 11% at worst."""
+    """2% slower than the best on average, 9% at worst."""
     gpu = gpu_named("H100")
     found: dict[tuple[int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
     for row in records.read([DWEIGHT if kind == "dweight" else COOL]):
@@ -271,7 +273,7 @@ def test_chosen_tiles_are_nearly_the_fastest_on_a_hot_gpu_and_on_a_cool_one(time
         slower.append(some[chosen] / min(some.values()))
     assert len(slower) >= 24
     assert sum(slower) / len(slower) <= 1.02
-    assert max(slower) <= 1.11
+    assert max(slower) <= 1.09
 
 
 TILES = ("H100", "H200")

@@ -65,7 +65,7 @@ gpu, problem, limits = Gpu("sm_90a", 132), Problem(4096, 4096, 128256), Limits(w
 assert forward.plan(gpu, *problem[:3]).rounds > 0
 assert backward.plan(gpu, problem, 768, limits).stripes[0].columns == 768
 assert schedule.choose(gpu, problem, "auto", limits)[1] > 0
-assert len(set(kernels.kernels("sm_90a", "bfloat16", "int64"))) == 24 + 20 + 99 + 1
+assert len(set(kernels.kernels("sm_90a", "bfloat16", "int64"))) == 24 + 20 + 141 + 1
 assert not {{"torch", "cutlass", "numpy"}} & set(sys.modules), set(sys.modules)
 """
     run(code)
