@@ -53,7 +53,9 @@ class Candidates:
         self._computing = Gemms(tokens, dhidden, dweight)
         self._keeping_all, self._kept_splits = self._computing, self._splits
         if not problem.has_stripes_of_logits:
-            dweight = _dweight(gpu, problem, window, all_is_kept=True)
+            # What overwrites kept logits are spare warps of dweight's GEMM, for which high tiles leave no
+            # registers (overlap.pieces).
+            dweight = _dweight(gpu, problem, window, all_is_kept=not problem.overwrites)
             if problem.need_dinput:
                 tokens, dhidden, self._kept_splits = _tokens(gpu, problem, window, all_is_kept=True)
             self._keeping_all = Gemms(tokens, dhidden, dweight)

@@ -53,12 +53,22 @@ def test_a_collective_longer_than_the_gemm():
     assert parts[1] is None
 
 
-@pytest.mark.parametrize(("n", "d", "V"), [(8192, 4096, 131072), (2048, 2048, 50257), (9817, 3584, 152064)])
-def test_pieces_are_the_whole(n: int, d: int, V: int):
+@pytest.mark.parametrize(
+    ("gpu", "n", "d", "V"),
+    [
+        (GPU, 8192, 4096, 131072),
+        (GPU, 2048, 2048, 50257),
+        (GPU, 9817, 3584, 152064),
+        # Where larger tiles, without registers for spare warps, would take the fewest clocks by themselves.
+        (GPU._replace(model=1), 8192, 3072, 128256),
+        (GPU._replace(model=1), 4096, 2304, 256000),
+    ],
+)
+def test_pieces_are_the_whole(gpu: Gpu, n: int, d: int, V: int):
     """Each begins at whole units and tiles, and all but the last fill rounds of clusters."""
     problem = Problem(n, d, V, keeps_logits=True, overwrites=True)
-    plan = backward.plan(GPU, problem, V, Limits(0, 1 << 40))
-    found = overlap.pieces(GPU, plan.dweight, problem, V)
+    plan = backward.plan(gpu, problem, V, Limits(0, 1 << 40))
+    found = overlap.pieces(gpu, plan.dweight, problem, V)
     assert 2 <= len(found) <= overlap.MOST_PIECES
     assert [piece.first for piece in found] == [
         sum(each.columns for each in found[:i]) for i in range(len(found))
