@@ -399,8 +399,7 @@ _SM_90A = Architecture(
             tokens=_widths(_HOPPER, 32, 64, 96, 112, 128, 144, 160, 176, 192),
             dweight=(_HOPPER_WIDE, replace(_HOPPER_PAIR, tile_n=192)),
         ),
-        # Two tiles of tokens side by side read the weight once. Operands whose rows are not along k come in
-        # slices of 64 columns, of which a multicast wants whole halves.
+        # Two tiles of tokens side by side read the weight once.
         Tilings(
             tokens=(
                 *_widths(_HOPPER_PAIR, 96, 112, 128, 144, 160, 176),

@@ -55,7 +55,7 @@ def narrow_plans(
                 tokens=tuple(
                     dict.fromkeys(replace(tiling, tile_n=tile_n, **changed) for tiling in each.tokens)
                 ),
-                # A multicast wants whole halves of 64 columns of an operand whose rows are not along k.
+                # Two slices of 64 columns of an operand whose rows are not along k.
                 dweight=tuple(replace(tiling, tile_n=128, **changed) for tiling in each.dweight),
                 dhidden=tuple(
                     replace(tiling, tile_n=tile_n, **changed) for tiling in row.tilings[-1].dhidden if tall

@@ -238,9 +238,11 @@ def test_configs_fit_the_device(arch: str):
     for config in architecture(arch).dweight_configs:
         assert config.arch == arch
         assert config.shared_memory <= architecture(arch).shared_memory
-        # Operands whose rows are not along k come in 64 columns; a multicast sends each CTA whole ones.
-        assert config.tile_m % (64 * config.cluster_n) == 0
-        assert config.tile_n % (64 * config.cluster_m) == 0
+        # Operands whose rows are not along k come in slices of 64 columns, of each of which a multicast sends
+        # every CTA a part of the depth, whole lines of the swizzle.
+        assert config.tile_m % 64 == 0
+        assert config.tile_n % 64 == 0
+        assert config.tile_k % (8 * config.cluster_size) == 0
 
 
 def test_what_is_kept_are_whole_tiles_or_everything():
