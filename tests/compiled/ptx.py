@@ -49,7 +49,7 @@ def pass_of(key: Key) -> str:
 
 
 def _tiles(config: KernelConfig) -> str:
-    high = f"x{config.tile_m}" if config.tile_m == 192 else ""
+    high = f"x{config.tile_m}" if config.tile_m != 128 else ""
     return f"{config.cluster_m}x{config.cluster_n}x{config.tile_n}{high}"
 
 

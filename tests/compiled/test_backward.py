@@ -231,8 +231,8 @@ def test_tall_tiles_of_dhidden(tile_n: int, accesses: int):
     # Of 128 rows for each warpgroup; those of SPILLS spill about as much.
     assert dhidden.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{tile_n}k16") == 8
     assert len(dhidden.local_accesses) <= accesses
-    # dweight's, shared tiles of 128 x 256.
-    assert gemms[2].ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
+    # dweight's, shared tiles of 256 x 192.
+    assert gemms[2].ptx.count("wgmma.mma_async.sync.aligned.m64n192k16") == 8
     assert not gemms[2].local_accesses
 
 
