@@ -95,8 +95,9 @@ class Epilogue(NamedTuple):
     """clocks: of 128 rows of a tile, for each column; scarce: where more than `registers` of a thread hold
     accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
     exposed, exposed_high: clocks of one that does not hide, for each column of tiles of 128 and of 256 rows.
-    alone, beside: the DataSheet's fields that say what L2 gives to its GEMM, and in clusters with tiles side
-    by side. of_forward: whether it is a forward's, where tiles in turns take DataSheet.between, or waits."""
+    beside: the DataSheet's field that says what L2 gives to its GEMM in clusters with tiles side by side.
+    of_forward: whether it is a forward's, to whose single tiles L2 gives DataSheet.alone, and whose tiles in
+    turns take DataSheet.between and waits."""
 
     clocks: float
     scarce: float
@@ -104,7 +105,6 @@ class Epilogue(NamedTuple):
     exposed: float = 0.0
     exposed_high: float = 0.0
     registers: int = 160
-    alone: str = "l2_bytes_per_clock"
     beside: str = "beside"
     of_forward: bool = False
 
@@ -112,8 +112,8 @@ class Epilogue(NamedTuple):
 RESUMED_CLOCKS = 2500
 """The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
 that it holds lose none."""
-STATISTICS = Epilogue(56.0, 66.0, 0, registers=184, alone="alone", of_forward=True)
-EXPONENTIALS = Epilogue(90.0, 126.0, 2, alone="alone", beside="beside_keeping", of_forward=True)
+STATISTICS = Epilogue(56.0, 66.0, 0, registers=184, of_forward=True)
+EXPONENTIALS = Epilogue(90.0, 126.0, 2, beside="beside_keeping", of_forward=True)
 DLOGITS = Epilogue(90.0, 126.0, 2, beside="beside_dlogits")
 DINPUT = Epilogue(60.0, 60.0, 2, exposed_high=3.2, beside="beside_sliced")
 SUMS = Epilogue(120.0, 120.0, 4, exposed_high=3.2, beside="beside_sliced")
@@ -150,6 +150,7 @@ def heat(macs: int) -> float:
 
 
 ALONE = "l2_bytes_per_clock", "alone"
+"""The DataSheet's fields for single tiles: of a backward's GEMMs, and of a forward's."""
 BESIDE = "beside", "beside_keeping", "beside_dlogits", "beside_sliced"
 
 
@@ -283,7 +284,7 @@ class Gemm:
         return depth * self._loaded[name] + epilogue.stored * self._stored[name]
 
     def _rate_of(self, epilogue: Epilogue) -> str:
-        return epilogue.beside if self._beside else epilogue.alone
+        return epilogue.beside if self._beside else ALONE[epilogue.of_forward]
 
     def _exposed(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile's epilogue in which no MMA runs. depth: of the tile, whole k tiles."""
