@@ -14,10 +14,10 @@ from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import (
     NO_ROW,
     Ignored,
+    fill_ignored,
     has_target,
     ignored_tokens,
     targets,
-    zero_ignored,
 )
 from cute_lce.kernels.fragment import SHARED, Fragment, spread
 from cute_lce.kernels.logits import gradient, numbers, of_classes, of_tokens, tile_logits
@@ -141,7 +141,7 @@ class DlogitsEpilogue:
             visit_ids(tensors, fragment, frag, tensors.first + row, column, slab, adds=True)
         if state.ignored.any:
             for i in cutlass.range_constexpr(fragment.owned):
-                zero_ignored(fragment, state.ignored, frag, slab, i)
+                fill_ignored(fragment, state.ignored, frag, slab, i)
         if cutlass.const_expr("bias_gradient" in tensors.loss.terms):
             self._sum_tokens(tensors, frag, row, column, slab)
         owned = range(fragment.owned)

@@ -1,6 +1,7 @@
 """The epilogue of a forward that keeps: statistics, and exponentials that the backward reads."""
 
 import functools
+import struct
 from typing import Any, NamedTuple
 
 import cutlass
@@ -9,21 +10,30 @@ from cutlass import Boolean, Float32, Int32, Uint16
 
 from cute_lce import maths
 from cute_lce.arguments import KEPT_TILE
-from cute_lce.kernels.epilogues.leaves import add_each, exponentials, fmax_each, highest
+from cute_lce.kernels.epilogues.leaves import (
+    add_each,
+    exponentials,
+    fmax_each,
+    greatest_bits,
+    highest,
+    powers,
+)
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
-from cute_lce.kernels.epilogues.tokens import Ignored, ignored_tokens, zero_ignored
-from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque
+from cute_lce.kernels.epilogues.tokens import Ignored, fill_ignored, ignored_tokens
+from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque, spread
 from cute_lce.kernels.keep import KeepTensors
-from cute_lce.kernels.logits import slopes
+from cute_lce.kernels.logits import has_slope, slopes
 from cute_lce.kernels.row_stats import fma
 
 AT_ONCE = 2
 """Columns that a lane owns whose exponentials are computed before any is stored: many of a thread's
 instructions are then independent, and few values alive."""
-FEW = 5
-"""The most columns that a lane owns, in tiles of 160, of which AT_ONCE are computed at once; of more, and
-beside what terms sum, one is: there are no registers for two."""
+FEW = 6
+"""The most columns that a lane owns, in tiles of 192, of which AT_ONCE are computed at once; of more one is:
+there are no registers for two."""
+FEW_OF_TERMS = 5
+"""The same beside what terms ask of logits; with an entropy one is in any tile."""
 
 IN_REGISTERS = 176
 """ForwardEpilogue's, beside what it takes to keep."""
@@ -38,8 +48,12 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
+    """plain: whether nothing but the sums is asked of a token. Then no maximum is known: base, that of the
+    sum and of what is kept, is K as raised so far in this run, and row_max has the steps of that."""
+
     forward: ForwardState
     ignored: Ignored
+    plain: bool
 
 
 class KeepEpilogue:
@@ -59,6 +73,7 @@ class KeepEpilogue:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
         self.kept = kept
+        self.limit = struct.unpack("i", struct.pack("f", kept.headroom))[0]
         self.forward = ForwardEpilogue(fragment, warps, IN_REGISTERS)
         self.words = self.forward.words
 
@@ -66,7 +81,15 @@ class KeepEpilogue:
     def begin(self, tensors: KeepForwardTensors, column: Int32, staging: Staging) -> KeepState:
         forward = tensors.forward
         ignored = ignored_tokens(self.fragment, forward.target, forward.loss.ignore_index, column)
-        return KeepState(self.forward.begin(forward, column, staging), ignored)
+        state = self.forward.begin(forward, column, staging)
+        needs = (state.gap, state.logits, state.argmax)
+        plain = all(each is None for each in needs) and not has_slope(forward.loss)
+        if cutlass.const_expr(plain):
+            n = cute.size(forward.target)
+            for own, token, _ in self.fragment.owned_columns(column, n):
+                state.base[own] = tensors.keep.reference[cutlass.min(token, n - 1)]
+            state.row_max.fill(0.0)
+        return KeepState(state, ignored, plain)
 
     @cute.jit
     def visit(
@@ -82,12 +105,126 @@ class KeepEpilogue:
     ):
         self.forward.mask_and_catch(tensors.forward, state.forward, frag, row, column, slab)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
-        if first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns:
+        keeps = first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns
+        if cutlass.const_expr(state.plain):
+            self._exponents(tensors.keep, state, frag, column, slab, cute.size(tensors.forward.target))
+            for owned in self._at_once(state):
+                self._sum(tensors, staging, state, frag, row, column, slab, owned, keeps)
+            if keeps:
+                # Behind the copies' fences, which would wait for these stores.
+                self._note(tensors, state.forward, row, column, slab)
+        elif keeps:
             for owned in self._at_once(state):
                 self._keep(tensors, staging, state, frag, row, column, slab, owned)
         else:
             every = range(self.fragment.owned)
             self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, None, every)
+
+    @cute.jit
+    def _exponents(
+        self,
+        keep: KeepTensors,
+        state: KeepState,
+        frag: cute.Tensor,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        n: Int32,
+    ):
+        """Exponents relative to the bases instead of logits, -inf of ignored tokens. Where one exceeds the
+        headroom, as none does in nearly every tile, its token's base is raised."""
+        fragment, forward = self.fragment, state.forward
+        exceeds = Boolean(False)
+        for i in cutlass.range_constexpr(fragment.owned):
+            base = forward.base[slab * fragment.owned + i]
+            for c in fragment.shared(i):
+                own = spread(base, c)
+                for r in range(len(fragment.rows)):
+                    frag[r, c] = maths.kept_exponent(frag[r, c], own, fma)
+            every = [frag[r, c] for c in fragment.shared(i) for r in range(len(fragment.rows))]
+            exceeds = exceeds | (greatest_bits(every) > self.limit)
+        # One branch for both: each after which exponents differ costs a copy of many.
+        exceeds = cute.arch.vote_any_sync(exceeds)
+        if exceeds or state.ignored.any:
+            for i in cutlass.range_constexpr(fragment.owned):
+                if exceeds:
+                    self._raise(keep, forward, frag, opaque(column), slab, i, n)
+                if state.ignored.any:
+                    fill_ignored(fragment, state.ignored, frag, slab, i, -Float32.inf)
+
+    @cute.jit
+    def _raise(
+        self,
+        keep: KeepTensors,
+        state: ForwardState,
+        frag: cute.Tensor,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        i: cutlass.Constexpr[int],
+        n: Int32,
+    ):
+        """Raise the base of the token that this lane owns in a slab's i-th 32 columns by the steps that its
+        exponents, which become relative to that, ask for; perhaps none."""
+        fragment, own = self.fragment, slab * self.fragment.owned + i
+        (most,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
+        steps = maths.steps_above(most, self.kept, cute.math.ceil)
+        left = Float32(maths.MOST_STEPS) - state.row_max[own]
+        steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), left)
+        rise = steps * Float32(self.kept.step)
+        state.row_max[own] += steps
+        state.base[own] += rise
+        # Twice the root, since a step of bf16 is no normal number of fp32.
+        root = cute.math.exp2(rise * Float32(-0.5), fastmath=True)
+        state.row_sum[own] *= root * root
+        token, exists = fragment.owned_column(column, slab, i, n)
+        if exists and steps > 0:
+            self._note_raise(keep, token, state.row_max[own])
+        for c in fragment.shared(i):
+            each = spread(rise, c)
+            for r in range(len(fragment.rows)):
+                frag[r, c] = frag[r, c] - each
+
+    @cute.jit
+    def _sum(
+        self,
+        tensors: KeepForwardTensors,
+        staging: Staging,
+        state: KeepState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        owned: cutlass.Constexpr[range],
+        keeps: Boolean,
+    ):
+        """Powers of two instead of the exponents of the columns that lanes own with these numbers, their
+        sums, and, if the tile is kept, their storage."""
+        fragment, forward = self.fragment, state.forward
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
+            (terms,) = fold(functools.partial(powers, fragment, frag, SHARED * i), add_each)
+            own = slab * fragment.owned + i
+            forward.row_sum[own] += terms
+        if keeps:
+            # Offsets that were computed of it are computed again: registers are scarcer, on Hopper at least.
+            column, at_once = opaque(column), self._step(state)
+            store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned, at_once)
+
+    @cute.jit
+    def _note(
+        self,
+        tensors: KeepForwardTensors,
+        state: ForwardState,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
+        """By how many steps the bases are raised to which what a slab has stored is relative."""
+        fragment, n = self.fragment, cute.size(tensors.forward.target)
+        unit, column = fragment.unit(first_row_of_warp(row)), opaque(column)
+        for i in cutlass.range_constexpr(fragment.owned):
+            token, exists = fragment.owned_column(column, slab, i, n)
+            if exists:
+                steps = state.row_max[slab * fragment.owned + i]
+                tensors.keep.notes[unit, token] = Uint16(Int32(steps))
 
     @cute.jit
     def _keep(
@@ -151,8 +288,8 @@ class KeepEpilogue:
             self.forward.update(state.forward, own, row_max[i], terms[i], base[i], own_gap)
         if state.ignored.any:
             for i in cutlass.range_constexpr(owned.start, owned.stop):
-                zero_ignored(fragment, state.ignored, frag, slab, i)
-        store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned)
+                fill_ignored(fragment, state.ignored, frag, slab, i)
+        store_columns(tensors.out, staging, frag, row, column, fragment, slab, owned, self._step(state))
 
     @cute.jit
     def _above(self, sums: Float32, row_max: Float32, base: Float32) -> Float32:
@@ -165,9 +302,12 @@ class KeepEpilogue:
 
     def _at_once(self, state: KeepState) -> list[range]:
         """Which of the columns that a lane owns are kept together."""
-        owned = range(self.fragment.owned)
-        step = AT_ONCE if len(owned) <= FEW and state.forward.gap is None else 1
+        owned, step = range(self.fragment.owned), self._step(state)
         return [owned[first : first + step] for first in owned[::step]]
+
+    def _step(self, state: KeepState) -> int:
+        few = FEW if state.plain else FEW_OF_TERMS if state.forward.gap is None else 0
+        return AT_ONCE if self.fragment.owned <= few else 1
 
     @cute.jit
     def _note_raises(
@@ -185,15 +325,23 @@ class KeepEpilogue:
             if exists:
                 steps = (base[i] - keep.reference[token]) * Float32(1 / self.kept.step)
                 if steps > 0:
-                    cute.arch.red(
-                        (keep.most_raised.iterator + token),
-                        Int32(steps),
-                        op="max",
-                        dtype="s32",
-                        sem="relaxed",
-                        scope="gpu",
-                    )
+                    self._note_raise(keep, token, steps)
+
+    @cute.jit
+    def _note_raise(self, keep: KeepTensors, token: Int32, steps: Float32):
+        most_raised = keep.most_raised.iterator + token
+        cute.arch.red(most_raised, Int32(steps), op="max", dtype="s32", sem="relaxed", scope="gpu")
 
     @cute.jit
     def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, partial: Int32):
+        if cutlass.const_expr(state.plain):
+            # A number near the logarithm of the sum does for a maximum; of nothing it is -inf.
+            forward, bits = state.forward, opaque(state.ignored.bits)
+            for own in range(self.fragment.slabs * self.fragment.owned):
+                # An ignored token's numbers are not read, but finite.
+                ignored = ((bits >> own) & 1) != 0
+                row_sum = Float32(cutlass.select_(ignored, Float32(1.0), forward.row_sum[own]))
+                exponent = cute.math.floor(cute.math.log2(row_sum, fastmath=True))
+                forward.row_sum[own] = row_sum
+                forward.row_max[own] = (forward.base[own] + exponent) * Float32(1 / maths.LOG2_E)
         self.forward.end(tensors.forward, state.forward, column, partial)

@@ -1,6 +1,7 @@
 """What a thread makes of its elements of a column of logits, and how those of several threads are merged: the
 arguments of fragment.fold."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,3 +129,23 @@ def exponentials(
             if slope is not None:
                 frag[r, c] = term * slope(z)
     return tuple(row_stats.tree(values, lambda a, b: a + b) for values in sums)
+
+
+def powers(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
+    """The sum of 2^x of a thread's elements x of a column, element first + j of a row, in place."""
+    c = first + j
+    if c >= fragment.count:
+        return (Float32(0.0),)
+    for r in range(len(fragment.rows)):
+        frag[r, c] = cute.math.exp2(frag[r, c], fastmath=True)
+    return (row_stats.tree([frag[r, c] for r in range(len(fragment.rows))], _add),)
+
+
+def greatest_bits(values: list[Float32]) -> Int32:
+    """The greatest of the numbers' bits as integers: that of the greatest number, if any is positive; a nan's
+    that is not negative exceeds all. Hopper's instruction for three numbers is of integers alone."""
+    bits = [value.bitcast(Int32) for value in values]
+    while len(bits) > 1:
+        parts = [bits[first : first + 3] for first in range(0, len(bits), 3)]
+        bits = [functools.reduce(lambda a, b: Int32(cutlass.max(a, b)), part) for part in parts]
+    return bits[0]

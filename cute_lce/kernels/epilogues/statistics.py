@@ -356,14 +356,31 @@ class ForwardEpilogue:
         # Read again for every tile: registers are scarcer than loads.
         own = targets(fragment, tensors.target, column, slab, Int32(0), tensors.vocab)
         if has_target(fragment, own, row):
-            for c in cutlass.range_constexpr(fragment.count):
-                target = spread(own[c // SHARED], c)
-                for r in cutlass.range_constexpr(len(fragment.rows)):
-                    if row + fragment.rows[r] == target:
-                        token = column + (slab * fragment.columns + fragment.offset(c))
-                        tensors.target_logit[token] = frag[r, c]
+            for i in cutlass.range_constexpr(fragment.owned):
+                if has_target(fragment, own, row, range(i, i + 1)):
+                    self._catch(tensors, frag, own[i], row, column, slab, i)
         if cutlass.const_expr("topk" in tensors.loss.terms):
             visit_ids(tensors, fragment, frag, row, column, slab, adds=False)
+
+    @cute.jit
+    def _catch(
+        self,
+        tensors: ForwardTensors,
+        frag: cute.Tensor,
+        own: Int32,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        i: cutlass.Constexpr[int],
+    ):
+        """Store the targets' logits of a slab's i-th 32 columns; own: the target of the lane's."""
+        fragment = self.fragment
+        for c in fragment.shared(i):
+            target = spread(own, c)
+            for r in cutlass.range_constexpr(len(fragment.rows)):
+                if row + fragment.rows[r] == target:
+                    token = column + (slab * fragment.columns + fragment.offset(c))
+                    tensors.target_logit[token] = frag[r, c]
 
     @cute.jit
     def end(self, tensors: ForwardTensors, state: ForwardState, column: Int32, partial: Int32):

@@ -231,12 +231,14 @@ def store_columns(
     fragment: cutlass.Constexpr[Fragment],
     slab: cutlass.Constexpr[int],
     owned: cutlass.Constexpr[range],
+    at_once: cutlass.Constexpr[int] = 1,
 ):
     """Round elements of a slab and store them transposed: the tile's columns are the matrix's rows.
 
     column: of element 0 in slab 0. owned: which of the slab's 32 columns. All four warps of the group call
     it, with rows of one tile, which begins at a multiple of 128, for all of its columns in their order: 128
-    rows, or twice 64 with those of another group between them.
+    rows, or twice 64 with those of another group between them. at_once: how many times 32 columns the group
+    meets for once, at most BOXES, the same in all calls of a launch.
     """
     assert len(fragment.rows) == 4, "four blocks of a warp's rows"
     apart = max(fragment.rows[2], BOX_COLUMNS)
@@ -248,40 +250,57 @@ def store_columns(
     within = warp * fragment.warp_rows + fragment.rows[1] * (own % 2)
     within += min(fragment.rows[2], BOX_COLUMNS) * (own // 2)
     at = within // BOX_COLUMNS * BOX_BYTES + line * LINE + ((within % BOX_COLUMNS // BLOCK) ^ line) * 16
-    for i in cutlass.range_constexpr(owned.start, owned.stop):
-        elements = fragment.shared(i)
-        groups = -(-len(elements) // 4)  # of 16 columns, or of the 8 that are left
-        assert len(elements) % 4 == 0 or out.narrow is not None, "whole boxes"
-        number = slab * fragment.owned + i
-        boxes = staging.boxes + number % BOXES * (WARPS * BOX_BYTES)
-        # Of an odd number of groups a tile's first takes the boxes of the last of the tile before.
-        same = number == 0 and fragment.slabs * fragment.owned % BOXES != 0
+    for first in cutlass.range_constexpr(owned.start, owned.stop, at_once):
+        several = range(first, min(first + at_once, owned.stop))
+        numbers = [slab * fragment.owned + i for i in several]
+        boxes = [staging.boxes + number % BOXES * (WARPS * BOX_BYTES) for number in numbers]
+        # Of an odd number a tile's first takes the boxes of the last of the tile before.
+        same = at_once > 1 or (numbers[0] == 0 and fragment.slabs * fragment.owned % BOXES != 0)
         pending = 0 if same else BOXES - 1
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
-        for c in cutlass.range_constexpr(elements.start, elements.stop, 2):
-            words = [_pack(frag[r, c], frag[r, c + 1], out) for r in range(len(fragment.rows))]
-            block = (c - elements.start) // 2
-            offset = block // 2 * (2 * BOX_BYTES) + block % 2 * (BLOCK * LINE)
-            _stmatrix(boxes + at + offset, words, transposed=True)
+        for i, box in zip(several, boxes, strict=True):
+            elements = fragment.shared(i)
+            assert len(elements) % 4 == 0 or out.narrow is not None, "whole boxes"
+            for c in range(elements.start, elements.stop, 2):
+                words = [_pack(frag[r, c], frag[r, c + 1], out) for r in range(len(fragment.rows))]
+                block = (c - elements.start) // 2
+                offset = block // 2 * (2 * BOX_BYTES) + block % 2 * (BLOCK * LINE)
+                _stmatrix(box + at + offset, words, transposed=True)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
-        # Each warp copies one box: 16 of the columns, 64 of the group's rows.
-        if warp < 2 * groups:
-            box = boxes + warp * BOX_BYTES
+        for i, box in zip(several, boxes, strict=True):
+            # Each warp copies one box: 16 of the columns, 64 of the group's rows.
+            elements = fragment.shared(i)
             at_row = first_column + fragment.offset(elements.start) + BOX_ROWS * (warp // 2)
             at_column = first_row - warp * fragment.warp_rows + apart * (warp % 2)
-            if cutlass.const_expr(len(elements) % 4 != 0):
-                if warp // 2 == groups - 1:
-                    _copy(out, box, at_row, at_column, rows=BLOCK)
-                else:
-                    _copy(out, box, at_row, at_column)
-            else:
-                _copy(out, box, at_row, at_column)
+            _copy_own(out, box + warp * BOX_BYTES, at_row, at_column, warp, len(elements))
         # A group even without a copy: `pending` counts groups.
         if lane == 0:
             cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _copy_own(
+    out: Output,
+    box: Int32,
+    row: Int32,
+    column: Int32,
+    warp: Int32,
+    elements: cutlass.Constexpr[int],
+):
+    """Start the copy of a warp's box of at most 32 columns, of which a thread has so many elements in a row;
+    behind the last there is none."""
+    groups = -(-elements // 4)  # of 16 columns, or of the 8 that are left
+    if warp < 2 * groups:
+        if cutlass.const_expr(elements % 4 != 0):
+            if warp // 2 == groups - 1:
+                _copy(out, box, row, column, rows=BLOCK)
+            else:
+                _copy(out, box, row, column)
+        else:
+            _copy(out, box, row, column)
 
 
 @cute.jit

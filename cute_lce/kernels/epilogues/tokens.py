@@ -22,27 +22,38 @@ def targets(
 ) -> cute.Tensor:
     """The targets of the tokens that this lane owns in a slab, relative to `start`; NO_ROW for one outside
     [start, end)."""
-    own = cute.make_rmem_tensor(fragment.owned, Int32)
-    own.fill(NO_ROW)
+    own, n = cute.make_rmem_tensor(fragment.owned, Int32), cute.size(target)
+    # Behind the last token it is read again: the compiler would wait for each load under a condition.
+    indices = [
+        target[cutlass.min(fragment.owned_column(column, slab, i, n)[0], n - 1)]
+        for i in range(fragment.owned)
+    ]
     for i in cutlass.range_constexpr(fragment.owned):
-        token, exists = fragment.owned_column(column, slab, i, cute.size(target))
-        if exists:
-            index = target[token]
-            if index >= start and index < end:
-                own[i] = Int32(index) - start
+        _, exists = fragment.owned_column(column, slab, i, n)
+        inside = exists & (indices[i] >= start) & (indices[i] < end)
+        own[i] = Int32(cutlass.select_(inside, Int32(indices[i]) - start, Int32(NO_ROW)))
     return own
 
 
 @cute.jit
-def has_target(fragment: cutlass.Constexpr[Fragment], own: cute.Tensor, row: Int32) -> Boolean:
-    """Whether a token's target may be among this warp's rows, the same in all of its lanes.
+def has_target(
+    fragment: cutlass.Constexpr[Fragment],
+    own: cute.Tensor,
+    row: Int32,
+    owned: cutlass.Constexpr[range | None] = None,
+) -> Boolean:
+    """Whether a token's target is among this warp's rows, the same in all of its lanes.
 
-    own: targets of the tokens that this lane owns in a slab.
+    own: targets of the tokens that this lane owns in a slab. owned: which of these tokens; None: all.
     """
     first = first_row_of_warp(row)
+    # A warp has 16 rows of each `apart`, a power of two.
+    apart = fragment.rows[2] if len(fragment.rows) > 2 else 16
     found = Boolean(False)
-    for i in cutlass.range_constexpr(fragment.owned):
-        found = found or (own[i] >= first and own[i] < first + fragment.span)
+    for i in range(fragment.owned) if owned is None else owned:
+        behind = own[i] - first
+        is_row = (behind >= 0) & (behind < fragment.span) & ((behind & (apart - 16)) == 0)
+        found = found | is_row
     return cute.arch.vote_any_sync(found)
 
 
@@ -66,17 +77,18 @@ def ignored_tokens(
 
 
 @cute.jit
-def zero_ignored(
+def fill_ignored(
     fragment: cutlass.Constexpr[Fragment],
     ignored: Ignored,
     frag: cute.Tensor,  # (rows, cols) fp32
     slab: cutlass.Constexpr[int],
     i: cutlass.Constexpr[int],
+    value: float = 0.0,
 ):
-    """Set the elements that belong to ignored tokens to 0, of a slab's i-th 32 columns."""
+    """Set the elements that belong to ignored tokens to a value, of a slab's i-th 32 columns."""
     # Opaque, since the compiler would keep each column's bit in a register of its own.
     own = (opaque(ignored.bits) >> (slab * fragment.owned + i)) & 1
     for c in fragment.shared(i):
         if spread(own, c) != 0:
             for r in cutlass.range_constexpr(len(fragment.rows)):
-                frag[r, c] = Float32(0.0)
+                frag[r, c] = Float32(value)
