@@ -124,8 +124,8 @@ class KernelConfig(Tiling):
 
     @property
     def partials_per_window(self) -> int:
-        """Partials of one token and window: one for each warp that sees classes of its own."""
-        return self.cluster_m * self.turns * self.tile_warps
+        """Partials of one token and window: one for each group of four warps."""
+        return self.cluster_m * self.warpgroups
 
     @property
     def shared_memory(self) -> int:

@@ -5,9 +5,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_lce import maths
-from cute_lce.arguments import COMBINE_ROWS, MORE_PARTS, NO_CLASS
-from cute_lce.kernels import pdl, row_stats
+from cute_lce.arguments import COMBINE_ROWS, NO_CLASS
+from cute_lce.kernels import more_sums, pdl, row_stats
 from cute_lce.kernels.combine import AT_ONCE, LANES, STEP, WARPS, CombineTensors, load_partials
 from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.rows import computed, origin
@@ -23,11 +22,11 @@ class CombineMore:
 
     @cute.jit
     def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
-        self._place(tensors.loss.terms)
+        self.at, self.parts = more_sums.places(tensors.loss.terms)
 
         @cute.struct
         class SharedStorage:
-            sums: cute.struct.MemRange[Float32, WARPS * COMBINE_ROWS * max(len(self.sums), 1)]
+            sums: cute.struct.MemRange[Float32, WARPS * COMBINE_ROWS * self.parts]
             first: cute.struct.MemRange[Int32, WARPS * COMBINE_ROWS]
 
         self.storage = SharedStorage
@@ -35,16 +34,6 @@ class CombineMore:
         self.kernel(tensors).launch(
             grid=(blocks, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
         )
-
-    def _place(self, terms: tuple[str, ...]):
-        """Where a token's sums are, by their terms, and those of a partial, which has `parts` numbers."""
-        present = [term for term in MORE_PARTS if term in terms]
-        self.sums = {term: i for i, term in enumerate(each for each in present if each != "argmax")}
-        if "total" in self.sums:
-            self.sums["weight"] = len(self.sums)
-        counts = [MORE_PARTS[term] for term in present]
-        self.at = {term: sum(counts[:i]) for i, term in enumerate(present)}
-        self.parts = sum(counts)
 
     @cute.kernel
     def kernel(self, tensors: CombineTensors):
@@ -54,9 +43,9 @@ class CombineMore:
         line, share = lane % COMBINE_ROWS, lane // COMBINE_ROWS
         row = cute.arch.block_idx()[0] * COMBINE_ROWS + line
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        shared = storage.sums.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS, max(len(self.sums), 1))))
+        shared = storage.sums.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS, self.parts)))
         shared_first = storage.first.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS)))
-        sums = cute.make_rmem_tensor(max(len(self.sums), 1), Float32)
+        sums = cute.make_rmem_tensor(self.parts, Float32)
         sums.fill(0.0)
         first_class, token = Int32(NO_CLASS), Int32(0)
         if row < n:
@@ -75,47 +64,27 @@ class CombineMore:
                         more[part, i] = given[part]
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if number + i * STEP < count:
-                        self._add(sums, more[None, i], own_maxima[i], own_sums[i], row_max)
+                        more_sums.add(self.at, sums, more[None, i], own_maxima[i], own_sums[i], row_max)
                         if cutlass.const_expr("argmax" in self.at):
                             if own_maxima[i] == highest:
                                 own_first = more[self.at["argmax"], i].bitcast(Int32)
                                 first_class = cutlass.min(first_class, own_first)
         for step in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(len(self.sums)):
+            for i in cutlass.range_constexpr(self.parts):
                 sums[i] += cute.arch.shuffle_sync_bfly(sums[i], offset=COMBINE_ROWS << step)
             other_first = cute.arch.shuffle_sync_bfly(first_class, offset=COMBINE_ROWS << step)
             first_class = cutlass.min(first_class, other_first)
         if share == 0:
-            for i in cutlass.range_constexpr(len(self.sums)):
+            for i in cutlass.range_constexpr(self.parts):
                 shared[warp, line, i] = sums[i]
             shared_first[warp, line] = first_class
         cute.arch.sync_threads()
         if warp == 0 and share == 0 and row < n:
             for other in cutlass.range_constexpr(1, WARPS):
-                for i in cutlass.range_constexpr(len(self.sums)):
+                for i in cutlass.range_constexpr(self.parts):
                     sums[i] += shared[other, line, i]
                 first_class = cutlass.min(first_class, shared_first[other, line])
             self._write(tensors, sums, first_class, row, token)
-
-    @cute.jit
-    def _add(
-        self, sums: cute.Tensor, more: cute.Tensor, own_max: Float32, own_sum: Float32, row_max: Float32
-    ):
-        """A partial's numbers to a token's. row_max: the token's, finite."""
-        if own_sum > 0:
-            if cutlass.const_expr("entropy" in self.at):
-                gap = more[self.at["entropy"]] + (row_max - own_max) * own_sum
-                gap = maths.rescaled(gap, own_max, row_max, row_stats.exp)
-                sums[self.sums["entropy"]] += gap
-            if cutlass.const_expr("squares" in self.at):
-                factor = row_stats.exp(own_max - row_max)
-                sums[self.sums["squares"]] += more[self.at["squares"]] * factor * factor
-        if cutlass.const_expr("total" in self.at):
-            rise, total = row_max - row_stats.finite_max(own_max), self.at["total"]
-            sums[self.sums["total"]] += more[total] + rise * more[total + 1]
-            sums[self.sums["weight"]] += more[total + 1]
-        if cutlass.const_expr("logits" in self.at):
-            sums[self.sums["logits"]] += more[self.at["logits"]]
 
     @cute.jit
     def _write(
@@ -123,18 +92,18 @@ class CombineMore:
     ):
         """A token's numbers."""
         loss, count = tensors.loss, cute.size(tensors.row_max)
-        if cutlass.const_expr("entropy" in self.sums):
-            numbers(loss.mean_gap, count)[token] = sums[self.sums["entropy"]] / tensors.row_sum[token]
-        if cutlass.const_expr("squares" in self.sums):
-            numbers(loss.square_sum, count)[token] = sums[self.sums["squares"]]
-        if cutlass.const_expr("total" in self.sums):
-            total = sums[self.sums["total"]]
+        if cutlass.const_expr("entropy" in self.at):
+            numbers(loss.mean_gap, count)[token] = sums[self.at["entropy"]] / tensors.row_sum[token]
+        if cutlass.const_expr("squares" in self.at):
+            numbers(loss.square_sum, count)[token] = sums[self.at["squares"]]
+        if cutlass.const_expr("total" in self.at):
+            total = sums[self.at["total"]]
             if tensors.shard == 0:
-                total += cute.math.log(tensors.row_sum[token]) * sums[self.sums["weight"]]
+                total += cute.math.log(tensors.row_sum[token]) * sums[self.at["total"] + 1]
                 if Int64(tensors.target[row]) == loss.ignore_index:
                     total = Float32(0.0)
             numbers(loss.total, count)[token] = total
-        if cutlass.const_expr("logits" in self.sums):
-            numbers(loss.logit_sum, count)[token] = sums[self.sums["logits"]]
+        if cutlass.const_expr("logits" in self.at):
+            numbers(loss.logit_sum, count)[token] = sums[self.at["logits"]]
         if cutlass.const_expr("argmax" in self.at):
             numbers(loss.argmax, count)[token] = first_class.bitcast(Float32)

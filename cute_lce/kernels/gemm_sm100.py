@@ -310,7 +310,8 @@ class GemmSm100(gemm.Gemm):
                     self.epilogue.visit(tensors, staging, state, frag, row, own, slab, split)
                 full.advance()
             # Each CTA of a pair has rows, and therefore partials, of its own.
-            self.epilogue.end(tensors, state, column, walk.partial(window) * config.pair + coord[0])
+            own = walk.partial(window) * config.pair + coord[0]
+            self.epilogue.end(tensors, staging, state, column, own)
         if cutlass.const_expr(self.epilogue.stores):
             drain()
 

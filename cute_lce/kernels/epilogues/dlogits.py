@@ -218,5 +218,7 @@ class DlogitsEpilogue:
                 partials[row + fragment.rows[r]] = sums[r]
 
     @cute.jit
-    def end(self, tensors: DlogitsTensors, state: DlogitsState, column: Int32, partial: Int32):
+    def end(
+        self, tensors: DlogitsTensors, staging: Staging, state: DlogitsState, column: Int32, partial: Int32
+    ):
         pass

@@ -127,7 +127,9 @@ class DhiddenEpilogue:
                 frag[r, c] = frag[r, c] + features[r] * token
 
     @cute.jit
-    def end(self, tensors: DhiddenTensors, factor: cute.Tensor, column: Int32, partial: Int32):
+    def end(
+        self, tensors: DhiddenTensors, staging: Staging, factor: cute.Tensor, column: Int32, partial: Int32
+    ):
         pass
 
 
@@ -202,7 +204,7 @@ class DweightEpilogue:
                         frag[r, c] = frag[r, c] + own
 
     @cute.jit
-    def end(self, tensors, factor: Float32, column: Int32, partial: Int32):
+    def end(self, tensors, staging: Staging, factor: Float32, column: Int32, partial: Int32):
         pass
 
 

@@ -333,7 +333,9 @@ class KeepEpilogue:
         cute.arch.red(most_raised, Int32(steps), op="max", dtype="s32", sem="relaxed", scope="gpu")
 
     @cute.jit
-    def end(self, tensors: KeepForwardTensors, state: KeepState, column: Int32, partial: Int32):
+    def end(
+        self, tensors: KeepForwardTensors, staging: Staging, state: KeepState, column: Int32, partial: Int32
+    ):
         if cutlass.const_expr(state.plain):
             # A number near the logarithm of the sum does for a maximum; of nothing it is -inf.
             forward, bits = state.forward, opaque(state.ignored.bits)
@@ -344,4 +346,4 @@ class KeepEpilogue:
                 exponent = cute.math.floor(cute.math.log2(row_sum, fastmath=True))
                 forward.row_sum[own] = row_sum
                 forward.row_max[own] = (forward.base[own] + exponent) * Float32(1 / maths.LOG2_E)
-        self.forward.end(tensors.forward, state.forward, column, partial)
+        self.forward.end(tensors.forward, staging, state.forward, column, partial)

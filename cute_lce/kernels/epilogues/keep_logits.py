@@ -93,5 +93,7 @@ class KeepLogitsEpilogue:
             store_columns(tensors.keep.out, staging, frag, row, column, fragment, slab, only)
 
     @cute.jit
-    def end(self, tensors: KeepLogitsTensors, state: ForwardState, column: Int32, partial: Int32):
-        self.forward.end(tensors.forward, state, column, partial)
+    def end(
+        self, tensors: KeepLogitsTensors, staging: Staging, state: ForwardState, column: Int32, partial: Int32
+    ):
+        self.forward.end(tensors.forward, staging, state, column, partial)

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
 from cute_lce import maths
-from cute_lce.arch import WARPGROUP
+from cute_lce.arch import WARPGROUP, WARPS
 from cute_lce.arguments import LossArguments
-from cute_lce.kernels import row_stats
+from cute_lce.kernels import more_sums, row_stats
 from cute_lce.kernels.epilogues.ids import visit_ids
 from cute_lce.kernels.epilogues.leaves import (
     SQUARED,
@@ -23,10 +23,11 @@ from cute_lce.kernels.epilogues.leaves import (
     min_each,
     sum_of,
 )
+from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.store import Staging
 from cute_lce.kernels.epilogues.tokens import has_target, targets
 from cute_lce.kernels.fragment import SHARED, Fragment, fold, spread
-from cute_lce.kernels.logits import has_own_logits, numbers, of_classes, tile_logits
+from cute_lce.kernels.logits import has_own_logits, of_classes, tile_logits
 from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.rows import Compacted
 
@@ -81,7 +82,7 @@ class ForwardState(NamedTuple):
 class ForwardEpilogue:
     """Row statistics of the logits, and the target's logit.
 
-    Each warp has partials of its own: of its rows of its warpgroup's tiles of a window.
+    The warps of a group have one partial: of their rows of its tiles of a window.
     """
 
     stores = False
@@ -383,21 +384,26 @@ class ForwardEpilogue:
                     tensors.target_logit[token] = frag[r, c]
 
     @cute.jit
-    def end(self, tensors: ForwardTensors, state: ForwardState, column: Int32, partial: Int32):
-        warp = cute.arch.warp_idx() % self.warps
-        for own, token, exists in self.fragment.owned_columns(column, cute.size(tensors.target)):
-            if exists:
-                row_max = state.row_max[own]
-                # From 2^base to exp(row_max), whose own term becomes exactly 1. If all lies far below the
-                # base, the sum is 0.
-                exponent = maths.kept_exponent(row_stats.finite_max(row_max), state.base[own], fma)
-                one = cute.math.exp2(cute.arch.fmax(exponent, Float32(-126.0)), fastmath=True)
-                number = partial * self.warps + warp
-                tensors.partials[number, token, 0] = row_max
-                tensors.partials[number, token, 1] = state.row_sum[own] / one
-                self._end_more(tensors, state, own, exponent, one, number, token)
+    def end(
+        self, tensors: ForwardTensors, staging: Staging, state: ForwardState, column: Int32, partial: Int32
+    ):
+        count = self.fragment.slabs * self.fragment.owned
+        groups = self.warps // WARPS
+        own = cute.make_rmem_tensor((2 + more_sums.places(tensors.loss.terms)[1], count), Float32)
+        for i in range(count):
+            row_max = state.row_max[i]
+            # From 2^base to exp(row_max), whose own term becomes exactly 1. If all lies far below the base,
+            # the sum is 0.
+            exponent = maths.kept_exponent(row_stats.finite_max(row_max), state.base[i], fma)
+            one = cute.math.exp2(cute.arch.fmax(exponent, Float32(-126.0)), fastmath=True)
+            for part, each in enumerate(
+                (row_max, state.row_sum[i] / one, *self._of_terms(state, i, exponent, one))
+            ):
+                own[part, i] = each
+        number = partial * groups + cute.arch.warp_idx() % self.warps // WARPS
+        store_partials(tensors, staging, own, column, number, self.fragment)
 
-    def _end_more(self, tensors: ForwardTensors, state: ForwardState, own: int, exponent, one, number, token):
+    def _of_terms(self, state: ForwardState, own: int, exponent: Float32, one: Float32) -> list[Float32]:
         """What terms have (MORE_PARTS): the sums of gaps row_max - z and of squares, relative to exp(row_max)
         and its square; of gaps times weights, and of the weights; of logits; and the argmax."""
         sums = []
@@ -414,9 +420,4 @@ class ForwardEpilogue:
             sums.append(state.logits[own])
         if state.argmax is not None:
             sums.append(state.argmax[own].bitcast(Float32))
-        if sums:
-            n = cute.size(tensors.target)
-            first = (Int64(number) * n + token) * len(sums)
-            partials = numbers(tensors.loss.more_partials + 4 * first, len(sums))
-            for i, each in enumerate(sums):
-                partials[i] = each
+        return sums
