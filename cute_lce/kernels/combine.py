@@ -1,6 +1,6 @@
 """The forward's second kernel, one for both architectures: partials -> row statistics and the loss."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -35,6 +35,7 @@ class CombineTensors(NamedTuple):
     Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32 counts
     the blocks that are done. It is zero before the launch unless none of the tokens is computed, as in a last
     chunk, where neither a total nor num_valid is read.
+    bases: (n,) fp32, K of what is kept, if partials have exponents of two in the place of maxima; else None.
     """
 
     vocab: Int32
@@ -51,6 +52,7 @@ class CombineTensors(NamedTuple):
     num_valid: cute.Tensor
     blocks: cute.Tensor
     arrived: cute.Tensor
+    bases: Any = None
 
 
 class Combine:
@@ -94,6 +96,7 @@ class Combine:
         sums = storage.sums.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS), stride=(COMBINE_ROWS, 1)))
         last = storage.last.get_tensor(cute.make_layout(1))
 
+        exp = row_stats.exp if cutlass.const_expr(tensors.bases is None) else row_stats.exp2
         row_max, row_sum = -Float32.inf, Float32(0.0)
         is_computed = row < computed(tensors.rows)
         if is_computed:
@@ -102,23 +105,31 @@ class Combine:
                 own_maxima, own_sums = load_partials(tensors.partials, number, row)
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if number + i * STEP < count:
-                        row_max, row_sum = row_stats.merge(row_max, row_sum, own_maxima[i], own_sums[i])
+                        row_max, row_sum = row_stats.merge(row_max, row_sum, own_maxima[i], own_sums[i], exp)
         for offset in cutlass.range_constexpr(2):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=COMBINE_ROWS << offset)
             other_sum = cute.arch.shuffle_sync_bfly(row_sum, offset=COMBINE_ROWS << offset)
-            row_max, row_sum = row_stats.merge(row_max, row_sum, other_max, other_sum)
+            row_max, row_sum = row_stats.merge(row_max, row_sum, other_max, other_sum, exp)
         if share == 0:
             maxima[warp, line] = row_max
             sums[warp, line] = row_sum
         cute.arch.sync_threads()
         if warp == 0:
             for other in cutlass.range_constexpr(1, WARPS):
-                row_max, row_sum = row_stats.merge(row_max, row_sum, maxima[other, line], sums[other, line])
+                row_max, row_sum = row_stats.merge(
+                    row_max, row_sum, maxima[other, line], sums[other, line], exp
+                )
             loss, valid = Float32(0.0), Float32(0.0)
             if row < n and share == 0:
                 target = Int64(tensors.target[row])
                 token = origin(tensors.rows, row)
                 inside = target >= 0 and target < tensors.vocab
+                if cutlass.const_expr(tensors.bases is not None):
+                    if is_computed:
+                        logit = Float32.nan
+                        if inside:
+                            logit = tensors.target_logit[row]
+                        row_max, row_sum = _of_powers(row_max, row_sum, logit, tensors.bases[row])
                 if tensors.shard != 0:
                     logit = Float32.nan
                     if inside:
@@ -176,6 +187,24 @@ class Combine:
                 tensors.losses[0] = Float32(loss)
             if tensors.loss.reduction == REDUCTIONS["mean"]:
                 tensors.losses[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))
+
+
+def _of_powers(exponent: Float32, row_sum: Float32, logit: Float32, base: Float32):
+    """(row_max, row_sum) of a sum relative to 2^exponent: row_max is the target's logit if it has a share of
+    the sum, or a number near the sum's logarithm.
+
+    logit: nan if it is not known. base: that of its own term, which becomes exactly 1, so that a row whose
+    target has nearly all probability loses no digits, and no loss is negative.
+    """
+    one = row_stats.exp2(maths.kept_exponent(logit, base, row_stats.fma))
+    lift = exponent - base
+    has_share = (one > 2.0**-30) & (one < 2.0**30) & (lift > -60.0) & (lift < 60.0)
+    base = Float32(cutlass.select_(has_share, base, row_stats.finite_max(exponent)))
+    row_max = Float32(cutlass.select_(has_share, logit, base * Float32(1 / maths.LOG2_E)))
+    one = row_stats.exp2(maths.kept_exponent(row_max, base, row_stats.fma))
+    power = row_stats.exp2(cutlass.select_(has_share, lift, Float32(0.0)))
+    row_max = Float32(cutlass.select_(exponent == -Float32.inf, exponent, row_max))
+    return row_max, row_sum * power / one
 
 
 @cute.jit

@@ -78,6 +78,14 @@ class Fragment:
             return own, own < end
         return own, Boolean(OWNED * i + within < self.columns) & (own < end)
 
+    def any_owned_column(self, column, number, end):
+        """What `owned_column` returns for one of all slabs, whose number need not be constant."""
+        slab, i = number // self.owned, number % self.owned
+        lane = cute.arch.lane_idx()
+        within = 16 * ((lane >> 4) & 1) + 8 * ((lane >> 3) & 1) + ((lane >> 2) & 1)
+        own = column + (slab * self.columns + OWNED * i + within)
+        return own, (OWNED * i + within < self.columns) & (own < end)
+
     def owned_columns(self, column, end):
         """(its number, what `owned_column` returns) for each column that this lane owns in all slabs."""
         for slab in range(self.slabs):

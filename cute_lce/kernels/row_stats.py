@@ -3,6 +3,9 @@
 The maximum is an element of the row, and its own term of the sum is 1. `exp` is for arguments that are
 differences from it: an FADD, an FMUL and a MUFU for each element of dlogits. The forward's terms are relative
 to an integer power of two instead (epilogues.statistics, epilogues.keep), with an FFMA (`fma`) and a MUFU.
+
+Of what is kept plain (epilogues.keep) no maximum is known: partials have whole exponents of two in its place,
+and what stands for it is the target's logit, whose own term is 1 too, or a number near the sum's logarithm.
 """
 
 import cutlass
@@ -51,9 +54,14 @@ def finite_max(row_max: Float32) -> Float32:
     return Float32(cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max))
 
 
-def merge(a_max: Float32, a_sum: Float32, b_max: Float32, b_sum: Float32):
+def exp2(exponent):
+    """2^exponent, exactly of whole numbers."""
+    return cute.math.exp2(exponent, fastmath=True)
+
+
+def merge(a_max: Float32, a_sum: Float32, b_max: Float32, b_sum: Float32, exp=exp):
     """(maximum, sum) of two sets of columns of a row, by the paper's Algorithm 1; their order does not
-    matter, to the last bit."""
+    matter, to the last bit. exp: exp2 where not maxima are given but exponents of two."""
     both, lower = cute.arch.fmax(a_max, b_max), cute.arch.fmin(a_max, b_max)
     a_leads = a_max >= b_max
     leading = Float32(cutlass.select_(a_leads, a_sum, b_sum))

@@ -48,7 +48,7 @@ def test_no_spill_and_no_local_memory(name: str, dtype: str):
     kernel = gemm(name, dtype=dtype)
     assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0
     assert not kernel.local_accesses
-    assert kernel.usage["REG"] <= 208
+    assert kernel.usage["REG"] <= 255  # the most that 256 threads may have
     assert ".local" not in kernel.ptx
 
 

@@ -242,8 +242,12 @@ def test_mutations():
 
     def on_the_path(m: mutate.Mutation) -> bool:
         wait = "try_wait" in m.before and (mma - 60 < m.line < mma or load - 30 < m.line < load)
-        return mine(m) and (
-            wait or any(op in m.before for op in ("wait::ld", "tcgen05.commit", "expect_tx", "bar.sync"))
+        return (
+            mine(m)
+            and not subject.reason(m)
+            and (
+                wait or any(op in m.before for op in ("wait::ld", "tcgen05.commit", "expect_tx", "bar.sync"))
+            )
         )
 
     verdicts = mutate.survey(bound, subject.check, [0], on_the_path)

@@ -56,6 +56,12 @@ RELINQUISH = (
     "Equivalent: without it another CTA of this SM allocates only when this one has ended; here no CTA waits"
     " for another of its SM (test_without_relinquish_two_ctas_of_an_sm_take_turns).",
 )
+MEETS = (
+    r"bar\.sync\s+2, 128",
+    "removed",
+    "Before a group's warps write their statistics to shared memory they meet, since one may not have read"
+    " those of the run before yet; here all wait for a tile in between.",
+)
 GLOBAL_FENCE = (
     r"fence\.acq_rel\.gpu",
     "fence removed",

@@ -35,7 +35,7 @@ from cute_lce.kernels.entry.types import (
     tokens_of,
     vector,
 )
-from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors
+from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors, is_plain
 from cute_lce.kernels.epilogues.keep_logits import KeepLogitsEpilogue, KeepLogitsTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.epilogues.store import output
@@ -152,6 +152,8 @@ class Forward:
         )
         if cutlass.const_expr(self.keeps):
             kept = self._keep_tensors(keep, hidden.element_type, n)
+            if cutlass.const_expr(is_plain(loss)):
+                combined = combined._replace(bases=kept.reference)
             if outputs.finishes == 0:
                 by_origin = origins(whole, hidden, rows)
                 self.references(by_origin, weight, target, tokens, kept, space.progress, loss, stream)

@@ -2,6 +2,7 @@
 
 import functools
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -9,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16
 
 from cute_lce import maths
-from cute_lce.arguments import KEPT_TILE
+from cute_lce.arguments import KEPT_TILE, LossArguments
+from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.leaves import (
     add_each,
     exponentials,
@@ -18,12 +20,13 @@ from cute_lce.kernels.epilogues.leaves import (
     highest,
     powers,
 )
+from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
-from cute_lce.kernels.epilogues.tokens import Ignored, fill_ignored, ignored_tokens
+from cute_lce.kernels.epilogues.tokens import Ignored, fill_ignored, ignored_tokens, mask_beyond
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque, spread
 from cute_lce.kernels.keep import KeepTensors
-from cute_lce.kernels.logits import has_slope, slopes
+from cute_lce.kernels.logits import has_own_logits, has_slope, slopes
 from cute_lce.kernels.row_stats import fma
 
 AT_ONCE = 2
@@ -37,6 +40,13 @@ FEW_OF_TERMS = 5
 
 IN_REGISTERS = 176
 """ForwardEpilogue's, beside what it takes to keep."""
+LARGEST = 64.0
+"""The most of a partial's sum that goes into its exponent, whose power of two is then a normal number."""
+
+
+def is_plain(loss: LossArguments) -> bool:
+    """Whether a forward that keeps exponentials is asked for nothing of a token but their sum."""
+    return {"entropy", "logits", "argmax"}.isdisjoint(loss.terms) and not has_slope(loss)
 
 
 class KeepForwardTensors(NamedTuple):
@@ -48,12 +58,13 @@ class KeepForwardTensors(NamedTuple):
 
 
 class KeepState(NamedTuple):
-    """plain: whether nothing but the sums is asked of a token. Then no maximum is known: base, that of the
-    sum and of what is kept, is K as raised so far in this run, and row_max has the steps of that."""
+    """plain: is_plain. Then no maximum is known: forward.base, that of the sum and of what is kept, is K as
+    raised so far in this run, and steps, in the place of the maxima, by how many steps that is."""
 
     forward: ForwardState
     ignored: Ignored
     plain: bool
+    steps: cute.Tensor
 
 
 class KeepEpilogue:
@@ -82,14 +93,13 @@ class KeepEpilogue:
         forward = tensors.forward
         ignored = ignored_tokens(self.fragment, forward.target, forward.loss.ignore_index, column)
         state = self.forward.begin(forward, column, staging)
-        needs = (state.gap, state.logits, state.argmax)
-        plain = all(each is None for each in needs) and not has_slope(forward.loss)
+        plain = is_plain(forward.loss)
         if cutlass.const_expr(plain):
             n = cute.size(forward.target)
             for own, token, _ in self.fragment.owned_columns(column, n):
                 state.base[own] = tensors.keep.reference[cutlass.min(token, n - 1)]
             state.row_max.fill(0.0)
-        return KeepState(state, ignored, plain)
+        return KeepState(state, ignored, plain, state.row_max)
 
     @cute.jit
     def visit(
@@ -103,51 +113,92 @@ class KeepEpilogue:
         slab: cutlass.Constexpr[int],
         split: Int32,
     ):
-        self.forward.mask_and_catch(tensors.forward, state.forward, frag, row, column, slab)
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         keeps = first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns
         if cutlass.const_expr(state.plain):
-            self._exponents(tensors.keep, state, frag, column, slab, cute.size(tensors.forward.target))
+            logit = self._products(tensors.forward, state.forward, frag, row, column, slab)
+            self.forward.catch(tensors.forward, frag, row, column, slab, logit)
+            self._exponents(tensors, state, frag, row, column, slab, logit)
             for owned in self._at_once(state):
                 self._sum(tensors, staging, state, frag, row, column, slab, owned, keeps)
             if keeps:
                 # Behind the copies' fences, which would wait for these stores.
-                self._note(tensors, state.forward, row, column, slab)
-        elif keeps:
+                self._note(tensors, state, row, column, slab)
+        else:
+            self.forward.mask_and_catch(tensors.forward, state.forward, frag, row, column, slab)
+            self._keep_or_add(tensors, staging, state, frag, row, column, slab, keeps)
+
+    @cute.jit
+    def _keep_or_add(
+        self,
+        tensors: KeepForwardTensors,
+        staging: Staging,
+        state: KeepState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        keeps: Boolean,
+    ):
+        """What terms want of logits or of maxima, of a tile that is kept or not."""
+        if keeps:
             for owned in self._at_once(state):
                 self._keep(tensors, staging, state, frag, row, column, slab, owned)
         else:
             every = range(self.fragment.owned)
             self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, None, every)
 
+    def _products(
+        self,
+        tensors: ForwardTensors,
+        state: ForwardState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: int,
+    ) -> Callable:
+        """A function of the fragment's elements that gives their logits: these, unless they differ by no
+        more than a factor, since there are no registers for another pass."""
+        loss = tensors.loss
+        if has_own_logits(loss) or "topk" in loss.terms or not loss.terms:
+            self.forward.to_logits(tensors, state, frag, row, column, slab)
+            return lambda logit: logit
+        return lambda product: maths.logits(product, loss)
+
     @cute.jit
     def _exponents(
         self,
-        keep: KeepTensors,
+        tensors: KeepForwardTensors,
         state: KeepState,
         frag: cute.Tensor,
+        row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
-        n: Int32,
+        logit: cutlass.Constexpr,
     ):
-        """Exponents relative to the bases instead of logits, -inf of ignored tokens. Where one exceeds the
-        headroom, as none does in nearly every tile, its token's base is raised."""
+        """Exponents relative to the bases, -inf beyond the vocabulary and of ignored tokens. Where one
+        exceeds the headroom, as none does in nearly every tile, its token's base is raised. logit: as
+        `_products` returns it."""
         fragment, forward = self.fragment, state.forward
+        n, vocab = cute.size(tensors.forward.target), tensors.forward.vocab
         exceeds = Boolean(False)
         for i in cutlass.range_constexpr(fragment.owned):
             base = forward.base[slab * fragment.owned + i]
             for c in fragment.shared(i):
                 own = spread(base, c)
-                for r in range(len(fragment.rows)):
-                    frag[r, c] = maths.kept_exponent(frag[r, c], own, fma)
+                for r in cutlass.range_constexpr(len(fragment.rows)):
+                    frag[r, c] = maths.kept_exponent(logit(frag[r, c]), own, fma)
             every = [frag[r, c] for c in fragment.shared(i) for r in range(len(fragment.rows))]
             exceeds = exceeds | (greatest_bits(every) > self.limit)
-        # One branch for both: each after which exponents differ costs a copy of many.
+        # One branch for all three, since the compiler copies many registers at each that changes exponents.
+        beyond = cute.arch.vote_any_sync(row + fragment.rows[-1] >= vocab)
         exceeds = cute.arch.vote_any_sync(exceeds)
-        if exceeds or state.ignored.any:
+        if exceeds or beyond or state.ignored.any:
+            if beyond:
+                mask_beyond(fragment, frag, row, vocab)
             for i in cutlass.range_constexpr(fragment.owned):
                 if exceeds:
-                    self._raise(keep, forward, frag, opaque(column), slab, i, n)
+                    self._raise(tensors.keep, state, frag, opaque(column), slab, i, n)
                 if state.ignored.any:
                     fill_ignored(fragment, state.ignored, frag, slab, i, -Float32.inf)
 
@@ -155,7 +206,7 @@ class KeepEpilogue:
     def _raise(
         self,
         keep: KeepTensors,
-        state: ForwardState,
+        state: KeepState,
         frag: cute.Tensor,
         column: Int32,
         slab: cutlass.Constexpr[int],
@@ -164,23 +215,24 @@ class KeepEpilogue:
     ):
         """Raise the base of the token that this lane owns in a slab's i-th 32 columns by the steps that its
         exponents, which become relative to that, ask for; perhaps none."""
-        fragment, own = self.fragment, slab * self.fragment.owned + i
+        fragment, forward = self.fragment, state.forward
+        own = slab * fragment.owned + i
         (most,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
         steps = maths.steps_above(most, self.kept, cute.math.ceil)
-        left = Float32(maths.MOST_STEPS) - state.row_max[own]
+        left = Float32(maths.MOST_STEPS) - state.steps[own]
         steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), left)
         rise = steps * Float32(self.kept.step)
-        state.row_max[own] += steps
-        state.base[own] += rise
+        state.steps[own] += steps
+        forward.base[own] += rise
         # Twice the root, since a step of bf16 is no normal number of fp32.
         root = cute.math.exp2(rise * Float32(-0.5), fastmath=True)
-        state.row_sum[own] *= root * root
+        forward.row_sum[own] = forward.row_sum[own] * root * root
         token, exists = fragment.owned_column(column, slab, i, n)
         if exists and steps > 0:
-            self._note_raise(keep, token, state.row_max[own])
+            self._note_raise(keep, token, state.steps[own])
         for c in fragment.shared(i):
             each = spread(rise, c)
-            for r in range(len(fragment.rows)):
+            for r in cutlass.range_constexpr(len(fragment.rows)):
                 frag[r, c] = frag[r, c] - each
 
     @cute.jit
@@ -212,7 +264,7 @@ class KeepEpilogue:
     def _note(
         self,
         tensors: KeepForwardTensors,
-        state: ForwardState,
+        state: KeepState,
         row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
@@ -223,7 +275,7 @@ class KeepEpilogue:
         for i in cutlass.range_constexpr(fragment.owned):
             token, exists = fragment.owned_column(column, slab, i, n)
             if exists:
-                steps = state.row_max[slab * fragment.owned + i]
+                steps = state.steps[slab * fragment.owned + i]
                 tensors.keep.notes[unit, token] = Uint16(Int32(steps))
 
     @cute.jit
@@ -337,13 +389,29 @@ class KeepEpilogue:
         self, tensors: KeepForwardTensors, staging: Staging, state: KeepState, column: Int32, partial: Int32
     ):
         if cutlass.const_expr(state.plain):
-            # A number near the logarithm of the sum does for a maximum; of nothing it is -inf.
-            forward, bits = state.forward, opaque(state.ignored.bits)
-            for own in range(self.fragment.slabs * self.fragment.owned):
-                # An ignored token's numbers are not read, but finite.
-                ignored = ((bits >> own) & 1) != 0
-                row_sum = Float32(cutlass.select_(ignored, Float32(1.0), forward.row_sum[own]))
-                exponent = cute.math.floor(cute.math.log2(row_sum, fastmath=True))
-                forward.row_sum[own] = row_sum
-                forward.row_max[own] = (forward.base[own] + exponent) * Float32(1 / maths.LOG2_E)
-        self.forward.end(tensors.forward, staging, state.forward, column, partial)
+            self._end_plain(tensors.forward, staging, state, column, partial)
+        else:
+            self.forward.end(tensors.forward, staging, state.forward, column, partial, self.stores)
+
+    @cute.jit
+    def _end_plain(
+        self, tensors: ForwardTensors, staging: Staging, state: KeepState, column: Int32, partial: Int32
+    ):
+        """Whole exponents of two instead of maxima, near the sums' logarithms; of nothing -inf."""
+        forward, bits = state.forward, opaque(state.ignored.bits)
+        count = self.fragment.slabs * self.fragment.owned
+        partials = cute.make_rmem_tensor((2, count), Float32)
+        for own in cutlass.range_constexpr(count):
+            # An ignored token's numbers do not matter, but must be finite.
+            ignored = ((bits >> own) & 1) != 0
+            row_sum = Float32(cutlass.select_(ignored, Float32(1.0), forward.row_sum[own]))
+            exponent = cute.math.floor(cute.math.log2(row_sum, fastmath=True))
+            exponent = cute.arch.fmin(cute.arch.fmax(exponent, Float32(-LARGEST)), Float32(LARGEST))
+            nothing = row_sum == 0
+            power = forward.base[own] + exponent
+            partials[0, own] = Float32(cutlass.select_(nothing, -Float32.inf, power))
+            partials[1, own] = row_sum * row_stats.exp2(-exponent)
+        number = self.forward.number(partial)
+        store_partials(
+            *(tensors, staging, partials, column, number, self.fragment, self.stores, row_stats.exp2)
+        )

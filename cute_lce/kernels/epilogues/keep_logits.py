@@ -96,4 +96,4 @@ class KeepLogitsEpilogue:
     def end(
         self, tensors: KeepLogitsTensors, staging: Staging, state: ForwardState, column: Int32, partial: Int32
     ):
-        self.forward.end(tensors.forward, staging, state, column, partial)
+        self.forward.end(tensors.forward, staging, state, column, partial, self.stores)

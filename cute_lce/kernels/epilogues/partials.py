@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64
 from cute_lce.arch import BOX_BYTES, BOXES, WARPGROUP, WARPS
 from cute_lce.arguments import MORE_PARTS, NO_CLASS
 from cute_lce.kernels import more_sums, row_stats
-from cute_lce.kernels.epilogues.store import Staging
+from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import numbers
 
@@ -22,40 +22,46 @@ def store_partials(
     column: Int32,
     number: Int32,
     fragment: cutlass.Constexpr[Fragment],
+    stores: cutlass.Constexpr[bool],
+    exp: cutlass.Constexpr = row_stats.exp,
 ):
     """Store a partial of each of a run's tokens.
 
     own: of each token that the lane owns the maximum, the sum relative to its exponential, and what terms
-    have, as in MORE_PARTS. number: of the partial. A group's warps have rows of their own; their numbers
-    meet in its boxes and are merged in the warps' order, 4 bytes for each number, token and warp.
+    have, as in MORE_PARTS. number: of the partial. stores: whether copies may read the boxes. exp: as in
+    row_stats.merge.
+
+    A group's warps have rows of their own. Their numbers meet in its boxes, 4 bytes for each number, token
+    and warp, and are merged in the warps' order.
     """
     parts, count = own.shape[0], own.shape[1]
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS
-    tokens = [*fragment.owned_columns(column, cute.size(tensors.target))]
+    n = cute.size(tensors.target)
     at_once = BOXES * WARPS * BOX_BYTES // (4 * WARPGROUP * parts)
     boxes = cute.make_ptr(Float32, staging.boxes, cute.AddressSpace.smem, assumed_align=16)
     shared = cute.make_tensor(boxes, cute.make_layout((LANES, WARPS, parts, min(at_once, count))))
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if cutlass.const_expr(stores):
+        drain()
     for first in cutlass.range_constexpr(0, count, at_once):
         several = range(first, min(first + at_once, count))
         # The boxes are empty: every warp's copies, and its part of the last merge, have been read.
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
-        for i in several:
-            for part in range(parts):
+        for i in cutlass.range_constexpr(several.start, several.stop):
+            for part in cutlass.range_constexpr(parts):
                 shared[lane, warp, part, i - first] = own[part, i]
         cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=WARPGROUP)
-        for i in cutlass.range_constexpr(several.start, several.stop):
-            _, token, exists = tokens[i]
-            if exists and warp == i % WARPS:
-                of_warps = [[shared[lane, w, part, i - first] for part in range(parts)] for w in range(WARPS)]
-                _store(tensors, _merged(of_warps, tensors.loss.terms), number, token)
+        for i in cutlass.range(warp, len(several), WARPS, unroll=1):
+            token, exists = fragment.any_owned_column(column, first + i, n)
+            if exists:
+                of_warps = [[shared[lane, w, part, i] for part in range(parts)] for w in range(WARPS)]
+                _store(tensors, _merged(of_warps, tensors.loss.terms, exp), number, token)
 
 
-def _merged(of_warps: list[list[Float32]], terms: tuple[str, ...]) -> list[Float32]:
+def _merged(of_warps: list[list[Float32]], terms: tuple[str, ...], exp) -> list[Float32]:
     """What the warps have of a token, as one."""
     row_max, row_sum, *_ = of_warps[0]
     for own_max, own_sum, *_ in of_warps[1:]:
-        row_max, row_sum = row_stats.merge(row_max, row_sum, own_max, own_sum)
+        row_max, row_sum = row_stats.merge(row_max, row_sum, own_max, own_sum, exp)
     at, parts = more_sums.places(terms)
     if not parts:
         return [row_max, row_sum]
@@ -86,5 +92,4 @@ def _store(tensors, merged: list[Float32], number: Int32, token: Int32):
             partials[i] = each
 
 
-assert LANES == 32
-assert max(sum(MORE_PARTS.values()) + 2, 1) * 4 * WARPGROUP <= BOXES * WARPS * BOX_BYTES
+assert (sum(MORE_PARTS.values()) + 2) * 4 * WARPGROUP <= BOXES * WARPS * BOX_BYTES

@@ -25,8 +25,8 @@ from cute_lce.kernels.epilogues.leaves import (
 )
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.store import Staging
-from cute_lce.kernels.epilogues.tokens import has_target, targets
-from cute_lce.kernels.fragment import SHARED, Fragment, fold, spread
+from cute_lce.kernels.epilogues.tokens import has_target, mask_beyond, store_targets, targets
+from cute_lce.kernels.fragment import SHARED, Fragment, fold
 from cute_lce.kernels.logits import has_own_logits, of_classes, tile_logits
 from cute_lce.kernels.row_stats import fma
 from cute_lce.kernels.rows import Compacted
@@ -43,9 +43,9 @@ APART = frozenset({"total", "linear_bias", "logit_scale"})
 class ForwardTensors(NamedTuple):
     """Global memory that the forward's epilogue accesses, and sizes.
 
-    target (n,) int32 or int64. partials (partials, n, 2) fp32: maximum and sum of every window and warp.
-    target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,) int32: the
-    combine kernel's counter, zeroed here.
+    target (n,) int32 or int64. partials (partials, n, 2) fp32: maximum and sum of every window and group of
+    four warps. target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,)
+    int32: the combine kernel's counter, zeroed here.
     vocab: V; rows of tiles at and beyond it are masked with -inf. loss: its numbers. rows: which tokens
     these are, where terms have numbers of them.
     """
@@ -335,6 +335,22 @@ class ForwardEpilogue:
     ):
         """Products become logits, rows beyond the vocabulary -inf; the targets' logits in the fragment, and
         those of given ids, are stored."""
+        self.to_logits(tensors, state, frag, row, column, slab)
+        fragment = self.fragment
+        if row + fragment.rows[-1] >= tensors.vocab:
+            mask_beyond(fragment, frag, row, tensors.vocab)
+        self.catch(tensors, frag, row, column, slab, lambda logit: logit)
+
+    @cute.jit
+    def to_logits(
+        self,
+        tensors: ForwardTensors,
+        state: ForwardState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
         fragment = self.fragment
         if cutlass.const_expr(has_own_logits(tensors.loss)):
             # Of the slab before, whose exponentials would otherwise be computed beside these logits.
@@ -349,48 +365,45 @@ class ForwardEpilogue:
                             frag[r, c] = frag[r, c] * scale
         else:
             row_stats.to_logits(frag, tensors.loss)
-        if row + fragment.rows[-1] >= tensors.vocab:
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                if row + fragment.rows[r] >= tensors.vocab:
-                    for c in cutlass.range_constexpr(fragment.count):
-                        frag[r, c] = -Float32.inf
+
+    @cute.jit
+    def catch(
+        self,
+        tensors: ForwardTensors,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        logit: cutlass.Constexpr,
+    ):
+        """The targets' logits in the fragment, and those of given ids, are stored. logit: a function of its
+        elements."""
+        fragment = self.fragment
         # Read again for every tile: registers are scarcer than loads.
         own = targets(fragment, tensors.target, column, slab, Int32(0), tensors.vocab)
         if has_target(fragment, own, row):
             for i in cutlass.range_constexpr(fragment.owned):
                 if has_target(fragment, own, row, range(i, i + 1)):
-                    self._catch(tensors, frag, own[i], row, column, slab, i)
+                    store_targets(
+                        *(fragment, tensors.target_logit, frag, own[i], row, column, slab, i, logit)
+                    )
         if cutlass.const_expr("topk" in tensors.loss.terms):
             visit_ids(tensors, fragment, frag, row, column, slab, adds=False)
 
     @cute.jit
-    def _catch(
+    def end(
         self,
         tensors: ForwardTensors,
-        frag: cute.Tensor,
-        own: Int32,
-        row: Int32,
+        staging: Staging,
+        state: ForwardState,
         column: Int32,
-        slab: cutlass.Constexpr[int],
-        i: cutlass.Constexpr[int],
+        partial: Int32,
+        stores: cutlass.Constexpr[bool] = False,
     ):
-        """Store the targets' logits of a slab's i-th 32 columns; own: the target of the lane's."""
-        fragment = self.fragment
-        for c in fragment.shared(i):
-            target = spread(own, c)
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                if row + fragment.rows[r] == target:
-                    token = column + (slab * fragment.columns + fragment.offset(c))
-                    tensors.target_logit[token] = frag[r, c]
-
-    @cute.jit
-    def end(
-        self, tensors: ForwardTensors, staging: Staging, state: ForwardState, column: Int32, partial: Int32
-    ):
+        """stores: whether the boxes are copied from."""
         count = self.fragment.slabs * self.fragment.owned
-        groups = self.warps // WARPS
         own = cute.make_rmem_tensor((2 + more_sums.places(tensors.loss.terms)[1], count), Float32)
-        for i in range(count):
+        for i in cutlass.range_constexpr(count):
             row_max = state.row_max[i]
             # From 2^base to exp(row_max), whose own term becomes exactly 1. If all lies far below the base,
             # the sum is 0.
@@ -400,8 +413,11 @@ class ForwardEpilogue:
                 (row_max, state.row_sum[i] / one, *self._of_terms(state, i, exponent, one))
             ):
                 own[part, i] = each
-        number = partial * groups + cute.arch.warp_idx() % self.warps // WARPS
-        store_partials(tensors, staging, own, column, number, self.fragment)
+        store_partials(tensors, staging, own, column, self.number(partial), self.fragment, stores)
+
+    def number(self, partial: Int32) -> Int32:
+        """Of this group of warps' partial."""
+        return partial * (self.warps // WARPS) + cute.arch.warp_idx() % self.warps // WARPS
 
     def _of_terms(self, state: ForwardState, own: int, exponent: Float32, one: Float32) -> list[Float32]:
         """What terms have (MORE_PARTS): the sums of gaps row_max - z and of squares, relative to exp(row_max)

@@ -263,7 +263,7 @@ def store_columns(
         for i, box in zip(several, boxes, strict=True):
             elements = fragment.shared(i)
             assert len(elements) % 4 == 0 or out.narrow is not None, "whole boxes"
-            for c in range(elements.start, elements.stop, 2):
+            for c in cutlass.range_constexpr(elements.start, elements.stop, 2):
                 words = [_pack(frag[r, c], frag[r, c + 1], out) for r in range(len(fragment.rows))]
                 block = (c - elements.start) // 2
                 offset = block // 2 * (2 * BOX_BYTES) + block % 2 * (BLOCK * LINE)

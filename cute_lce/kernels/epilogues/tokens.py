@@ -1,4 +1,5 @@
-"""What epilogues know of the tokens that a lane owns: their targets, and which are ignored."""
+"""What epilogues know of the tokens that a lane owns, their targets and which are ignored, and of the
+vocabulary's end."""
 
 from typing import NamedTuple
 
@@ -47,14 +48,45 @@ def has_target(
     own: targets of the tokens that this lane owns in a slab. owned: which of these tokens; None: all.
     """
     first = first_row_of_warp(row)
-    # A warp has 16 rows of each `apart`, a power of two.
+    # A warp has 16 rows of each `apart`.
     apart = fragment.rows[2] if len(fragment.rows) > 2 else 16
     found = Boolean(False)
     for i in range(fragment.owned) if owned is None else owned:
         behind = own[i] - first
-        is_row = (behind >= 0) & (behind < fragment.span) & ((behind & (apart - 16)) == 0)
+        is_row = (behind >= 0) & (behind < fragment.span) & (behind % apart < 16)
         found = found | is_row
     return cute.arch.vote_any_sync(found)
+
+
+@cute.jit
+def store_targets(
+    fragment: cutlass.Constexpr[Fragment],
+    target_logit: cute.Tensor,
+    frag: cute.Tensor,  # (rows, cols) fp32
+    own: Int32,
+    row: Int32,
+    column: Int32,
+    slab: cutlass.Constexpr[int],
+    i: cutlass.Constexpr[int],
+    logit: cutlass.Constexpr,
+):
+    """Store the targets' logits of a slab's i-th 32 columns. own: the target of the lane's token there.
+    logit: a function of an element."""
+    for c in fragment.shared(i):
+        target = spread(own, c)
+        for r in cutlass.range_constexpr(len(fragment.rows)):
+            if row + fragment.rows[r] == target:
+                token = column + (slab * fragment.columns + fragment.offset(c))
+                target_logit[token] = logit(frag[r, c])
+
+
+@cute.jit
+def mask_beyond(fragment: cutlass.Constexpr[Fragment], frag: cute.Tensor, row: Int32, vocab: Int32):
+    """Rows beyond the vocabulary become -inf."""
+    for r in cutlass.range_constexpr(len(fragment.rows)):
+        if row + fragment.rows[r] >= vocab:
+            for c in cutlass.range_constexpr(fragment.count):
+                frag[r, c] = -Float32.inf
 
 
 class Ignored(NamedTuple):
