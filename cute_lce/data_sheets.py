@@ -4,8 +4,8 @@ GPUs of one architecture run the same kernels and differ in memory and L2, on wh
 H100 has five sixths of an H200's L2, and its SMs load up to 15% less from it in a clock.
 
 The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json,
-h100_tiles.json, h100_cool.json, of forwards to h100_sustained.json and h100_passes.json and of
-dlinear_weight to h100_dweight.json there, and, of writes, to an earlier bench/results/h100_random11.json
+h100_tiles.json, h100_cool.json, of forwards to h100_forwards.json and of dlinear_weight to
+h100_dweight.json there, and, of writes, to an earlier bench/results/h100_random11.json
 (tests/host/test_cost.py); what a B200's sheet does not say is a guess.
 """
 

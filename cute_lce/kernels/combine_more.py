@@ -17,7 +17,8 @@ class CombineMore:
 
     Timeline of a block: each lane adds up its partials, relative to the row's maximum -> the 4 lanes of a row
     by shuffles -> shared memory -> warp 0 adds up 16 results, and writes. The order of a row's partials is
-    fixed; of argmax it does not matter. Shared memory: 512 bytes for each number of a token.
+    fixed; of argmax it does not matter. Shared memory: 512 bytes for each number of a token, and for an
+    argmax.
     """
 
     @cute.jit

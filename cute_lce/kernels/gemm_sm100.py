@@ -56,9 +56,9 @@ class GemmSm100(gemm.Gemm):
     MMAs: the forward's is, from a d between 256 and 630 upwards (docs/kernels.md has the cycles). The last
     epilogue of a CTA is exposed.
 
-    Partials: CTAs of a pair have rows of their own, and each of their warps a partial for every window.
+    Partials: CTAs of a pair have rows of their own, and a partial for every window.
 
-    Budgets: registers up to 208 a thread in the forward, 255 if it keeps, 153 for dlogits, 249 for dhidden
+    Budgets: registers up to 255 a thread in forwards, 153 for dlogits, 249 for dhidden
     and 160 for dweight, without spills; 192 and 256 threads could have 255, and 320 have 168, so setmaxnreg
     is not needed. The loop over slabs is unrolled, since an epilogue's numbers of a column are in registers.
     Shared memory: (tile_m + tile_n) * tile_k * 2 / pair bytes a stage, which is 32 KiB for 256 x 256 x 64 (6

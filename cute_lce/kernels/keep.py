@@ -14,13 +14,13 @@ four other logits comes to times V, if that is more. The first is near in rows w
 second where the distribution is flat, as it is before training.
 
 Where a row exceeds K by more than the headroom within a unit (32 columns of the vocabulary, those of one warp
-in a tile: Fragment.unit), it is stored relative to K + step j, and j is noted in 16 bits. `Finish` rescales
-such rows, and those whose sum exceeds the headroom, to one K, and subtracts the onehot. Scaling by a power of
-two is exact except for what becomes subnormal; the target's own entry is rounded once. Where terms give the
-softmax a coefficient of its own, v is times that, and the onehot times its own coefficient over it, which is
-at most 1 / LEAST_SHARE. With a softcap or a LogitTerm E' is times its slope, of which K and the sums know
-nothing. In bf16 raised rows are rare; in fp16 they are those whose guess is 2^9.5 times too small, 0.1% of
-the probability for the target.
+in a tile: Fragment.unit), it and what the warp stores of the row after it in a run are relative to K + step
+j, and j is noted in 16 bits. `Finish` rescales such rows, and those whose sum exceeds the headroom, to one K,
+and subtracts the onehot. Scaling by a power of two is exact except for what becomes subnormal; the target's
+own entry is rounded once. Where terms give the softmax a coefficient of its own, v is times that, and the
+onehot times its own coefficient over it, which is at most 1 / LEAST_SHARE. With a softcap or a LogitTerm E'
+is times its slope, of which K and the sums know nothing. In bf16 raised rows are rare; in fp16 they are those
+whose guess is 2^9.5 times too small, 0.1% of the probability for the target.
 
 K is limited to +-far, which also stands for a target's logit of -inf, and j to MOST_STEPS. So a kept logit
 may lie 2^23 in base 2, 5.8 million nats, above its row's K, and reach 2.9 million nats if the target's logit
@@ -297,7 +297,7 @@ class Finish:
     def _steps(self, reference: Float32, row_max: Float32, row_sum: Float32, noted: Int32) -> Int32:
         """j of a whole row: the largest of its units, or what its sum, kept or not, requires; row_sum: or the
         onehot that is subtracted from it, if that is larger."""
-        # A sum of 2^s terms like the largest exceeds K as that term alone exceeds K - s.
+        # What row_max stands for exceeds K by that much less than the sum does.
         reference -= cute.math.log2(row_sum, fastmath=True)
         steps = maths.raise_steps(row_max, reference, self.kept, fma, cute.math.ceil)
         steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), Float32(2.0**22))

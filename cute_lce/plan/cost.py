@@ -9,10 +9,10 @@ misses, and clocks between tiles; its epilogue hides behind the next tile's MMAs
 longer, tile and epilogue alternate between two warpgroups.
 
 The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json, h100_cool.json,
-h100_sustained.json, h100_passes.json and h100_dweight.json of bench/results/tuning (tests/host/test_cost.py)
+h100_passes.json, h100_dweight.json and h100_forwards.json of bench/results/tuning (tests/host/test_cost.py)
 and are used for every architecture, relative to a GPU's data sheet, which has what differs from GPU to GPU
 (data_sheets.py). All but the last three are of kernels whose clusters were farther apart; so are most
-constants of backwards.
+constants of backwards. Forwards' epilogues are those of the last.
 """
 
 from __future__ import annotations

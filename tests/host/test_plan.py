@@ -429,7 +429,7 @@ def test_workspace(arch: str):
         partials = plan.gemm.windows * plan.config.partials_per_window
         bytes_ = 8 + 8 * plan.n * partials + 4 * plan.n + 8 * ceil_div(plan.n, 8)
         assert plan.workspace_floats * 4 == bytes_
-        # The four warps of each warpgroup, in each CTA of a cluster.
+        # One of each warpgroup, in each CTA of a cluster.
         assert plan.config.partials_per_window == plan.config.cluster_m * plan.config.warpgroups
 
 

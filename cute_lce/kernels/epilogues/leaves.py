@@ -1,5 +1,5 @@
 """What a thread makes of its elements of a column of logits, and how those of several threads are merged: the
-arguments of fragment.fold."""
+arguments of fragment.fold; and the greatest of a thread's numbers."""
 
 import functools
 from collections.abc import Callable
