@@ -250,11 +250,6 @@ def raise_steps(highest, reference, kept, fma, ceil):
     return ceil(kept_exponent(highest, reference + kept.headroom, fma) * (1 / kept.step))
 
 
-def steps_above(exponent, kept, ceil):
-    """`raise_steps` of an exponent relative to 2^K."""
-    return ceil((exponent - kept.headroom) * (1 / kept.step))
-
-
 def raised(reference, steps, kept):
     """K after a raise."""
     return reference + kept.step * steps

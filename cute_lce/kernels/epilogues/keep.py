@@ -1,8 +1,6 @@
 """The epilogue of a forward that keeps: statistics, and exponentials that the backward reads."""
 
 import functools
-import struct
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -18,16 +16,15 @@ from cute_lce.kernels.epilogues.leaves import (
     fmax_each,
     greatest_bits,
     highest,
-    powers,
 )
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import Ignored, fill_ignored, ignored_tokens, mask_beyond
-from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque, spread
+from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque
 from cute_lce.kernels.keep import KeepTensors
-from cute_lce.kernels.logits import has_own_logits, has_slope, slopes
-from cute_lce.kernels.row_stats import fma
+from cute_lce.kernels.logits import has_slope, slopes
+from cute_lce.kernels.row_stats import fma, tree
 
 AT_ONCE = 2
 """Columns that a lane owns whose exponentials are computed before any is stored: many of a thread's
@@ -59,12 +56,14 @@ class KeepForwardTensors(NamedTuple):
 
 class KeepState(NamedTuple):
     """plain: is_plain. Then no maximum is known: forward.base, that of the sum and of what is kept, is K as
-    raised so far in this run, and steps, in the place of the maxima, by how many steps that is."""
+    raised so far in this run; steps, in the place of the maxima, by how many steps that is; and limit (1,)
+    the bits of a logit from which on a thread's columns may ask for more."""
 
     forward: ForwardState
     ignored: Ignored
     plain: bool
     steps: cute.Tensor
+    limit: cute.Tensor
 
 
 class KeepEpilogue:
@@ -84,7 +83,6 @@ class KeepEpilogue:
             raise ValueError(f"config: got {len(fragment.rows)} blocks of a warp's rows, want 4 to keep")
         self.fragment = fragment
         self.kept = kept
-        self.limit = struct.unpack("i", struct.pack("f", kept.headroom))[0]
         self.forward = ForwardEpilogue(fragment, warps, IN_REGISTERS)
         self.words = self.forward.words
 
@@ -99,7 +97,10 @@ class KeepEpilogue:
             for own, token, _ in self.fragment.owned_columns(column, n):
                 state.base[own] = tensors.keep.reference[cutlass.min(token, n - 1)]
             state.row_max.fill(0.0)
-        return KeepState(state, ignored, plain, state.row_max)
+        keeping = KeepState(state, ignored, plain, state.row_max, cute.make_rmem_tensor(1, Int32))
+        if cutlass.const_expr(plain):
+            self._set_limit(keeping)
+        return keeping
 
     @cute.jit
     def visit(
@@ -116,9 +117,9 @@ class KeepEpilogue:
         # A tile is kept whole or, the vocabulary's last, up to the vocabulary's end; all warps keep together.
         keeps = first_row_of_warp(row) // KEPT_TILE * KEPT_TILE < tensors.keep.columns
         if cutlass.const_expr(state.plain):
-            logit = self._products(tensors.forward, state.forward, frag, row, column, slab)
-            self.forward.catch(tensors.forward, frag, row, column, slab, logit)
-            self._exponents(tensors, state, frag, row, column, slab, logit)
+            self.forward.to_logits(tensors.forward, state.forward, frag, row, column, slab)
+            self.forward.catch(tensors.forward, frag, row, column, slab)
+            self._raise_bases(tensors, state, frag, row, column, slab)
             for owned in self._at_once(state):
                 self._sum(tensors, staging, state, frag, row, column, slab, owned, keeps)
             if keeps:
@@ -148,25 +149,19 @@ class KeepEpilogue:
             every = range(self.fragment.owned)
             self.forward.accumulate(state.forward, frag, row, tensors.forward.vocab, slab, None, every)
 
-    def _products(
-        self,
-        tensors: ForwardTensors,
-        state: ForwardState,
-        frag: cute.Tensor,
-        row: Int32,
-        column: Int32,
-        slab: int,
-    ) -> Callable:
-        """A function of the fragment's elements that gives their logits: these, unless they differ by no
-        more than a factor, since there are no registers for another pass."""
-        loss = tensors.loss
-        if has_own_logits(loss) or "topk" in loss.terms or not loss.terms:
-            self.forward.to_logits(tensors, state, frag, row, column, slab)
-            return lambda logit: logit
-        return lambda product: maths.logits(product, loss)
+    @cute.jit
+    def _set_limit(self, state: KeepState):
+        """Of the logits of a thread's columns, above which one may exceed its token's headroom."""
+        base = state.forward.base
+        least = tree([base[own] for own in range(cute.size(base))], cute.arch.fmin)
+        for step in cutlass.range_constexpr(3):
+            least = cute.arch.fmin(least, cute.arch.shuffle_sync_bfly(least, offset=4 << step))
+        limit = (least + self.kept.headroom) * Float32(1 / maths.LOG2_E)
+        # As greatest_bits compares: where it is not positive, every tile is looked at.
+        state.limit[0] = Int32(cutlass.select_(limit > 0, limit.bitcast(Int32), Int32(-(2**31))))
 
     @cute.jit
-    def _exponents(
+    def _raise_bases(
         self,
         tensors: KeepForwardTensors,
         state: KeepState,
@@ -174,32 +169,27 @@ class KeepEpilogue:
         row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
-        logit: cutlass.Constexpr,
     ):
-        """Exponents relative to the bases, -inf beyond the vocabulary and of ignored tokens. Where one
-        exceeds the headroom, as none does in nearly every tile, its token's base is raised. logit: as
-        `_products` returns it."""
-        fragment, forward = self.fragment, state.forward
-        n, vocab = cute.size(tensors.forward.target), tensors.forward.vocab
+        """Where a logit exceeds the headroom, as none does in nearly every tile, its token's base is raised.
+        Those beyond the vocabulary and of ignored tokens become -inf."""
+        fragment, vocab = self.fragment, tensors.forward.vocab
         exceeds = Boolean(False)
         for i in cutlass.range_constexpr(fragment.owned):
-            base = forward.base[slab * fragment.owned + i]
-            for c in fragment.shared(i):
-                own = spread(base, c)
-                for r in cutlass.range_constexpr(len(fragment.rows)):
-                    frag[r, c] = maths.kept_exponent(logit(frag[r, c]), own, fma)
             every = [frag[r, c] for c in fragment.shared(i) for r in range(len(fragment.rows))]
-            exceeds = exceeds | (greatest_bits(every) > self.limit)
-        # One branch for all three, since the compiler copies many registers at each that changes exponents.
+            exceeds = exceeds | (greatest_bits(every) >= state.limit[0])
+        # One branch for all three, since the compiler copies many registers at each that changes logits.
         beyond = cute.arch.vote_any_sync(row + fragment.rows[-1] >= vocab)
         exceeds = cute.arch.vote_any_sync(exceeds)
         if exceeds or beyond or state.ignored.any:
             if beyond:
                 mask_beyond(fragment, frag, row, vocab)
-            for i in cutlass.range_constexpr(fragment.owned):
-                if exceeds:
+            if exceeds:
+                n = cute.size(tensors.forward.target)
+                for i in cutlass.range_constexpr(fragment.owned):
                     self._raise(tensors.keep, state, frag, opaque(column), slab, i, n)
-                if state.ignored.any:
+                self._set_limit(state)
+            if state.ignored.any:
+                for i in cutlass.range_constexpr(fragment.owned):
                     fill_ignored(fragment, state.ignored, frag, slab, i, -Float32.inf)
 
     @cute.jit
@@ -214,11 +204,11 @@ class KeepEpilogue:
         n: Int32,
     ):
         """Raise the base of the token that this lane owns in a slab's i-th 32 columns by the steps that its
-        exponents, which become relative to that, ask for; perhaps none."""
+        logits ask for; perhaps none."""
         fragment, forward = self.fragment, state.forward
         own = slab * fragment.owned + i
         (most,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
-        steps = maths.steps_above(most, self.kept, cute.math.ceil)
+        steps = maths.raise_steps(most, forward.base[own], self.kept, fma, cute.math.ceil)
         left = Float32(maths.MOST_STEPS) - state.steps[own]
         steps = cute.arch.fmin(cute.arch.fmax(steps, Float32(0.0)), left)
         rise = steps * Float32(self.kept.step)
@@ -230,10 +220,6 @@ class KeepEpilogue:
         token, exists = fragment.owned_column(column, slab, i, n)
         if exists and steps > 0:
             self._note_raise(keep, token, state.steps[own])
-        for c in fragment.shared(i):
-            each = spread(rise, c)
-            for r in cutlass.range_constexpr(len(fragment.rows)):
-                frag[r, c] = frag[r, c] - each
 
     @cute.jit
     def _sum(
@@ -248,12 +234,15 @@ class KeepEpilogue:
         owned: cutlass.Constexpr[range],
         keeps: Boolean,
     ):
-        """Powers of two instead of the exponents of the columns that lanes own with these numbers, their
-        sums, and, if the tile is kept, their storage."""
+        """Exponentials instead of the logits of the columns that lanes own with these numbers, their sums,
+        and, if the tile is kept, their storage."""
         fragment, forward = self.fragment, state.forward
         for i in cutlass.range_constexpr(owned.start, owned.stop):
-            (terms,) = fold(functools.partial(powers, fragment, frag, SHARED * i), add_each)
             own = slab * fragment.owned + i
+            leaf = functools.partial(
+                exponentials, fragment, frag, forward.base[own], SHARED * i, in_place=True
+            )
+            (terms,) = fold(leaf, add_each)
             forward.row_sum[own] += terms
         if keeps:
             # Offsets that were computed of it are computed again: registers are scarcer, on Hopper at least.

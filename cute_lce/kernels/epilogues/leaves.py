@@ -131,16 +131,6 @@ def exponentials(
     return tuple(row_stats.tree(values, lambda a, b: a + b) for values in sums)
 
 
-def powers(fragment: Fragment, frag: cute.Tensor, first: int, j: int):
-    """The sum of 2^x of a thread's elements x of a column, element first + j of a row, in place."""
-    c = first + j
-    if c >= fragment.count:
-        return (Float32(0.0),)
-    for r in range(len(fragment.rows)):
-        frag[r, c] = cute.math.exp2(frag[r, c], fastmath=True)
-    return (row_stats.tree([frag[r, c] for r in range(len(fragment.rows))], _add),)
-
-
 def greatest_bits(values: list[Float32]) -> Int32:
     """The greatest of the numbers' bits as integers: that of the greatest number, if any is positive; a nan's
     that is not negative exceeds all. Hopper's instruction for three numbers is of integers alone."""

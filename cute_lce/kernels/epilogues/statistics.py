@@ -339,7 +339,7 @@ class ForwardEpilogue:
         fragment = self.fragment
         if row + fragment.rows[-1] >= tensors.vocab:
             mask_beyond(fragment, frag, row, tensors.vocab)
-        self.catch(tensors, frag, row, column, slab, lambda logit: logit)
+        self.catch(tensors, frag, row, column, slab)
 
     @cute.jit
     def to_logits(
@@ -374,19 +374,15 @@ class ForwardEpilogue:
         row: Int32,
         column: Int32,
         slab: cutlass.Constexpr[int],
-        logit: cutlass.Constexpr,
     ):
-        """The targets' logits in the fragment, and those of given ids, are stored. logit: a function of its
-        elements."""
+        """The targets' logits in the fragment, and those of given ids, are stored."""
         fragment = self.fragment
         # Read again for every tile: registers are scarcer than loads.
         own = targets(fragment, tensors.target, column, slab, Int32(0), tensors.vocab)
         if has_target(fragment, own, row):
             for i in cutlass.range_constexpr(fragment.owned):
                 if has_target(fragment, own, row, range(i, i + 1)):
-                    store_targets(
-                        *(fragment, tensors.target_logit, frag, own[i], row, column, slab, i, logit)
-                    )
+                    store_targets(fragment, tensors.target_logit, frag, own[i], row, column, slab, i)
         if cutlass.const_expr("topk" in tensors.loss.terms):
             visit_ids(tensors, fragment, frag, row, column, slab, adds=False)
 

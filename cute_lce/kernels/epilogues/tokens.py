@@ -68,16 +68,14 @@ def store_targets(
     column: Int32,
     slab: cutlass.Constexpr[int],
     i: cutlass.Constexpr[int],
-    logit: cutlass.Constexpr,
 ):
-    """Store the targets' logits of a slab's i-th 32 columns. own: the target of the lane's token there.
-    logit: a function of an element."""
+    """Store the targets' logits of a slab's i-th 32 columns. own: the target of the lane's token there."""
     for c in fragment.shared(i):
         target = spread(own, c)
         for r in cutlass.range_constexpr(len(fragment.rows)):
             if row + fragment.rows[r] == target:
                 token = column + (slab * fragment.columns + fragment.offset(c))
-                target_logit[token] = logit(frag[r, c])
+                target_logit[token] = frag[r, c]
 
 
 @cute.jit
