@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from cute_lce.arch import architecture
+from cute_lce.arch import BOX_BYTES, BOXES, WARPGROUP, WARPS, architecture
+from cute_lce.arguments import MORE_PARTS
 from cute_lce.launch import token_terms
 from cute_lce.logit_term import kernel_term
 from cute_lce.plan import forward as forward_plans
@@ -770,6 +771,26 @@ def test_upstreams_of_what_is_smoothed_that_are_negated_lazily(arch, monkeypatch
     monkeypatch.setattr(token_stats, "_upstream", all_negated)
     numbers = kept_numbers(BF16)["smoothing and"]
     token_stats.check(numbers, token_stats.run(numbers, arch, kept_columns=201))
+
+
+# Before a test's fixture has narrow tiles in their place.
+WIDE = {
+    arch: next(each for each in architecture(arch).token_configs if each.tile_n == tokens)
+    for arch, tokens in (("sm_90a", 160), ("sm_100a", 256))
+}
+
+
+@hopper_first
+def test_all_numbers_of_wide_tiles(arch, monkeypatch):
+    """Of more tokens than the warps' numbers have room for at once where they are merged."""
+    config = WIDE[arch]
+    parts = 2 + sum(MORE_PARTS.values())
+    assert 4 * WARPGROUP * parts * config.tile_n // 32 > BOXES * WARPS * BOX_BYTES
+    monkeypatch.setattr(forward_plans, "choose_config", lambda *_: replace(config, stages=2))
+    case = ignoring(random_case(190, 64, 330, BF16, scale=4.0))
+    differentiable = ("logprob", "lse", "entropy", "total_nll")
+    numbers = Numbers(case, (*differentiable, *PLAIN), differentiable, temperature=0.7)
+    token_stats.check(numbers, token_stats.run(numbers, arch))
 
 
 @hopper_first
