@@ -237,7 +237,7 @@ def test_plan_of_grad_in_forward(frozen, capsys):
 def test_plan_is_that_of_the_gpu(capsys):
     plans = {}
     for gpu in ("H200", "H100"):
-        argv = f"plan --arch sm_90a --gpu {gpu} --n 2048 --d 4096 --vocab 128256"
+        argv = f"plan --arch sm_90a --gpu {gpu} --n 3000 --d 4096 --vocab 128256"
         assert cli.main(argv.split()) == 0
         plans[gpu], _, _ = capsys.readouterr().out.partition("plan of the backward")
         assert re.search(rf"^  GPU +{gpu}$", plans[gpu], re.MULTILINE)
