@@ -81,7 +81,9 @@ HOPPER = Limits(
     ),
     keep=(
         Limit(Widths(192), ""),
-        Limit(Widths(192, but=(176,)), "products+linear_bias products+row_scale"),
+        Limit(Widths(192, but=(176,)), "products+row_scale"),
+        Limit(Widths(184, but=(168, 176)), "products+linear_bias"),
+        Limit(Widths(152), "row_scale+linear_bias"),
         Limit(Widths(160), "logits argmax"),
         Limit(Widths(144), f"entropy softcap+linear_bias softcap+row_scale {_each(_SUMS, 2)}"),
         Limit(Widths(144), _each(_SUMS, beside="softcap")),
@@ -103,7 +105,7 @@ HOPPER = Limits(
     ),
 )
 """By compiles of every term, of most pairs and some sets, of which tests/compiled/test_terms.py repeats some.
-Own terms spill 8 to 32 bytes in tiles of 128 tokens that keep, and none in 96."""
+Own terms beside an entropy spill 32 bytes in tiles of 128 tokens that keep logits, and none in 96."""
 _BLACKWELL = (
     Limit(Widths(224), "softcap squares linear_bias+entropy"),
     Limit(Widths(192), "own_term row_scale+entropy+squares"),
