@@ -151,8 +151,8 @@ class Spill(NamedTuple):
 
 ACCEPTED = {("sm_90a", (OWN, "row_scale", "entropy", "kept_logits")): Spill(128, 32, 19)}
 """What a LogitTerm spills in the widest tiles that plans may choose for what keeps logits, on purpose:
-tiles of 96 tokens spill nothing but are slower, with both gradients 1.12 instead of 1.06 times the plain call with
-d = 4096, and 1.13 instead of 1.12 with d = 2048 (docs/measurements.md)."""
+tiles of 96 tokens spill nothing but are slower, with both gradients 1.12 instead of 1.06 times the plain call
+with d = 4096, and 1.13 instead of 1.12 with d = 2048 (docs/measurements.md)."""
 
 
 def widest_that_keeps(arch: str, terms: tuple[str, ...]) -> ForwardKey:
