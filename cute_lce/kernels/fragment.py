@@ -71,9 +71,7 @@ class Fragment:
     def owned_column(self, column, slab: int, i: int, end):
         """(the i-th column that this lane owns, whether the slab has it and it lies before `end`); column: of
         element 0 in slab 0."""
-        lane = cute.arch.lane_idx()
-        within = 16 * ((lane >> 4) & 1) + 8 * ((lane >> 3) & 1)
-        own = column + (slab * self.columns + OWNED * i + within + ((lane >> 2) & 1))
+        own, within = self._owned(column, slab, i)
         if OWNED * (i + 1) <= self.columns:
             return own, own < end
         return own, Boolean(OWNED * i + within < self.columns) & (own < end)
@@ -81,10 +79,14 @@ class Fragment:
     def any_owned_column(self, column, number, end):
         """What `owned_column` returns for one of all slabs, whose number need not be constant."""
         slab, i = number // self.owned, number % self.owned
-        lane = cute.arch.lane_idx()
-        within = 16 * ((lane >> 4) & 1) + 8 * ((lane >> 3) & 1) + ((lane >> 2) & 1)
-        own = column + (slab * self.columns + OWNED * i + within)
+        own, within = self._owned(column, slab, i)
         return own, (OWNED * i + within < self.columns) & (own < end)
+
+    def _owned(self, column, slab, i):
+        """(the i-th column that this lane owns in a slab, its pair's place in the 32)."""
+        lane = cute.arch.lane_idx()
+        within = 16 * ((lane >> 4) & 1) + 8 * ((lane >> 3) & 1)
+        return column + (slab * self.columns + OWNED * i + within + ((lane >> 2) & 1)), within
 
     def owned_columns(self, column, end):
         """(its number, what `owned_column` returns) for each column that this lane owns in all slabs."""

@@ -310,8 +310,8 @@ class GemmSm100(gemm.Gemm):
                     self.epilogue.visit(tensors, staging, state, frag, row, own, slab, split)
                 full.advance()
             # Each CTA of a pair has rows, and therefore partials, of its own.
-            own = walk.partial(window) * config.pair + coord[0]
-            self.epilogue.end(tensors, staging, state, column, own)
+            partial = walk.partial(window) * config.pair + coord[0]
+            self.epilogue.end(tensors, staging, state, column, partial)
         if cutlass.const_expr(self.epilogue.stores):
             drain()
 

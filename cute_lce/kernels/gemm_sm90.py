@@ -220,8 +220,8 @@ class GemmSm90(gemm.Gemm):
                 slot = self._tile(tiled_mma, tCrA, tCrB, acc, ring, slot, turn, walk.depth)
                 row = walk.m_tile(tile) * config.tile_m + own_row
                 self.epilogue.visit(tensors, staging, state, frag, row, opaque(column), 0, split)
-            own = walk.partial(window) * turns + share
-            self.epilogue.end(tensors, staging, state, opaque(column), own)
+            partial = walk.partial(window) * turns + share
+            self.epilogue.end(tensors, staging, state, opaque(column), partial)
             before += end - first
         if cutlass.const_expr(self.epilogue.stores):
             drain()
