@@ -11,8 +11,9 @@ from cute_lce import maths
 from cute_lce.arguments import COMBINE_ROWS, REDUCTIONS, LossArguments
 from cute_lce.kernels import pdl, row_stats
 from cute_lce.kernels.rows import Compacted, computed, origin
+from cute_lce.kernels.totals import TotalTensors, sums_of, write_total
 
-WARPS = 16
+WARPS = 8
 LANES = 32
 STEP = WARPS * (LANES // COMBINE_ROWS)
 """Lanes of a row: each has every STEP-th partial."""
@@ -56,16 +57,22 @@ class CombineTensors(NamedTuple):
 
 
 class Combine:
-    """One block of 16 warps for 8 rows: a lane has every 64th partial of a row. Calls with few
-    tokens have many partials of each, hence so many lanes for a row.
+    """One block of 8 warps for 8 rows: a lane has every 32nd partial of a row. Seven such blocks fit an SM,
+    so that up to 7,000 tokens are in flight together.
 
-    Timeline of a block: each lane merges its partials in registers -> the 4 lanes of a row by shuffles ->
-    shared memory -> warp 0 merges the 16 results, writes the rows' statistics and losses and, by shuffles,
-    the block's loss and count -> the block that arrives last adds up all blocks in a fixed order, in float64,
-    so that the result does not depend on which block is last.
-    Shared memory: 1 KiB of partials and 256 bytes of sums. Bytes read: 8 a partial, once,
+    Timeline of a block: what the launch before, the GEMM, does not write is loaded before that ends -> each
+    lane merges its partials in registers -> the 4 lanes of a row by shuffles -> shared memory -> warp 0
+    merges the 8 results, writes the rows' statistics and losses and, by shuffles, the block's loss and count
+    -> with `totals`, the block that arrives last adds up all blocks (kernels.totals).
+    Shared memory: 512 bytes of partials and 128 of sums. Bytes read: 8 a partial, once,
     of which a lane has AT_ONCE in flight.
+
+    Args:
+        totals: False where a launch after this one adds up the blocks.
     """
+
+    def __init__(self, totals: bool = True):
+        self.totals = totals
 
     @cute.jit
     def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
@@ -84,7 +91,6 @@ class Combine:
 
     @cute.kernel
     def kernel(self, tensors: CombineTensors):
-        pdl.begin()
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         block = cute.arch.block_idx()[0]
         blocks = cute.arch.grid_dim()[0]
@@ -99,6 +105,17 @@ class Combine:
         exp = row_stats.exp if cutlass.const_expr(tensors.bases is None) else row_stats.exp2
         row_max, row_sum = -Float32.inf, Float32(0.0)
         is_computed = row < computed(tensors.rows)
+        # Warp 0 completes a row, and has loaded beside the others' partials what it needs for that.
+        completes = warp == 0 and row < n and share == 0
+        target, token, base = Int64(0), Int32(0), Float32(0.0)
+        if completes:
+            target, token = Int64(tensors.target[row]), origin(tensors.rows, row)
+            if cutlass.const_expr(tensors.bases is not None):
+                base = tensors.bases[row]
+        pdl.begin()
+        target_logit = Float32.nan
+        if completes and target >= 0 and target < tensors.vocab:
+            target_logit = tensors.target_logit[row]
         if is_computed:
             first, count = warp * (LANES // COMBINE_ROWS) + share, cute.size(tensors.partials, mode=[0])
             for number in cutlass.range(first, count, AT_ONCE * STEP, unroll=1):
@@ -120,25 +137,16 @@ class Combine:
                     row_max, row_sum, maxima[other, line], sums[other, line], exp
                 )
             loss, valid = Float32(0.0), Float32(0.0)
-            if row < n and share == 0:
-                target = Int64(tensors.target[row])
-                token = origin(tensors.rows, row)
-                inside = target >= 0 and target < tensors.vocab
+            if completes:
                 if cutlass.const_expr(tensors.bases is not None):
                     if is_computed:
-                        logit = Float32.nan
-                        if inside:
-                            logit = tensors.target_logit[row]
-                        row_max, row_sum = _of_powers(row_max, row_sum, logit, tensors.bases[row])
+                        row_max, row_sum = _of_powers(row_max, row_sum, target_logit, base)
                 if tensors.shard != 0:
-                    logit = Float32.nan
-                    if inside:
-                        logit = tensors.target_logit[row]
-                    tensors.shard_logit[token] = logit
+                    tensors.shard_logit[token] = target_logit
                 elif target != tensors.loss.ignore_index:
                     valid = Float32(1.0)
-                    if inside:
-                        loss = maths.row_loss(cute.math.log(row_sum), row_max, tensors.target_logit[row])
+                    if target >= 0 and target < tensors.vocab:
+                        loss = maths.row_loss(cute.math.log(row_sum), row_max, target_logit)
                     else:
                         row_sum = Float32.nan
                         loss = Float32.nan
@@ -156,37 +164,20 @@ class Combine:
             if lane == 0:
                 tensors.blocks[block, 0] = loss
                 tensors.blocks[block, 1] = valid
-                before = cute.arch.atomic_add(tensors.arrived.iterator, Int32(1), sem="acq_rel", scope="gpu")
-                last[0] = Int32(before == blocks - 1)
-        cute.arch.sync_threads()
-        if last[0] == 1:
-            self._total(tensors, storage, blocks)
+                if cutlass.const_expr(self.totals):
+                    before = cute.arch.atomic_add(
+                        tensors.arrived.iterator, Int32(1), sem="acq_rel", scope="gpu"
+                    )
+                    last[0] = Int32(before == blocks - 1)
+        if cutlass.const_expr(self.totals):
+            cute.arch.sync_threads()
+            if last[0] == 1:
+                cute.arch.fence_acq_rel_gpu()
+                write_total(total_tensors(tensors), sums_of(storage.totals, WARPS))
 
-    @cute.jit
-    def _total(self, tensors: CombineTensors, storage, blocks: Int32):
-        """The last block adds up every block's loss and count, over threads, then lanes, then warps."""
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        totals = storage.totals.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
-        cute.arch.fence_acq_rel_gpu()
-        loss, valid = Float64(0.0), Float64(0.0)
-        for block in cutlass.range(warp * LANES + lane, blocks, LANES * WARPS, unroll=1):
-            loss += Float64(tensors.blocks[block, 0])
-            valid += Float64(tensors.blocks[block, 1])
-        loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
-        valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
-        if lane == 0:
-            totals[warp, 0] = loss
-            totals[warp, 1] = valid
-        cute.arch.sync_threads()
-        if warp == 0 and lane == 0:
-            for other in cutlass.range_constexpr(1, WARPS):
-                loss += totals[other, 0]
-                valid += totals[other, 1]
-            tensors.num_valid[0] = Int64(valid)
-            if tensors.loss.reduction == REDUCTIONS["sum"]:
-                tensors.losses[0] = Float32(loss)
-            if tensors.loss.reduction == REDUCTIONS["mean"]:
-                tensors.losses[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))
+
+def total_tensors(tensors: CombineTensors) -> TotalTensors:
+    return TotalTensors(tensors.loss, tensors.blocks, tensors.losses, tensors.num_valid)
 
 
 def _of_powers(exponent: Float32, row_sum: Float32, logit: Float32, base: Float32):

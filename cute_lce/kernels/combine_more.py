@@ -16,8 +16,8 @@ class CombineMore:
     """After kernels.combine, whose row_max and row_sum it reads; blocks, rows and lanes as there.
 
     Timeline of a block: each lane adds up its partials, relative to the row's maximum -> the 4 lanes of a row
-    by shuffles -> shared memory -> warp 0 adds up 16 results, and writes. The order of a row's partials is
-    fixed; of argmax it does not matter. Shared memory: 512 bytes for each number of a token, and for an
+    by shuffles -> shared memory -> warp 0 adds up 8 results, and writes. The order of a row's partials is
+    fixed; of argmax it does not matter. Shared memory: 256 bytes for each number of a token, and for an
     argmax.
     """
 

@@ -169,8 +169,6 @@ class GemmSm100(gemm.Gemm):
         beside,
     ):
         config = self.config
-        pdl.begin()
-        runs = self.counted(runs, tokens)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             cpasync.prefetch_descriptor(a.tma)
@@ -212,6 +210,9 @@ class GemmSm100(gemm.Gemm):
         acc_shape = cute.append(tiled_mma.partition_shape_C(self.tile[:2]), self.acc_stages)
         acc_layout = tiled_mma.make_fragment_C(acc_shape).layout
         pipeline_init_wait(cluster_shape_mn=cluster_vmnk)
+        # Until here no global memory is accessed.
+        pdl.begin()
+        runs = self.counted(runs, tokens)
 
         if warp == LOAD_WARP:
             # (MMA, MMA_M, MMA_K, m tiles, k tiles) and (MMA, MMA_N, MMA_K, n tiles, k tiles)

@@ -120,8 +120,6 @@ class GemmSm90(gemm.Gemm):
         beside,
     ):
         config = self.config
-        pdl.begin()
-        runs = self.counted(runs, tokens)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -149,6 +147,9 @@ class GemmSm90(gemm.Gemm):
 
         gA, gB = self.tiles(a, b)
         pipeline_init_wait(cluster_shape_mn=self.cluster)
+        # Until here no global memory is accessed.
+        pdl.begin()
+        runs = self.counted(runs, tokens)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(self.load_registers)

@@ -42,11 +42,12 @@ from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import has_own_logits, has_slope, logit, numbers, slope_at
 from cute_lce.kernels.row_stats import fma, to_logits
 from cute_lce.kernels.rows import Compacted, computed, origin
+from cute_lce.kernels.totals import TotalTensors, sums_of, write_total
 from cute_lce.maths import LOG2_E
 
 WARPS = 4
 ROWS = 8  # of a block of Finish
-COLUMNS = 8 * 8 * 32 * WARPS  # of a block of Finish: a thread has eight times 8 of each row
+COLUMNS = 16 * 8 * 32 * WARPS  # of a block of Finish: a thread has sixteen times 8 of each row
 
 
 class KeepTensors(NamedTuple):
@@ -179,10 +180,11 @@ class References:
 
 
 class Finish:
-    """After the statistics: one K for raised rows, the target's entry, kept_scale.
+    """After the statistics: one K for raised rows, the target's entry, kept_scale, and the loss.
 
-    A block for 8 rows and 8192 columns, whose threads rescale 8 columns of a row at once. Rows that need it
-    move 4 bytes a column, the others nothing.
+    A block for 8 rows and 16384 columns, whose threads rescale 8 columns of a row at once. Rows that need it
+    move 4 bytes a column, the others nothing. One block more adds up what the combine kernel's have found, of
+    losses and valid targets, in 64 bytes of shared memory.
     """
 
     def __init__(self, fragment: Fragment, kept: maths.KeptRange):
@@ -199,14 +201,25 @@ class Finish:
         shard_logit,
         row_max,
         row_sum,
-        loss,
+        total: TotalTensors,
+        alone: Int32,
         stream: cuda.CUstream,
     ):
         """row_max and row_sum lie at their tokens' origins, and so does shard_logit, which is at address 0
-        where the vocabulary is whole; target_logit is by the launch's tokens."""
-        grid = (cute.ceil_div(cute.size(target), ROWS), cute.ceil_div(keep.columns, COLUMNS), 1)
-        self.kernel(keep, tokens, target, target_logit, shard_logit, row_max, row_sum, loss).launch(
-            grid=grid, block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
+        where the vocabulary is whole; target_logit is by the launch's tokens. alone: 0 if the launch before
+        comes after the GEMM of the same call; else 1, and there is no total."""
+
+        @cute.struct
+        class SharedStorage:
+            sums: cute.struct.MemRange[Float64, WARPS * 2]
+
+        self.storage = SharedStorage
+        rows = cute.ceil_div(cute.size(target), ROWS) + 1 - alone
+        self.kernel(keep, tokens, target, target_logit, shard_logit, row_max, row_sum, total, alone).launch(
+            grid=(rows, cute.ceil_div(keep.columns, COLUMNS), 1),
+            block=(32 * WARPS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -219,31 +232,42 @@ class Finish:
         shard_logit: cute.Tensor,
         row_maxima: cute.Tensor,
         row_sums: cute.Tensor,
-        loss,
+        total: TotalTensors,
+        alone: Int32,
     ):
-        pdl.begin()
+        loss = total.loss
         thread = cute.arch.thread_idx()[0]
         rows, columns, _ = cute.arch.block_idx()
         first, start = rows * ROWS, columns * COLUMNS
         end = cutlass.min(start + COLUMNS, keep.columns)
         # Each eighth lane has the numbers of one row.
         own = first + thread % ROWS
-        steps, noted, token, valid = Int32(0), Int32(0), Int32(0), Boolean(False)
-        row_max, row_sum, ratio = Float32(0.0), Float32(1.0), Float32(1.0)
+        if alone != 0:
+            pdl.wait()
+        # What the statistics' kernels have not written.
+        is_whole = shard_logit.iterator.toint() == 0
+        noted, token, valid = Int32(0), Int32(0), Boolean(False)
+        reference, index, logit = Float32(0.0), Int64(0), Float32(0.0)
         if own < cute.size(target):
+            index = Int64(target[own])
             # Ignored rows are zeros.
-            valid = Int64(target[own]) != loss.ignore_index
+            valid = index != loss.ignore_index
             if valid:
-                noted = keep.most_raised[own]
+                noted, reference = keep.most_raised[own], keep.reference[own]
                 token = origin(tokens, own)
-                row_max, row_sum = row_maxima[token], row_sums[token]
-                most = row_sum
-                if cutlass.const_expr("proportion" in loss.terms):
-                    ratio = self._onehot_ratio(loss, token, row_max, row_sum)
-                    most *= cute.arch.fmax(cute.math.absf(ratio), Float32(1.0))
-                    if start == 0 and thread < ROWS:
-                        numbers(loss.onehot_ratio, token + 1)[token] = ratio
-                steps = self._steps(keep.reference[own], row_max, most, noted)
+                if is_whole and index >= start and index < end:
+                    logit = target_logit[own]
+        pdl.begin()
+        steps, row_max, row_sum, ratio = Int32(0), Float32(0.0), Float32(1.0), Float32(1.0)
+        if valid:
+            row_max, row_sum = row_maxima[token], row_sums[token]
+            most = row_sum
+            if cutlass.const_expr("proportion" in loss.terms):
+                ratio = self._onehot_ratio(loss, token, row_max, row_sum)
+                most *= cute.arch.fmax(cute.math.absf(ratio), Float32(1.0))
+                if start == 0 and thread < ROWS:
+                    numbers(loss.onehot_ratio, token + 1)[token] = ratio
+            steps = self._steps(reference, row_max, most, noted)
         for r in cutlass.range(ROWS, unroll=1):
             most, units = cute.arch.shuffle_sync(steps, r), cute.arch.shuffle_sync(noted, r)
             if most > 0:
@@ -251,7 +275,7 @@ class Finish:
                     self._rescale(keep, first + r, column, most, units)
         cute.arch.sync_threads()
         if thread < ROWS and own < cute.size(target):
-            k = maths.raised(keep.reference[own], steps.to(Float32), self.kept)
+            k = maths.raised(reference, steps.to(Float32), self.kept)
             if start == 0:
                 scale = Float32(0.0)
                 if valid:
@@ -259,15 +283,11 @@ class Finish:
                         cute.math.exp2(maths.base_exponent(row_max, k, fma)), row_sum
                     )
                 keep.kept_scale[own] = scale
-            index = Int64(target[own])
             if valid and index >= start and index < end:
                 # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
                 one = cute.math.exp2(maths.kept_exponent(row_max, k, fma), fastmath=True)
-                logit = Float32(0.0)
-                if shard_logit.iterator.toint() != 0:
+                if not is_whole:
                     logit = shard_logit[token]
-                else:
-                    logit = target_logit[own]
                 entry = cute.math.exp2(maths.kept_exponent(logit, k, fma), fastmath=True)
                 onehot = row_sum * one
                 if cutlass.const_expr("proportion" in loss.terms):
@@ -276,6 +296,9 @@ class Finish:
                 if cutlass.const_expr(has_slope(loss)):
                     entry *= slope_at(loss, token)(logit)
                 keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
+        if first >= cute.size(target) and start == 0:
+            storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+            write_total(total, sums_of(storage.sums, WARPS))
 
     @cute.jit
     def _onehot_ratio(self, loss, token: Int32, row_max: Float32, row_sum: Float32) -> Float32:

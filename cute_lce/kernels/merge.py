@@ -16,6 +16,7 @@ from cutlass import Float32, Float64, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import ELSEWHERE, IGNORED, MERGE_ROWS, REDUCTIONS, LossArguments
 from cute_lce.kernels import pdl, row_stats
+from cute_lce.kernels.totals import TotalTensors, add_up, sums_of, write_total
 
 WARPS = MERGE_ROWS // 32
 
@@ -116,7 +117,7 @@ class Merge:
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         blocks, n = cute.arch.grid_dim()[0], cute.size(tensors.local)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        sums = storage.sums.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
+        sums = sums_of(storage.sums, WARPS)
         last = storage.last.get_tensor(cute.make_layout(1))
         row = block * MERGE_ROWS + thread
         loss, valid = Float64(0.0), Float64(0.0)
@@ -125,9 +126,8 @@ class Merge:
             loss, valid = Float64(own), Float64(is_valid)
             if tensors.loss.reduction == REDUCTIONS["none"]:
                 tensors.losses[row] = own
-        self._add(sums, loss, valid)
+        loss, valid = add_up(loss, valid, sums)
         if thread == 0:
-            loss, valid = self._total(sums)
             tensors.blocks[block, 0] = Float32(loss)
             tensors.blocks[block, 1] = Float32(valid)
             before = cute.arch.atomic_add(tensors.arrived.iterator, Int32(1), sem="acq_rel", scope="gpu")
@@ -135,18 +135,8 @@ class Merge:
         cute.arch.sync_threads()
         if last[0] == 1:
             cute.arch.fence_acq_rel_gpu()
-            loss, valid = Float64(0.0), Float64(0.0)
-            for each in cutlass.range(thread, blocks, MERGE_ROWS, unroll=1):
-                loss += Float64(tensors.blocks[each, 0])
-                valid += Float64(tensors.blocks[each, 1])
-            self._add(sums, loss, valid)
-            if thread == 0:
-                loss, valid = self._total(sums)
-                tensors.num_valid[0] = Int64(valid)
-                if tensors.loss.reduction == REDUCTIONS["sum"]:
-                    tensors.losses[0] = Float32(loss)
-                if tensors.loss.reduction == REDUCTIONS["mean"]:
-                    tensors.losses[0] = Float32(loss / cutlass.max(valid, Float64(1.0)))
+            total = TotalTensors(tensors.loss, tensors.blocks, tensors.losses, tensors.num_valid)
+            write_total(total, sums)
 
     @cute.jit
     def _row(self, tensors: MergeTensors, row: Int32, n: Int32):
@@ -202,23 +192,3 @@ class Merge:
             if weight > 0:
                 gap += weight * (gathered[rank, 1 + 3 * n + row] + (reference - row_max))
         return gap
-
-    @cute.jit
-    def _add(self, sums: cute.Tensor, loss: Float64, valid: Float64):
-        """Each warp's sums into shared memory."""
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
-        valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
-        cute.arch.sync_threads()
-        if lane == 0:
-            sums[warp, 0] = loss
-            sums[warp, 1] = valid
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def _total(self, sums: cute.Tensor):
-        loss, valid = Float64(0.0), Float64(0.0)
-        for warp in cutlass.range_constexpr(WARPS):
-            loss += sums[warp, 0]
-            valid += sums[warp, 1]
-        return loss, valid

@@ -126,6 +126,11 @@ class ScaleRows:
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < computed(tensors.rows):
             token = origin(tensors.rows, row)
+            # In flight beside the factor.
+            chunks = Int32(0)
+            if tensors.wanted != 0:
+                chunks = cute.size(tensors.hidden, mode=[1]) // 8
+            (parts,) = load_chunks([(tensors.hidden, token)], lane, chunks, True)
             factor, valid = self._factor(tensors, row, token)
             if lane == 0:
                 tensors.factor[row] = factor
@@ -136,12 +141,14 @@ class ScaleRows:
             if tensors.wanted != 0:
                 if cutlass.const_expr(self.half):
                     factor = factor / tensors.weight_factor[0]
-                chunks = cute.size(tensors.hidden, mode=[1]) // 8
                 for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
-                    (parts,) = load_chunks([(tensors.hidden, token)], chunk, chunks, valid)
-                    if valid:
-                        parts.store((parts.load().to(Float32) * factor).to(tensors.hidden.element_type))
+                    parts.store((parts.load().to(Float32) * factor).to(tensors.hidden.element_type))
+                    if not valid:
+                        parts.fill(0.0)
                     store_chunks(parts, tensors.scaled, row, chunk, chunks)
+                    next = chunk + LANES * AT_ONCE
+                    (found,) = load_chunks([(tensors.hidden, token)], next, chunks, True)
+                    parts.store(found.load())
         elif lane == 0 and row < cute.size(tensors.target):
             self._share(tensors, origin(tensors.rows, row), Boolean(False))
 

@@ -187,13 +187,13 @@ def test_flat_rows_whose_samples_mislead(arch: str, kept: int, V: int):
 @hopper_first
 @pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=full), FP16], ids=["bf16", "fp16"])
 def test_rows_are_rescaled_in_all_columns(arch: str, dtype: torch.dtype):
-    """A block of Finish has 8192 columns of 8 rows; targets are in all of them."""
+    """A block of Finish has 16384 columns of 8 rows; targets are in all of them."""
     # By a step, beside which what is not rescaled has a large share of the sum.
     height = 16.0 if dtype is FP16 else 45.0
-    case = jumping(random_case(11, 8, 8300, dtype), {8298: height}, slice(0, None, 2))
-    case.target[3], case.target[10] = 8299, 8191
+    case = jumping(random_case(11, 8, 16500, dtype), {16498: height}, slice(0, None, 2))
+    case.target[3], case.target[10] = 16499, 16383
     dloss = torch.linspace(1, 2, 11).double()
-    check(case, train(case, arch, kept_columns=8300, dloss=dloss), dloss=dloss)
+    check(case, train(case, arch, kept_columns=16500, dloss=dloss), dloss=dloss)
 
 
 @hopper_first

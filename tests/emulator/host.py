@@ -247,11 +247,25 @@ def run_ptx(
     per_sm: int = 1,
     pdl: bool = False,
 ) -> Result:
-    """Run the only kernel of a PTX module. args: a value for each parameter; CPU tensors stand for their
-    address. pdl: by programmatic dependent launch."""
-    (program,) = decode(ptx).values()
+    """Launch the kernels of a PTX module one after the other, all in this way. args: a value for each
+    parameter; CPU tensors stand for their address. pdl: by programmatic dependent launch."""
     memory = GlobalMemory()
     _add_known(memory)
+    device = Device(memory, seed, ignore, resident, per_sm)
+    attributes = (PDL_ATTRIBUTE,) if pdl else ()
+    launches: list[Launch] = []
+    by_launch: list[dict[int, Counter]] = []
+    for program in decode(ptx).values():
+        params = _parameters(program, args, memory)
+        launches.append(Launch(program.name, grid, block, cluster, shared, params, attributes))
+        before = Counter(device.instructions)
+        device.launch(program, launches[-1])
+        by_launch.append(_by_warp(device.instructions - before))
+    return _result(device, launches, by_launch)
+
+
+def _parameters(program: Program, args, memory: GlobalMemory) -> np.ndarray:
+    """A kernel's parameter buffer; tensors are registered."""
     params = np.zeros(program.entry.param_bytes, np.uint8)
     if len(args) != len(program.entry.params):
         raise EmulatorError(f"{len(args)} arguments for {len(program.entry.params)} parameters")
@@ -262,11 +276,7 @@ def run_ptx(
         kind = {"f32": np.float32, "f64": np.float64}.get(p.type)
         raw = kind(value).tobytes() if kind else int(value).to_bytes(p.size, "little", signed=int(value) < 0)
         params[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-    device = Device(memory, seed, ignore, resident, per_sm)
-    attributes = (PDL_ATTRIBUTE,) if pdl else ()
-    launch = Launch(program.name, grid, block, cluster, shared, params, attributes)
-    device.launch(program, launch)
-    return _result(device, [launch], [_by_warp(device.instructions)])
+    return params
 
 
 def _by_warp(instructions: Counter) -> dict[int, Counter]:

@@ -260,6 +260,7 @@ class Device:
 
     def launch(self, program: Program, launch) -> None:
         self._load_globals(program)
+        self.memory.begin_launch()
         grid, shape = launch.grid, launch.cluster
         if any(g % c for g, c in zip(grid, shape, strict=False)):
             raise EmulatorError(f"grid {grid} is not a multiple of cluster {shape}")

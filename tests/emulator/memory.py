@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from .faults import Fault
+from .launches import Touched
 from .ordering import NEVER, Ordering, async_view
 
 SHARED_LIMIT = (
@@ -38,7 +39,15 @@ class GlobalMemory:
 
     def __init__(self):
         self.regions: list[Region] = []
-        self.read_bytes = self.written_bytes = 0
+        self.touched = Touched()  # by this launch
+        self.touched_before: Touched | None = None  # by the launch before, if one is known
+        self.launches = 0
+
+    def begin_launch(self) -> None:
+        """Only the launch before may still run, so older ones are forgotten."""
+        self.touched_before = self.touched if self.launches else None
+        self.touched = Touched()
+        self.launches += 1
 
     def add(self, name: str, data: np.ndarray) -> Region:
         """Register bytes. `data` is a C-contiguous uint8 view of the tensor's whole storage."""

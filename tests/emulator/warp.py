@@ -19,6 +19,7 @@ from .faults import EmulatorError, Fault
 from .program import BRANCH, COLLECTIVE, EXIT, NORMAL, NUMPY, VIEWS, Program, new_row
 
 if TYPE_CHECKING:
+    from .launches import Touched
     from .machine import CTA
 
 FULL = 0xFFFFFFFF
@@ -146,10 +147,20 @@ class Warp:
         self.done = False
         self.state: dict = {}  # what instructions keep from one execution to the next, by name
 
-    def check_launch_order(self) -> None:
-        """Before an access to global memory."""
+    def check_not_early(self, what: str, why: str = "") -> None:
+        """Before what must not happen while the launch before may still run."""
         if self.may_be_early:
-            raise Fault("launch-order", "global memory is accessed before griddepcontrol.wait")
+            raise Fault("launch-order", f"{what} before griddepcontrol.wait{why}")
+
+    def launch_before(self) -> Touched:
+        """What the launch before touches, for an access while it may still run. What ran before a first
+        launch is unknown."""
+        before = self.cta.cluster.device.memory.touched_before
+        if before is None:
+            raise Fault(
+                "launch-order", "global memory is accessed before griddepcontrol.wait in the first launch"
+            )
+        return before
 
     def _new_registers(self) -> Registers:
         program = self.program

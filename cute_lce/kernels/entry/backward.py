@@ -233,8 +233,8 @@ class Backward:
                 beside=self._kept_beside(own, dtype, loss, tokens),
             )
         if gradients.dhidden != 0:
-            # Last: until here rows.hidden may lie where this writes.
-            self._rounded(parts, rows, stripe, tokens, stream)
+            # Last: rows.hidden, which dweight's GEMM may read, may lie where this writes.
+            self._rounded(parts, rows, stripe, tokens, gradients.dweight != 0, stream)
         if cutlass.const_expr("entries" in loss.terms):
             if scaled_first and loss.entries_before != 0:
                 kept = entries_of(matrices.dlogits, target, statistics, source, loss, tokens)
@@ -359,17 +359,22 @@ class Backward:
         )
 
     @cute.jit
-    def _rounded(self, parts: DhiddenParts, rows: Rows, stripe: Stripe, tokens: Compacted, stream):
-        """After the last stripe, the sums of dhidden's splits and the tokens' places."""
+    def _rounded(
+        self, parts: DhiddenParts, rows: Rows, stripe: Stripe, tokens: Compacted, beside: Boolean, stream
+    ):
+        """After the last stripe, the sums of dhidden's splits and the tokens' places. beside: whether the
+        launch before is dweight's GEMM, whose last tiles need not be awaited."""
         out, sums, from_sums = parts.out, parts.sums, parts.from_sums
         (n, d), everything, dtype = out.shape, cute.size(tokens.source), out.element_type
         if stripe.is_last != 0 and (stripe.dhidden.splits > 1 or from_sums):
             # Without compaction `out` begins at the launch's first row.
             address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
-            self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream)
+            apart = Int32(beside and rows.hidden != address)
+            self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream, apart)
         if stripe.is_last != 0 and rows.dhidden != 0 and not from_sums:
             only = cute.make_tensor(out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1)))
-            self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream)
+            apart = Int32(beside and stripe.dhidden.splits == 1 and rows.hidden != rows.dhidden)
+            self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream, apart)
         if rows.accumulator != 0:
             source = Int64(cutlass.select_(rows.in_order != 0, Int64(0), rows.source))
             places = tokens._replace(source=vector(Int32, source, everything))

@@ -21,7 +21,7 @@ from cute_lce.arguments import (
 )
 from cute_lce.kernels.clear import clear
 from cute_lce.kernels.column_sums import AddSlabs, AddTensors, SlabSums, SlabTensors
-from cute_lce.kernels.combine import Combine, CombineTensors
+from cute_lce.kernels.combine import Combine, CombineTensors, total_tensors
 from cute_lce.kernels.combine_more import CombineMore
 from cute_lce.kernels.entry.types import (
     compacted,
@@ -88,7 +88,8 @@ class Forward:
         self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(few=True), TotalGaps()
         self.gemm = gemm(config, epilogue, spare=self.slab_sums if "products" in terms else None)
         self.gather, self.copy = Gather(), Copy()
-        self.combine = Combine()
+        # Where exponentials are kept `finish` adds up the blocks.
+        self.combine = Combine(totals=not self.keeps)
         self.combine_more = CombineMore()
         self.partials_per_window = config.partials_per_window
 
@@ -165,9 +166,8 @@ class Forward:
                 if cutlass.const_expr(slabs is not None):
                     self._total_gaps(combined, whole, slabs, stream)
             if shard == 0 or outputs.finishes != 0:
-                self.finish(
-                    kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum, loss, stream
-                )
+                own = kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum
+                self.finish(*own, total_tensors(combined), outputs.finishes, stream)
         else:
             if grid.paced != 0:
                 clear(space.progress, stream)

@@ -31,7 +31,7 @@ def decode(d):
 
     def run(warp, lanes):
         cluster, active = warp.cta.cluster, lanes_array(warp.active)
-        warp.check_launch_order()
+        warp.check_not_early("cp.async")
         to, start = destination(warp)[active], source(warp)[active]
         cta, _ = warp.cta.peer(int(to[0]))
         if cta is not warp.cta or (to >> 24 != to[0] >> 24).any():
@@ -51,7 +51,9 @@ def decode(d):
             values = np.zeros((len(to), size), np.uint8)
             for lane, (first, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
                 if count:
-                    region = cluster.device.memory.find(first, first + count)
+                    memory = cluster.device.memory
+                    region = memory.find(first, first + count)
+                    memory.touched.read.add_range(region, first, count)
                     values[lane, :count] = region.data[first - region.start :][:count]
             cta.shared.data[index] = values
             warp.state["cp.async"] -= 1

@@ -14,6 +14,7 @@ import numpy as np
 from .. import ptx
 from ..descriptors import TensorMap, decode_tensor_map, linear_granules
 from ..faults import Fault, UnsupportedInstruction
+from ..launches import Words
 from ..program import NUMPY, PARAM_WINDOW, instruction
 from ..warp import Blocked, lanes_array
 from . import async_copy, exit_checks
@@ -73,16 +74,18 @@ def fetch_tensor_map(warp, address: int) -> TensorMap:
         if len(raw) < 128:
             raise Fault("global-bounds", "tensor map beyond the kernel's parameters")
     else:
-        region = warp.cta.cluster.device.memory.find(address, address + 128)
+        memory = warp.cta.cluster.device.memory
+        region = memory.find(address, address + 128)
+        memory.touched.read.add_range(region, address, 128)
         raw = region.data[address - region.start :][:128]
     if address % 64:
         raise Fault("misaligned", f"tensor map at {address:#x} is not aligned to 64 bytes")
     return decode_tensor_map(raw.tobytes())
 
 
-def clip_box(tm: TensorMap, memory, coordinates: list[int]):
+def clip_box(tm: TensorMap, memory, coordinates: list[int], touched: Words):
     """The part of a box that lies inside the tensor: (view of its bytes, slices of the box), or None if
-    nothing does.
+    nothing does. `touched` gets its words.
 
     Both have the outermost dimension first and the contiguous one last, in bytes.
     """
@@ -96,7 +99,10 @@ def clip_box(tm: TensorMap, memory, coordinates: list[int]):
     strides = [1, *tm.stride[1:]]
     last = start + sum((n - 1) * st for n, st in zip(counts, strides, strict=False)) + 1
     region = memory.find(start, last)
-    view = np.lib.stride_tricks.as_strided(region.data[start - region.start :], counts[::-1], strides[::-1])
+    counts.reverse()
+    strides.reverse()
+    touched.add_box(region, start, counts, strides)
+    view = np.lib.stride_tricks.as_strided(region.data[start - region.start :], counts, strides)
     slices = tuple(slice(lo, h) for lo, h in zip(low[:0:-1], high[:0:-1], strict=False))
     return view, (*slices, slice(low[0] * tm.element_bytes, high[0] * tm.element_bytes))
 
@@ -104,7 +110,7 @@ def clip_box(tm: TensorMap, memory, coordinates: list[int]):
 def load_box(tm: TensorMap, memory, coordinates: list[int]) -> np.ndarray:
     """The bytes of a box, zeros outside the tensor, as (granules, 16)."""
     box = np.zeros((*tm.box[:0:-1], tm.box[0] * tm.element_bytes), np.uint8)
-    clipped = clip_box(tm, memory, coordinates)
+    clipped = clip_box(tm, memory, coordinates, memory.touched.read)
     if clipped is not None:
         view, where = clipped
         box[where] = view
@@ -113,7 +119,7 @@ def load_box(tm: TensorMap, memory, coordinates: list[int]) -> np.ndarray:
 
 def store_box(tm: TensorMap, memory, coordinates: list[int], data: np.ndarray, reduction: str | None) -> int:
     """Write or combine the part of the box inside the tensor; returns its bytes."""
-    clipped = clip_box(tm, memory, coordinates)
+    clipped = clip_box(tm, memory, coordinates, memory.touched.written)
     if clipped is None:
         return 0
     view, where = clipped
@@ -215,7 +221,7 @@ def _load(d, operands, rank):
 
     def run(warp, lanes):
         lane = issuing_lane(warp, uniform)
-        warp.check_launch_order()
+        warp.check_not_early("a bulk copy")
         cluster, device = warp.cta.cluster, warp.cta.cluster.device
         target, offset = warp.cta.peer(int(destination(warp)[lane]))
         signal, signal_offset = warp.cta.peer(int(barrier(warp)[lane]))
@@ -235,6 +241,7 @@ def _load(d, operands, rank):
 
             def read():
                 region = device.memory.find(address, address + size)
+                device.memory.touched.read.add_range(region, address, size)
                 return region.data[address - region.start :][:size].reshape(-1, 16).copy()
 
         if offset % align:
@@ -297,7 +304,7 @@ def _store(d, operands, rank, reduction):
 
     def run(warp, lanes):
         lane = issuing_lane(warp, uniform)
-        warp.check_launch_order()
+        warp.check_not_early("a bulk copy")
         device = warp.cta.cluster.device
         cta, offset = warp.cta.peer(int(source(warp)[lane]))
         if cta is not warp.cta:
@@ -317,6 +324,7 @@ def _store(d, operands, rank, reduction):
 
             def write(data):
                 region = device.memory.find(address, address + size)
+                device.memory.touched.written.add_range(region, address, size)
                 old = region.data[address - region.start :][:size]
                 flat = data.reshape(-1)
                 old[:] = flat if reduction is None else combine(old, flat, element, reduction)

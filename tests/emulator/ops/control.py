@@ -43,13 +43,16 @@ def _nanosleep(d):
 
 @instruction("griddepcontrol")
 def _griddepcontrol(d):
-    """Programmatic dependent launch (PTX ISA 9.7.13). Launches run one after the other here; a warp must not
-    rely on that before its wait."""
+    """Programmatic dependent launch (PTX ISA 9.7.13). Launches run one after the other here; before its wait
+    a warp must not rely on that, nor let the next launch begin, which relies on the end of all but this."""
     form = d.mods.need("launch_dependents", "wait")
 
     def run(warp, lanes):
         warp.cta.cluster.device.counters[f"griddepcontrol.{form}"] += 1
-        if form == "wait" and lanes is True and warp.mask == warp.live:
+        if form == "launch_dependents":
+            why = ": the next launch may begin while the one before this still runs"
+            warp.check_not_early("griddepcontrol.launch_dependents", why)
+        elif warp.active == warp.live:
             warp.may_be_early = False
 
     return d.done(run)

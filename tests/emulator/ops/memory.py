@@ -102,8 +102,10 @@ def load_bytes(warp, space: str, addresses: np.ndarray, size: int) -> np.ndarray
                 )
             out[index] = params[offsets[:, None] + np.arange(size)]
         else:
-            warp.check_launch_order()
+            if warp.may_be_early:
+                warp.launch_before().check_early_read(offsets, size)
             for region, lanes, where in device.memory.locate(offsets, size):
+                device.memory.touched.read.add(region, where, size)
                 data, at = region.at(where, size)
                 out[np.arange(len(addresses))[index][lanes]] = data[at]
             device.counters["bytes read from global memory by ld"] += len(offsets) * size
@@ -121,8 +123,10 @@ def store_bytes(warp, space: str, addresses: np.ndarray, values: np.ndarray) -> 
         elif kind == "param":
             raise Fault("value", "store to kernel parameters")
         else:
-            warp.check_launch_order()
+            if warp.may_be_early:
+                warp.launch_before().check_early_write(offsets, size)
             for region, lanes, where in device.memory.locate(offsets, size):
+                device.memory.touched.written.add(region, where, size)
                 data, at = region.at(where, size)
                 data[at] = values[index][lanes]
             device.counters["bytes written to global memory by st"] += len(offsets) * size
