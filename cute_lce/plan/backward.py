@@ -47,9 +47,9 @@ def build(
             columns=width,
             is_first=int(first == 0),
             is_last=int(first + width == vocab),
-            logits=gemm.plan(gpu, tokens, width, rows, d),
+            logits=gemm.plan(gpu, tokens, width, rows, d, short=gemm.SHORT_FEATURES),
             dhidden=gemm.plan(gpu, dhidden, d, rows, width, splits),
-            dweight=gemm.plan(gpu, dweight, width, d, rows),
+            dweight=gemm.plan_dweight(gpu, dweight, width, d, rows),
         )
 
     # Thousands of stripes have at most three widths, and chunks two heights.

@@ -9,7 +9,7 @@ from operator import itemgetter
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .cost import EXPONENTIALS, STATISTICS, Gemm, gemm_of, scattering
-from .gemm import is_high, is_paced
+from .gemm import SHORT_FEATURES, is_high, is_paced
 from .memory import DEFAULT_WORKSPACE, keeping_bytes, window_bytes
 from .plans import ForwardPlan
 from .problem import MIB, NO_LIMITS, Limits, ceil_div, steps
@@ -68,7 +68,7 @@ def plan(
             splits=1,
             group=gemm.group(d, columns),
             clusters=max(1, min(gemm.clusters, columns * windows)),
-            paced=int(is_paced(gpu, config, vocab, n, d)),
+            paced=int(is_paced(gpu, config, vocab, n, d, SHORT_FEATURES if kept else 0)),
         ),
         rounds=ceil_div(columns * windows, gemm.clusters) * tiles_per_window,
         ideal_rounds=columns * tiles / gemm.clusters,

@@ -6,6 +6,11 @@ from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .problem import ceil_div
 
+SHORT_FEATURES, SHORT_TOKENS = 1024, 2560
+"""Depths from which on clusters pace whose epilogues store: of logits, and of dweight's GEMM."""
+LOADS_APART = 1 / 88
+"""Rows of operands that a cluster loads for a result, the most of those that may not pace."""
+
 
 def cluster_count(config: KernelConfig, sms: int) -> int:
     """Clusters that run at once. Raises ValueError if there are fewer SMs than one cluster needs."""
@@ -20,14 +25,21 @@ def is_high(config: KernelConfig) -> bool:
     return config.turns > 1 and config.tile_m > 128
 
 
-def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int) -> bool:
+def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, short: int) -> bool:
     """Whether clusters pace: if the kernel can, and several columns of tiles share operands that do not fit
-    L2."""
-    return config.pace > 0 and n > config.cluster_columns and 2 * k * (m + n) > gpu.sheet.l2 // 2
+    L2. Not where k is below `short`: an epilogue that stores takes a good part of so short a tile's time, now
+    more and now less, and in step each cluster would wait for the slowest. But tiles that ask most of L2
+    always do."""
+    if config.pace == 0 or n <= config.cluster_columns or 2 * k * (m + n) <= gpu.sheet.l2 // 2:
+        return False
+    loads = 1 / config.cluster_rows + 1 / config.cluster_columns
+    return k >= short or loads > LOADS_APART
 
 
-def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, splits: int = 1) -> GemmPlan:
-    """Plan an (m, k) x (n, k) product."""
+def plan(
+    gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, splits: int = 1, *, short: int = 0
+) -> GemmPlan:
+    """Plan an (m, k) x (n, k) product. short: as in `is_paced`."""
     windows, columns = ceil_div(m, config.cluster_rows), ceil_div(n, config.cluster_columns)
     clusters = max(1, min(cluster_count(config, gpu.sms), windows * columns * splits))
     # As many columns as fit L2 beside each other, so that rows are written whole; or a square of tiles.
@@ -39,5 +51,10 @@ def plan(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, splits: int = 1
         splits=splits,
         group=min(columns, side),
         clusters=clusters,
-        paced=int(is_paced(gpu, config, m, n, k)),
+        paced=int(is_paced(gpu, config, m, n, k, short)),
     )
+
+
+def plan_dweight(gpu: Gpu, config: KernelConfig, classes: int, d: int, tokens: int) -> GemmPlan:
+    """Plan dweight's GEMM, of some of the vocabulary's classes."""
+    return plan(gpu, config, classes, d, tokens, short=SHORT_TOKENS)

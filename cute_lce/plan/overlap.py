@@ -79,14 +79,14 @@ def divide(
     if clocks(first) >= (ceil_div(down * across, model.clusters) + rounds) * tile:
         return None
     width = min(first * config.cluster_rows, columns)
-    grid = gemm.plan(gpu, config, width, d, n)
+    grid = gemm.plan_dweight(gpu, config, width, d, n)
     early = stripe._replace(columns=width, dweight=grid._replace(clusters=min(grid.clusters, clusters)))
     if width == columns:
         return early, None
     late = stripe._replace(
         first=stripe.first + width,
         columns=columns - width,
-        dweight=gemm.plan(gpu, config, columns - width, d, n),
+        dweight=gemm.plan_dweight(gpu, config, columns - width, d, n),
     )
     return early, late
 
@@ -131,4 +131,6 @@ def pieces(gpu: Gpu, config: KernelConfig, problem: Problem, columns: int) -> tu
         if taken < best:
             best, chosen = taken, rows * config.cluster_rows
     widths = [(first, min(chosen, columns - first)) for first in range(0, columns, chosen)] if chosen else []
-    return tuple(Piece(*each, gemm.plan(gpu, config, each[1], d, n)) for each in widths)
+    return tuple(
+        Piece(*each, gemm.plan(gpu, config, each[1], d, n, short=gemm.SHORT_TOKENS)) for each in widths
+    )
