@@ -494,6 +494,24 @@ def test_small_operands_are_not_paced():
     assert not forward.plan(H200, 128, 4096, 131072).gemm.paced  # nobody shares W's tiles
 
 
+def test_short_stored_tiles_are_not_paced():
+    """But in forwards that store nothing, and in tiles of 128 x 128, which ask most of L2."""
+    for d, keeps, paced in ((768, True, 0), (1016, True, 0), (1024, True, 1), (768, False, 1)):
+        plan = forward.plan(H200, 3000, d, 151936, kept=151936 if keeps else 0)
+        assert plan.gemm.paced == paced, (d, keeps)
+    tilings = {(each.tile_m, each.tile_n): each for each in architecture("sm_90a").dweight_configs}
+    for tile, n, paced in (
+        ((128, 192), 300, 0),
+        ((256, 192), 2559, 0),
+        ((256, 192), 2560, 1),
+        ((128, 128), 300, 1),
+    ):
+        assert gemm.plan_dweight(H200, tilings[tile], 128256, 4096, n).paced == paced, (tile, n)
+    # dinput's k is all classes.
+    assert gemm.plan(H200, tilings[256, 192], 768, 2458, 2000).paced == 0
+    assert gemm.plan(H200, tilings[256, 192], 768, 2458, 50257).paced == 1
+
+
 def test_plan_is_frozen_and_hashable():
     plan = forward.plan(H200, 128, 64, 1000)
     assert len({plan, dataclasses.replace(plan)}) == 1
