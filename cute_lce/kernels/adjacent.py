@@ -18,6 +18,21 @@ def adjacent(matrix: cute.Tensor, row: Int32 | Int64, column: Int32, count: int)
 
 
 @cute.jit
+def load_from_l2(matrix: cute.Tensor, row: Int32, column: Int32, out: cute.Tensor):
+    """Adjacent elements into registers, a multiple of 16 bytes, by loads that L1 does not serve."""
+    count = 128 // matrix.element_type.width
+    copy = cute.make_copy_atom(
+        cute.nvgpu.CopyG2ROp(),
+        matrix.element_type,
+        num_bits_per_copy=128,
+        load_cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL,
+    )
+    parts = cute.zipped_divide(out, cute.make_layout(count))
+    for i in cutlass.range_constexpr(cute.size(out) // count):
+        cute.copy(copy, adjacent(matrix, row, column + i * count, count), parts[None, i])
+
+
+@cute.jit
 def load_chunks(sources: list, chunk: Int32, chunks: Int32, valid: Boolean) -> list:
     """For each (matrix, row): an (8, AT_ONCE) tensor of the row's chunks `chunk`, `chunk` + 32, ... of 8
     elements; zeros from `chunks` on, or if not `valid`. All loads are in flight together.

@@ -30,12 +30,11 @@ class CombineTensors(NamedTuple):
     rows: which tokens these are; n of them.
     Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
     Written: row_max and row_sum fp32, row_sum nan where the target is out of range, 0 and 1 where the token
-    is not computed; losses fp32, of each token or one; num_valid (1,) int64, the targets that are not
-    ignored; of a shard, shard_logit (n,) fp32, the logit of a target that is in it. What is of each token
-    lies at its origin.
-    Scratch: blocks (blocks, 2) fp32, the loss and the valid targets of each block; arrived (1,) int32 counts
-    the blocks that are done. It is zero before the launch unless none of the tokens is computed, as in a last
-    chunk, where neither a total nor num_valid is read.
+    is not computed; losses fp32, if the reduction gives each token's; blocks (blocks, 2) fp32, the loss and
+    the valid targets of each block; of a shard, shard_logit (n,) fp32, the logit of a target that is in it.
+    What is of each token lies at its origin.
+    arrived: (1,) int32, zero before the launch, counts the blocks that are done; then one loss and num_valid
+    (1,) int64, the targets that are not ignored, are written too. None: a launch after this one does that.
     bases: (n,) fp32, K of what is kept, if partials have exponents of two in the place of maxima; else None.
     """
 
@@ -52,27 +51,22 @@ class CombineTensors(NamedTuple):
     losses: cute.Tensor
     num_valid: cute.Tensor
     blocks: cute.Tensor
-    arrived: cute.Tensor
+    arrived: Any
     bases: Any = None
 
 
 class Combine:
-    """One block of 8 warps for 8 rows: a lane has every 32nd partial of a row. Seven such blocks fit an SM,
-    so that up to 7,000 tokens are in flight together.
+    """One block of 8 warps for 8 rows: a lane has every 32nd partial of a row. Six such blocks fit an SM,
+    so that some 6,000 tokens are in flight together.
 
     Timeline of a block: what the launch before, the GEMM, does not write is loaded before that ends -> each
     lane merges its partials in registers -> the 4 lanes of a row by shuffles -> shared memory -> warp 0
     merges the 8 results, writes the rows' statistics and losses and, by shuffles, the block's loss and count
-    -> with `totals`, the block that arrives last adds up all blocks (kernels.totals).
+    -> if blocks
+    count their arrivals, the last adds up all of them (kernels.totals).
     Shared memory: 512 bytes of partials and 128 of sums. Bytes read: 8 a partial, once,
     of which a lane has AT_ONCE in flight.
-
-    Args:
-        totals: False where a launch after this one adds up the blocks.
     """
-
-    def __init__(self, totals: bool = True):
-        self.totals = totals
 
     @cute.jit
     def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
@@ -105,13 +99,13 @@ class Combine:
         exp = row_stats.exp if cutlass.const_expr(tensors.bases is None) else row_stats.exp2
         row_max, row_sum = -Float32.inf, Float32(0.0)
         is_computed = row < computed(tensors.rows)
-        # Warp 0 completes a row, and has loaded beside the others' partials what it needs for that.
+        # These lanes complete a row, and load what they need for that before the launch before has ended.
         completes = warp == 0 and row < n and share == 0
         target, token, base = Int64(0), Int32(0), Float32(0.0)
         if completes:
             target, token = Int64(tensors.target[row]), origin(tensors.rows, row)
             if cutlass.const_expr(tensors.bases is not None):
-                base = tensors.bases[row]
+                base = pdl.load(tensors.bases, row)
         pdl.begin()
         target_logit = Float32.nan
         if completes and target >= 0 and target < tensors.vocab:
@@ -164,12 +158,12 @@ class Combine:
             if lane == 0:
                 tensors.blocks[block, 0] = loss
                 tensors.blocks[block, 1] = valid
-                if cutlass.const_expr(self.totals):
+                if cutlass.const_expr(tensors.arrived is not None):
                     before = cute.arch.atomic_add(
                         tensors.arrived.iterator, Int32(1), sem="acq_rel", scope="gpu"
                     )
                     last[0] = Int32(before == blocks - 1)
-        if cutlass.const_expr(self.totals):
+        if cutlass.const_expr(tensors.arrived is not None):
             cute.arch.sync_threads()
             if last[0] == 1:
                 cute.arch.fence_acq_rel_gpu()

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_lce.arch import EVICT_FIRST, WARPGROUP, KernelConfig
 from cute_lce.arguments import COMPUTED_ROWS, GemmPlan
-from cute_lce.kernels import schedule
+from cute_lce.kernels import pdl, schedule
 from cute_lce.kernels.rows import Compacted, computed, is_whole
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
@@ -112,6 +112,9 @@ class Gemm:
             raise ValueError(f"config: got k tiles of {config.tile_k}, want a divisor of {COMPUTED_ROWS}")
         self.config = config
         self.tokens_along = tokens_along
+        # With the count read behind the barriers dweight's GEMM of two k tiles takes 12% longer, for reasons
+        # unknown (docs/measurements.md).
+        self.begins_at_once = tokens_along == "k"
         self.epilogue = epilogue
         self.spare = spare
         # Of shared memory: those of the epilogue's threads.
@@ -176,9 +179,11 @@ class Gemm:
         )
 
     @cute.jit
-    def counted(self, runs: Runs, tokens: Compacted) -> Runs:
-        """The runs that have tokens; without any along k, of one split, none."""
+    def begin(self, runs: Runs, tokens: Compacted) -> Runs:
+        """Before global memory is accessed. Returns the runs that have tokens; without any along k, of one
+        split, none."""
         config = self.config
+        pdl.begin()
         columns, depth = runs.columns, runs.depth
         if tokens.count.iterator.toint() != 0:
             count = computed(tokens)

@@ -13,7 +13,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
 from cute_lce.arch import ACCUMULATOR_STAGES, SLABS, KernelConfig
-from cute_lce.kernels import gemm, pdl
+from cute_lce.kernels import gemm
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
 from cute_lce.kernels.rows import Compacted
@@ -169,6 +169,8 @@ class GemmSm100(gemm.Gemm):
         beside,
     ):
         config = self.config
+        if cutlass.const_expr(self.begins_at_once):
+            runs = self.begin(runs, tokens)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             cpasync.prefetch_descriptor(a.tma)
@@ -210,9 +212,8 @@ class GemmSm100(gemm.Gemm):
         acc_shape = cute.append(tiled_mma.partition_shape_C(self.tile[:2]), self.acc_stages)
         acc_layout = tiled_mma.make_fragment_C(acc_shape).layout
         pipeline_init_wait(cluster_shape_mn=cluster_vmnk)
-        # Until here no global memory is accessed.
-        pdl.begin()
-        runs = self.counted(runs, tokens)
+        if cutlass.const_expr(not self.begins_at_once):
+            runs = self.begin(runs, tokens)
 
         if warp == LOAD_WARP:
             # (MMA, MMA_M, MMA_K, m tiles, k tiles) and (MMA, MMA_N, MMA_K, n tiles, k tiles)

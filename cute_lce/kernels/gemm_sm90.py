@@ -11,7 +11,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cute_lce.arch import SPARE_REGISTERS, WARPGROUP, WARPGROUP_REGISTERS, WARPS, KernelConfig
-from cute_lce.kernels import gemm, pdl
+from cute_lce.kernels import gemm
 from cute_lce.kernels.epilogues.store import Staging, drain
 from cute_lce.kernels.fragment import Fragment, opaque
 from cute_lce.kernels.rows import Compacted
@@ -120,6 +120,8 @@ class GemmSm90(gemm.Gemm):
         beside,
     ):
         config = self.config
+        if cutlass.const_expr(self.begins_at_once):
+            runs = self.begin(runs, tokens)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -147,9 +149,8 @@ class GemmSm90(gemm.Gemm):
 
         gA, gB = self.tiles(a, b)
         pipeline_init_wait(cluster_shape_mn=self.cluster)
-        # Until here no global memory is accessed.
-        pdl.begin()
-        runs = self.counted(runs, tokens)
+        if cutlass.const_expr(not self.begins_at_once):
+            runs = self.begin(runs, tokens)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(self.load_registers)

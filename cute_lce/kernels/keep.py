@@ -183,8 +183,8 @@ class Finish:
     """After the statistics: one K for raised rows, the target's entry, kept_scale, and the loss.
 
     A block for 8 rows and 16384 columns, whose threads rescale 8 columns of a row at once. Rows that need it
-    move 4 bytes a column, the others nothing. One block more adds up what the combine kernel's have found, of
-    losses and valid targets, in 64 bytes of shared memory.
+    move 4 bytes a column, the others nothing. A further block adds up the losses and valid targets that
+    Combine's blocks have found. Shared memory: 64 bytes of sums.
     """
 
     def __init__(self, fragment: Fragment, kept: maths.KeptRange):
@@ -202,20 +202,19 @@ class Finish:
         row_max,
         row_sum,
         total: TotalTensors,
-        alone: Int32,
         stream: cuda.CUstream,
     ):
         """row_max and row_sum lie at their tokens' origins, and so does shard_logit, which is at address 0
-        where the vocabulary is whole; target_logit is by the launch's tokens. alone: 0 if the launch before
-        comes after the GEMM of the same call; else 1, and there is no total."""
+        where the vocabulary is whole; target_logit is by the launch's tokens. Of a shard this is a call's
+        only launch, and there is no total."""
 
         @cute.struct
         class SharedStorage:
             sums: cute.struct.MemRange[Float64, WARPS * 2]
 
         self.storage = SharedStorage
-        rows = cute.ceil_div(cute.size(target), ROWS) + 1 - alone
-        self.kernel(keep, tokens, target, target_logit, shard_logit, row_max, row_sum, total, alone).launch(
+        rows = cute.ceil_div(cute.size(target), ROWS) + Int32(shard_logit.iterator.toint() == 0)
+        self.kernel(keep, tokens, target, target_logit, shard_logit, row_max, row_sum, total).launch(
             grid=(rows, cute.ceil_div(keep.columns, COLUMNS), 1),
             block=(32 * WARPS, 1, 1),
             stream=stream,
@@ -233,7 +232,6 @@ class Finish:
         row_maxima: cute.Tensor,
         row_sums: cute.Tensor,
         total: TotalTensors,
-        alone: Int32,
     ):
         loss = total.loss
         thread = cute.arch.thread_idx()[0]
@@ -242,21 +240,21 @@ class Finish:
         end = cutlass.min(start + COLUMNS, keep.columns)
         # Each eighth lane has the numbers of one row.
         own = first + thread % ROWS
-        if alone != 0:
-            pdl.wait()
-        # What the statistics' kernels have not written.
         is_whole = shard_logit.iterator.toint() == 0
+        if not is_whole:
+            pdl.wait()
+        # What the launch before, which makes the statistics, does not write is loaded before that ends.
         noted, token, valid = Int32(0), Int32(0), Boolean(False)
-        reference, index, logit = Float32(0.0), Int64(0), Float32(0.0)
+        reference, index, own_logit = Float32(0.0), Int64(0), Float32(0.0)
         if own < cute.size(target):
             index = Int64(target[own])
             # Ignored rows are zeros.
             valid = index != loss.ignore_index
             if valid:
-                noted, reference = keep.most_raised[own], keep.reference[own]
+                noted, reference = pdl.load(keep.most_raised, own), pdl.load(keep.reference, own)
                 token = origin(tokens, own)
                 if is_whole and index >= start and index < end:
-                    logit = target_logit[own]
+                    own_logit = pdl.load(target_logit, own)
         pdl.begin()
         steps, row_max, row_sum, ratio = Int32(0), Float32(0.0), Float32(1.0), Float32(1.0)
         if valid:
@@ -287,14 +285,14 @@ class Finish:
                 # 2^(lse log2 e - K): what E sums to over the whole vocabulary.
                 one = cute.math.exp2(maths.kept_exponent(row_max, k, fma), fastmath=True)
                 if not is_whole:
-                    logit = shard_logit[token]
-                entry = cute.math.exp2(maths.kept_exponent(logit, k, fma), fastmath=True)
+                    own_logit = shard_logit[token]
+                entry = cute.math.exp2(maths.kept_exponent(own_logit, k, fma), fastmath=True)
                 onehot = row_sum * one
                 if cutlass.const_expr("proportion" in loss.terms):
                     onehot *= ratio
                 entry = maths.dlogits(entry, onehot)
                 if cutlass.const_expr(has_slope(loss)):
-                    entry *= slope_at(loss, token)(logit)
+                    entry *= slope_at(loss, token)(own_logit)
                 keep.kept[own, Int32(index)] = entry.to(keep.kept.element_type)
         if first >= cute.size(target) and start == 0:
             storage = cutlass.memory.SmemAllocator().allocate(self.storage)

@@ -39,7 +39,7 @@ def computed(rows: Compacted) -> Int32:
     """How many of the launch's tokens are computed."""
     found = rows.tokens
     if rows.count.iterator.toint() != 0:
-        found = computed_of(rows, rows.count[0])
+        found = computed_of(rows, pdl.load(rows.count, 0))
     return found
 
 
@@ -64,7 +64,7 @@ def origin(rows: Compacted, at: Int32) -> Int32:
     """Which of the operands' tokens the launch's token `at` is; if they are not compacted, among its own."""
     token = at
     if rows.source.iterator.toint() != 0:
-        token = rows.source[rows.first + at]
+        token = pdl.load(rows.source, rows.first + at)
     return token
 
 

@@ -57,7 +57,8 @@ class ScaleTensors(NamedTuple):
 
 
 class ScaleRows:
-    """A warp for each row, a lane with AT_ONCE times 8 elements in flight. Moves 4 bytes an element.
+    """A warp for each row, a lane with AT_ONCE times 8 elements in flight. Moves 4 bytes an element. Ignored
+    rows are read too, so that no load waits for the target.
 
     Args:
         half: whether hidden is float16. Its weight_factor takes two kernels more, which read 2 bytes an
@@ -126,7 +127,7 @@ class ScaleRows:
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if row < computed(tensors.rows):
             token = origin(tensors.rows, row)
-            # In flight beside the factor.
+            # The row's first chunks are loaded before the factor's numbers are used.
             chunks = Int32(0)
             if tensors.wanted != 0:
                 chunks = cute.size(tensors.hidden, mode=[1]) // 8
@@ -146,8 +147,8 @@ class ScaleRows:
                     if not valid:
                         parts.fill(0.0)
                     store_chunks(parts, tensors.scaled, row, chunk, chunks)
-                    next = chunk + LANES * AT_ONCE
-                    (found,) = load_chunks([(tensors.hidden, token)], next, chunks, True)
+                    following = chunk + LANES * AT_ONCE
+                    (found,) = load_chunks([(tensors.hidden, token)], following, chunks, True)
                     parts.store(found.load())
         elif lane == 0 and row < cute.size(tensors.target):
             self._share(tensors, origin(tensors.rows, row), Boolean(False))

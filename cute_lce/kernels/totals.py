@@ -8,8 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int64
 
 from cute_lce.arguments import REDUCTIONS, LossArguments
-
-LANES = 32
+from cute_lce.kernels.adjacent import LANES
 
 
 class TotalTensors(NamedTuple):
@@ -22,9 +21,9 @@ class TotalTensors(NamedTuple):
     num_valid: cute.Tensor
 
 
-def sums_of(storage, warps: int) -> cute.Tensor:
-    """The (warps, 2) tensor in a field of shared memory for `add_up`."""
-    return storage.get_tensor(cute.make_layout((warps, 2), stride=(2, 1)))
+def sums_of(field, warps: int) -> cute.Tensor:
+    """The (warps, 2) tensor in a field of shared memory for `add_up`; warps: of the block."""
+    return field.get_tensor(cute.make_layout((warps, 2), stride=(2, 1)))
 
 
 @cute.jit
@@ -33,6 +32,7 @@ def add_up(loss: Float64, valid: Float64, sums: cute.Tensor) -> tuple[Float64, F
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     loss = cute.arch.warp_reduction(loss, lambda a, b: a + b)
     valid = cute.arch.warp_reduction(valid, lambda a, b: a + b)
+    # All have read what an earlier call left.
     cute.arch.sync_threads()
     if lane == 0:
         sums[warp, 0] = loss
@@ -47,7 +47,7 @@ def add_up(loss: Float64, valid: Float64, sums: cute.Tensor) -> tuple[Float64, F
 
 @cute.jit
 def write_total(tensors: TotalTensors, sums: cute.Tensor):
-    """By all threads of a block, after all blocks' sums are visible to it."""
+    """By all threads of a block, of which `sums` has a row for each warp; it sees the sums of all blocks."""
     thread, threads = cute.arch.thread_idx()[0], LANES * cute.size(sums, mode=[0])
     loss, valid = Float64(0.0), Float64(0.0)
     for block in cutlass.range(thread, cute.size(tensors.blocks, mode=[0]), threads, unroll=4):

@@ -250,6 +250,6 @@ class ShardForward(KernelForward):
                 workspace = keep_workspace.data_ptr()
             rows = self.compaction.rows(workspace)
             rows = rows._replace(gathers=int(kept_scale is None))
-        # One loss and one count are written, whatever is asked for.
+        # At most one loss and one count are written, and nobody reads them.
         summed = loss_arguments(loss._replace(reduction="sum"))
         self.function(*operands, summed, outputs, rows, self.gemm, keep)

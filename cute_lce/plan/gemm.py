@@ -7,9 +7,10 @@ from ..arguments import GemmPlan
 from .problem import ceil_div
 
 SHORT_FEATURES, SHORT_TOKENS = 1024, 2560
-"""Depths from which on clusters pace whose epilogues store: of logits, and of dweight's GEMM."""
-LOADS_APART = 1 / 88
-"""Rows of operands that a cluster loads for a result, the most of those that may not pace."""
+"""k below which clusters do not pace whose epilogues store: in GEMMs of logits, and in dweight's
+(docs/measurements.md, Between a call's GEMMs)."""
+MOST_LOADS = 1 / 88
+"""1 / rows + 1 / columns of a cluster's tile, its loads for a result. Above it clusters pace at any k."""
 
 
 def cluster_count(config: KernelConfig, sms: int) -> int:
@@ -27,13 +28,11 @@ def is_high(config: KernelConfig) -> bool:
 
 def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, short: int) -> bool:
     """Whether clusters pace: if the kernel can, and several columns of tiles share operands that do not fit
-    L2. Not where k is below `short`: an epilogue that stores takes a good part of so short a tile's time, now
-    more and now less, and in step each cluster would wait for the slowest. But tiles that ask most of L2
-    always do."""
+    L2. Nor where k is below `short`, unless a tile loads more than MOST_LOADS: an epilogue that stores then
+    takes much of a tile's time, which varies, and clusters in step all wait for the slowest."""
     if config.pace == 0 or n <= config.cluster_columns or 2 * k * (m + n) <= gpu.sheet.l2 // 2:
         return False
-    loads = 1 / config.cluster_rows + 1 / config.cluster_columns
-    return k >= short or loads > LOADS_APART
+    return k >= short or 1 / config.cluster_rows + 1 / config.cluster_columns > MOST_LOADS
 
 
 def plan(

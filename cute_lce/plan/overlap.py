@@ -131,6 +131,4 @@ def pieces(gpu: Gpu, config: KernelConfig, problem: Problem, columns: int) -> tu
         if taken < best:
             best, chosen = taken, rows * config.cluster_rows
     widths = [(first, min(chosen, columns - first)) for first in range(0, columns, chosen)] if chosen else []
-    return tuple(
-        Piece(*each, gemm.plan(gpu, config, each[1], d, n, short=gemm.SHORT_TOKENS)) for each in widths
-    )
+    return tuple(Piece(*each, gemm.plan_dweight(gpu, config, each[1], d, n)) for each in widths)

@@ -127,6 +127,8 @@ def train(
     options = {"reduction": reduction, "window": window, "workspace": workspace}
     with device(arch, sms, seed, resident) as counts:
         results = passes.forward(KERNELS, case, kept_columns=kept_columns, **options)
+        num_valid = passes.statistics_of(results)[2]
+        assert int(num_valid) == int((case.target != case.ignore_index).sum())
         # A strided or expanded float32 vector goes in as it is; others are converted as autograd would.
         upstream = upstream if upstream.dtype is torch.float32 else upstream.float()
         saved = [None if tensor is None else tensor.clone() for tensor in results]

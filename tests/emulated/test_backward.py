@@ -802,6 +802,29 @@ def test_splits(arch: str, dtype: torch.dtype, splits: int, kept: int, window: i
     run = train(case, arch, kept_columns=kept, window=window, dloss=dloss, seed=splits + window)
     check(clean, run, dloss=dloss)
     assert sum("Reduce" in name for name in run.emulator.launched) == 1
+    # Not where dweight's GEMM reads hidden states where dinput will be.
+    assert bool(early(run)[-1]) == (kept == 330)
+
+
+def early(run: Run) -> list[int]:
+    """Accesses before the end of the launch before, of each call."""
+    return [result.counters["accesses before griddepcontrol.wait"] for result in run.emulator.results]
+
+
+@both
+@pytest.mark.parametrize("how", ["keep", "recompute"])
+def test_combine_and_finish_load_early(arch: str, how: str):
+    case = random_case(37, 64, 200, BF16)
+    run = train(case, arch, kept_columns=200 if how == "keep" else 0, reduction="mean")
+    check(case, run, reduction="mean")
+    assert early(run)[0] > 0
+
+
+@hopper_first
+def test_losses_of_many_blocks_are_added_up(arch: str):
+    """A thread of Finish has those of several blocks of Combine."""
+    case = ignoring(random_case(1100, 8, 40, BF16))
+    check(case, train(case, arch, kept_columns=40, reduction="mean"), reduction="mean")
 
 
 @both

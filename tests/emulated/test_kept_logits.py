@@ -87,7 +87,8 @@ def pieces_of(width: int) -> Callable[..., list[overlap.Piece]]:
     def pieces(gpu: Gpu, config: KernelConfig, problem: Problem, columns: int) -> list[overlap.Piece]:
         assert config.has_spare_warps
         parts = [(first, min(width, columns - first)) for first in range(0, columns, width)]
-        return [overlap.Piece(*each, gemm.plan(gpu, config, each[1], problem.d, problem.n)) for each in parts]
+        sizes = problem.d, problem.n
+        return [overlap.Piece(*each, gemm.plan_dweight(gpu, config, each[1], *sizes)) for each in parts]
 
     return pieces
 

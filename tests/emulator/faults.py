@@ -7,9 +7,9 @@ knows of (`run(..., ignore={"tcgen05-wait-ld"})`). The codes and what they mean 
 FAULTS = {
     "global-bounds": "a global access outside every registered tensor",
     "launch-order": "in a launch that may begin before the end of the one before it (programmatic dependent"
-    " launch) a warp did, before its griddepcontrol.wait, what that may not allow: a read of what the one"
-    " before writes, a write of what it touches, an asynchronous copy, any access in a first launch,"
-    " griddepcontrol.launch_dependents; or a CTA had no wait",
+    " launch), before its griddepcontrol.wait a warp read what the one before writes, wrote what that one"
+    " touches, copied asynchronously, accessed memory in a first launch or let the next launch begin; or a"
+    " CTA had no wait",
     "shared-bounds": "an access outside the CTA's shared memory, or to a CTA that is not in the cluster",
     "tmem-bounds": "an access outside the TMEM columns that the CTA allocated, or to another warp's lanes",
     "misaligned": "an address that breaks the instruction's alignment rule",

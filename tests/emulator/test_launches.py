@@ -116,7 +116,7 @@ def test_the_next_launch_must_not_begin_beside_the_one_before():
 @pytest.mark.parametrize("seed", range(6, 12))
 @pytest.mark.parametrize("threads", [64, 40])
 def test_a_warp_whose_lanes_have_met_again_waits(seed, threads):
-    """Whatever stretch of the schedule they meet in, and with a warp that is not whole."""
+    """A warp whose lanes diverged and met again waits as a whole, also with fewer than 32 lanes."""
     alone = "add.u32 %r2, %r0, 1;" * 30
     apart = f"and.b32 %r3, %r0, 8; setp.eq.u32 %p2, %r3, 0; @%p2 bra some; {alone} some: add.u32 %r3, %r0, 2;"
     run(READY, "ld.global.u32 %r1, [%d0];" + apart + READY, seed=seed, threads=threads)

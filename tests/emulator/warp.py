@@ -155,11 +155,13 @@ class Warp:
     def launch_before(self) -> Touched:
         """What the launch before touches, for an access while it may still run. What ran before a first
         launch is unknown."""
-        before = self.cta.cluster.device.memory.touched_before
+        device = self.cta.cluster.device
+        before = device.memory.touched_before
         if before is None:
             raise Fault(
                 "launch-order", "global memory is accessed before griddepcontrol.wait in the first launch"
             )
+        device.counters["accesses before griddepcontrol.wait"] += 1
         return before
 
     def _new_registers(self) -> Registers:

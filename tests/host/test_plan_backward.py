@@ -118,7 +118,7 @@ def test_stripes_end_in_full_rounds(arch: str):
             shorter += plan.columns < most
 
             def rounds(lengths: list[int], d: int = d, n: int = n, config: KernelConfig = config) -> int:
-                grids = [gemm.plan(gpu, config, length, d, n) for length in lengths]
+                grids = [gemm.plan_dweight(gpu, config, length, d, n) for length in lengths]
                 return sum(
                     -(-(chosen.windows * -(-d // config.cluster_columns)) // chosen.clusters)
                     for chosen in grids

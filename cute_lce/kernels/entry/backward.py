@@ -360,21 +360,23 @@ class Backward:
 
     @cute.jit
     def _rounded(
-        self, parts: DhiddenParts, rows: Rows, stripe: Stripe, tokens: Compacted, beside: Boolean, stream
+        self, parts: DhiddenParts, rows: Rows, stripe: Stripe, tokens: Compacted, follows: Boolean, stream
     ):
-        """After the last stripe, the sums of dhidden's splits and the tokens' places. beside: whether the
+        """After the last stripe, the sums of dhidden's splits and the tokens' places. follows: whether the
         launch before is dweight's GEMM, whose last tiles need not be awaited."""
         out, sums, from_sums = parts.out, parts.sums, parts.from_sums
         (n, d), everything, dtype = out.shape, cute.size(tokens.source), out.element_type
         if stripe.is_last != 0 and (stripe.dhidden.splits > 1 or from_sums):
             # Without compaction `out` begins at the launch's first row.
             address = Int64(cutlass.select_(from_sums, rows.dhidden, out.iterator.toint()))
-            apart = Int32(beside and rows.hidden != address)
-            self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream, apart)
+            # Not where dweight's GEMM may still read copied hidden states.
+            overlaps = Int32(follows and rows.hidden != address)
+            self.reduce(matrix(dtype, address, everything, d, d), sums, tokens, stream, overlaps)
         if stripe.is_last != 0 and rows.dhidden != 0 and not from_sums:
             only = cute.make_tensor(out.iterator, cute.make_layout((1, n, d), stride=(Int64(n) * d, d, 1)))
-            apart = Int32(beside and stripe.dhidden.splits == 1 and rows.hidden != rows.dhidden)
-            self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream, apart)
+            # Of several splits the launch before is the one above.
+            overlaps = Int32(follows and stripe.dhidden.splits == 1 and rows.hidden != rows.dhidden)
+            self.reduce(matrix(dtype, rows.dhidden, everything, d, d), only, tokens, stream, overlaps)
         if rows.accumulator != 0:
             source = Int64(cutlass.select_(rows.in_order != 0, Int64(0), rows.source))
             places = tokens._replace(source=vector(Int32, source, everything))

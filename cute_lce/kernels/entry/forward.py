@@ -88,8 +88,7 @@ class Forward:
         self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(few=True), TotalGaps()
         self.gemm = gemm(config, epilogue, spare=self.slab_sums if "products" in terms else None)
         self.gather, self.copy = Gather(), Copy()
-        # Where exponentials are kept `finish` adds up the blocks.
-        self.combine = Combine(totals=not self.keeps)
+        self.combine = Combine()
         self.combine_more = CombineMore()
         self.partials_per_window = config.partials_per_window
 
@@ -121,6 +120,8 @@ class Forward:
         hidden, target = tokens_of(hidden, target, rows)
         tokens = compacted(rows, everything)
         space = _workspace(outputs.workspace, grid.windows * self.partials_per_window, n)
+        # Finish adds up what blocks have found.
+        arrived = None if self.keeps else space.arrived
         # By the operands' tokens.
         shard = Int32(outputs.target_logit != 0)
         shard_logit = vector(Float32, outputs.target_logit, everything)
@@ -130,7 +131,7 @@ class Forward:
             target=target,
             partials=space.partials,
             target_logit=space.target_logit,
-            arrived=space.arrived,
+            arrived=arrived,
             vocab=vocab,
             loss=loss,
             rows=tokens if has_numbers_of_tokens(loss) else None,
@@ -149,7 +150,7 @@ class Forward:
             losses=vector(Float32, outputs.loss, everything),
             num_valid=vector(Int64, outputs.num_valid, 1),
             blocks=space.blocks,
-            arrived=space.arrived,
+            arrived=arrived,
         )
         if cutlass.const_expr(self.keeps):
             kept = self._keep_tensors(keep, hidden.element_type, n)
@@ -167,7 +168,7 @@ class Forward:
                     self._total_gaps(combined, whole, slabs, stream)
             if shard == 0 or outputs.finishes != 0:
                 own = kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum
-                self.finish(*own, total_tensors(combined), outputs.finishes, stream)
+                self.finish(*own, total_tensors(combined), stream)
         else:
             if grid.paced != 0:
                 clear(space.progress, stream)

@@ -45,7 +45,7 @@ class ForwardTensors(NamedTuple):
 
     target (n,) int32 or int64. partials (partials, n, 2) fp32: maximum and sum of every window and group of
     four warps. target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,)
-    int32: the combine kernel's counter, zeroed here.
+    int32: the combine kernel's counter, zeroed here; None: it has none.
     vocab: V; rows of tiles at and beyond it are masked with -inf. loss: its numbers. rows: which tokens
     these are, where terms have numbers of them.
     """
@@ -53,7 +53,7 @@ class ForwardTensors(NamedTuple):
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
-    arrived: cute.Tensor
+    arrived: Any
     vocab: Int32
     loss: LossArguments
     rows: Compacted | None = None
@@ -105,8 +105,9 @@ class ForwardEpilogue:
     @cute.jit
     def begin(self, tensors: ForwardTensors, column: Int32, staging: Staging) -> ForwardState:
         """Statistics of nothing: maximum -inf, sum 0. The column may lie beyond n."""
-        if column == 0:
-            tensors.arrived[0] = Int32(0)
+        if cutlass.const_expr(tensors.arrived is not None):
+            if column == 0:
+                tensors.arrived[0] = Int32(0)
         count = self.fragment.slabs * self.fragment.owned
         row_max, row_sum, base = (self._numbers(staging, i, count) for i in range(3))
         row_max.fill(-Float32.inf)
