@@ -84,6 +84,7 @@ HOPPER = Limits(
         Limit(Widths(192, but=(176,)), "products+row_scale"),
         Limit(Widths(184, but=(168, 176)), "products+linear_bias"),
         Limit(Widths(152), "row_scale+linear_bias"),
+        Limit(Widths(152, but=(144,)), "row_scale+linear_bias+logit_scale"),
         Limit(Widths(160), "logits argmax"),
         Limit(Widths(144), f"entropy softcap+linear_bias softcap+row_scale {_each(_SUMS, 2)}"),
         Limit(Widths(144), _each(_SUMS, beside="softcap")),

@@ -98,12 +98,12 @@ class Combine:
 
         exp = row_stats.exp if cutlass.const_expr(tensors.bases is None) else row_stats.exp2
         row_max, row_sum = -Float32.inf, Float32(0.0)
-        is_computed = row < computed(tensors.rows)
+        is_computed = row < computed(tensors.rows, True)
         # These lanes complete a row, and load what they need for that before the launch before has ended.
         completes = warp == 0 and row < n and share == 0
         target, token, base = Int64(0), Int32(0), Float32(0.0)
         if completes:
-            target, token = Int64(tensors.target[row]), origin(tensors.rows, row)
+            target, token = Int64(tensors.target[row]), origin(tensors.rows, row, True)
             if cutlass.const_expr(tensors.bases is not None):
                 base = pdl.load(tensors.bases, row)
         pdl.begin()

@@ -252,7 +252,7 @@ class Finish:
             valid = index != loss.ignore_index
             if valid:
                 noted, reference = pdl.load(keep.most_raised, own), pdl.load(keep.reference, own)
-                token = origin(tokens, own)
+                token = origin(tokens, own, True)
                 if is_whole and index >= start and index < end:
                     own_logit = pdl.load(target_logit, own)
         pdl.begin()

@@ -60,7 +60,7 @@ class Reduce:
                 total.store(total.load() + part.load().to(Float32))
             rounded = cute.make_rmem_tensor(ELEMENTS, out.element_type)
             rounded.store(total.load().to(out.element_type))
-            cute.autovec_copy(rounded, adjacent(out, origin(rows, row), column, ELEMENTS))
+            cute.autovec_copy(rounded, adjacent(out, origin(rows, row, True), column, ELEMENTS))
         # Only now, since the next launch relies on the end of the one before this.
         if overlaps != 0:
             pdl.begin()

@@ -35,11 +35,11 @@ class Compacted(NamedTuple):
 
 
 @cute.jit
-def computed(rows: Compacted) -> Int32:
-    """How many of the launch's tokens are computed."""
+def computed(rows: Compacted, early: cutlass.Constexpr[bool] = False) -> Int32:
+    """How many of the launch's tokens are computed. early: asked before `pdl.begin`."""
     found = rows.tokens
     if rows.count.iterator.toint() != 0:
-        found = computed_of(rows, pdl.load(rows.count, 0))
+        found = computed_of(rows, pdl.load(rows.count, 0) if early else rows.count[0])
     return found
 
 
@@ -60,11 +60,13 @@ def computed_of(rows: Compacted, valid: Int32) -> Int32:
 
 
 @cute.jit
-def origin(rows: Compacted, at: Int32) -> Int32:
-    """Which of the operands' tokens the launch's token `at` is; if they are not compacted, among its own."""
+def origin(rows: Compacted, at: Int32, early: cutlass.Constexpr[bool] = False) -> Int32:
+    """Which of the operands' tokens the launch's token `at` is; if they are not compacted, among its own.
+    early: as in `computed`."""
     token = at
     if rows.source.iterator.toint() != 0:
-        token = pdl.load(rows.source, rows.first + at)
+        at += rows.first
+        token = pdl.load(rows.source, at) if early else rows.source[at]
     return token
 
 

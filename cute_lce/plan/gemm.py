@@ -6,9 +6,10 @@ from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
 from .problem import ceil_div
 
-SHORT_FEATURES, SHORT_TOKENS = 1024, 2560
-"""k below which clusters do not pace whose epilogues store: in GEMMs of logits, and in dweight's
-(docs/measurements.md, Between a call's GEMMs)."""
+SHORT_FEATURES, SHORT_TOKENS, STORES_ALONE = 1024, 2560, 128
+"""k below which clusters do not pace whose epilogues store: in GEMMs of logits, and in dweight's. Up to
+STORES_ALONE the stores are all that takes time, and go to DRAM faster in step (docs/measurements.md, Between
+a call's GEMMs)."""
 MOST_LOADS = 1 / 88
 """1 / rows + 1 / columns of a cluster's tile, its loads for a result. Above it clusters pace at any k."""
 
@@ -28,11 +29,14 @@ def is_high(config: KernelConfig) -> bool:
 
 def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, short: int) -> bool:
     """Whether clusters pace: if the kernel can, and several columns of tiles share operands that do not fit
-    L2. Nor where k is below `short`, unless a tile loads more than MOST_LOADS: an epilogue that stores then
-    takes much of a tile's time, which varies, and clusters in step all wait for the slowest."""
+    L2. Nor where k is above STORES_ALONE and below `short`, unless a tile loads more than MOST_LOADS: an
+    epilogue that stores then takes much of a tile's time, which varies, and clusters in step all wait for the
+    slowest."""
     if config.pace == 0 or n <= config.cluster_columns or 2 * k * (m + n) <= gpu.sheet.l2 // 2:
         return False
-    return k >= short or 1 / config.cluster_rows + 1 / config.cluster_columns > MOST_LOADS
+    if not STORES_ALONE < k < short:
+        return True
+    return 1 / config.cluster_rows + 1 / config.cluster_columns > MOST_LOADS
 
 
 def plan(

@@ -495,13 +495,15 @@ def test_small_operands_are_not_paced():
 
 
 def test_short_stored_tiles_are_not_paced():
-    """But in forwards that store nothing, and in tiles of 128 x 128, which ask most of L2."""
+    """But in forwards that store nothing, in tiles of 128 x 128, which ask most of L2, and of two k tiles."""
     for d, keeps, paced in ((768, True, 0), (1016, True, 0), (1024, True, 1), (768, False, 1)):
         plan = forward.plan(H200, 3000, d, 151936, kept=151936 if keeps else 0)
         assert plan.gemm.paced == paced, (d, keeps)
     tilings = {(each.tile_m, each.tile_n): each for each in architecture("sm_90a").dweight_configs}
     for tile, n, paced in (
         ((128, 192), 300, 0),
+        ((128, 192), 129, 0),
+        ((128, 192), 128, 1),
         ((256, 192), 2559, 0),
         ((256, 192), 2560, 1),
         ((128, 128), 300, 1),
