@@ -3,7 +3,7 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import adjacent, load_from_l2
@@ -41,12 +41,11 @@ class Reduce:
     def kernel(self, out: cute.Tensor, sums: cute.Tensor, rows: Compacted, overlaps: Int32):
         if overlaps == 0:
             pdl.begin()
-        chunks = cute.size(out, mode=[1]) // ELEMENTS
-        first = Int64(cute.arch.block_idx()[0]) * THREADS
-        row = Int32(first // chunks)
-        column = Int32(first - Int64(row) * chunks) + cute.arch.thread_idx()[0]
-        row += column // chunks
-        column = (column - column // chunks * chunks) * ELEMENTS
+        chunks = Uint32(cute.size(out, mode=[1])) // ELEMENTS
+        first = Uint64(cute.arch.block_idx()[0]) * THREADS
+        above = Uint32(first // chunks)
+        right = Uint32(first - Uint64(above) * chunks) + cute.arch.thread_idx()[0]
+        row, column = Int32(above + right // chunks), Int32(right % chunks) * ELEMENTS
         splits = cute.size(sums, mode=[0])
         if rows.count.iterator.toint() != 0:
             if rows.first + row >= pdl.load(rows.count, 0):
