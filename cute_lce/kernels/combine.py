@@ -62,10 +62,9 @@ class Combine:
     Timeline of a block: what the launch before, the GEMM, does not write is loaded before that ends -> each
     lane merges its partials in registers -> the 4 lanes of a row by shuffles -> shared memory -> warp 0
     merges the 8 results, writes the rows' statistics and losses and, by shuffles, the block's loss and count
-    -> if blocks
-    count their arrivals, the last adds up all of them (kernels.totals).
-    Shared memory: 512 bytes of partials and 128 of sums. Bytes read: 8 a partial, once,
-    of which a lane has AT_ONCE in flight.
+    -> if blocks count their arrivals, the last adds up all of them (kernels.totals).
+    Shared memory: 512 bytes of partials and 128 of sums. Bytes read: 8 a partial, once, of which a lane has
+    AT_ONCE in flight.
     """
 
     @cute.jit
@@ -103,7 +102,7 @@ class Combine:
         completes = warp == 0 and row < n and share == 0
         target, token, base = Int64(0), Int32(0), Float32(0.0)
         if completes:
-            target, token = Int64(tensors.target[row]), origin(tensors.rows, row, True)
+            target, token = Int64(pdl.load(tensors.target, row)), origin(tensors.rows, row, True)
             if cutlass.const_expr(tensors.bases is not None):
                 base = pdl.load(tensors.bases, row)
         pdl.begin()

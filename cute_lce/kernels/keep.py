@@ -247,7 +247,7 @@ class Finish:
         noted, token, valid = Int32(0), Int32(0), Boolean(False)
         reference, index, own_logit = Float32(0.0), Int64(0), Float32(0.0)
         if own < cute.size(target):
-            index = Int64(target[own])
+            index = Int64(pdl.load(target, own))
             # Ignored rows are zeros.
             valid = index != loss.ignore_index
             if valid:

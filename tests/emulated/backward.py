@@ -128,7 +128,7 @@ def train(
     with device(arch, sms, seed, resident) as counts:
         results = passes.forward(KERNELS, case, kept_columns=kept_columns, **options)
         num_valid = passes.statistics_of(results)[2]
-        assert int(num_valid) == int((case.target != case.ignore_index).sum())
+        assert int(num_valid) == int((case.target.long() != case.ignore_index).sum())
         # A strided or expanded float32 vector goes in as it is; others are converted as autograd would.
         upstream = upstream if upstream.dtype is torch.float32 else upstream.float()
         saved = [None if tensor is None else tensor.clone() for tensor in results]
