@@ -7,6 +7,7 @@ CPU it is timed by the wall clock.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -60,8 +61,16 @@ def flushes(host_ms: Sequence[float], call_ms: Sequence[float], flush_ms: float)
     return min(max(1, math.ceil(ahead / flush_ms)), MOST_FLUSHES)
 
 
-def _flushes_before(calls: Sequence[Call], device: torch.device, flush: torch.Tensor) -> int:
+@functools.cache
+def _flushed(device: torch.device) -> torch.Tensor:
+    """The buffer, allocated once: later it might be cut from a block that a call uses again and again, which
+    would then ask the driver for another one, a few ms for gigabytes, while it is timed."""
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+
+def _flushes_before(calls: Sequence[Call], device: torch.device) -> int:
     """`flushes` of these calls, which have run before; each runs HOST_RUNS times more."""
+    flush = _flushed(device)
     host_ms, call_ms = [], []
     for call in calls:
         taken = []
@@ -106,7 +115,7 @@ def _time_in_turn(
                 calls[i]()
                 times[i].append((time.perf_counter() - start) * 1e3)
         return times
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    flush = _flushed(device)
     events = [[] for _ in calls]
     for turn in _turns(len(calls), reps, draw):
         for i in turn:
@@ -139,12 +148,13 @@ def time_interleaved(
         runs: How many runs; `Timing.ms` is the median of their medians.
         max_reps: The most repetitions in one run.
     """
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        _flushed(device)
     for call in calls:
         call()
     synchronize(device)
-    draw, passes = random.Random(0), 1
-    if device.type == "cuda":
-        passes = _flushes_before(calls, device, torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device))
+    draw, passes = random.Random(0), _flushes_before(calls, device) if is_gpu else 1
     estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device, draw, passes))
     reps = max(1, min(max_reps, int(budget_s * 1e3 / runs / max(estimate_ms, 1e-3))))
     medians: list[list[float]] = [[] for _ in calls]

@@ -263,6 +263,10 @@ def test_inputs(kept, name):
     Trained(case, kept).check(dloss)
 
 
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 @KEPT
 def test_retained_backwards(kept):
     """Any number of backwards with different gradients, and the first again: nothing saved is written to."""
@@ -277,7 +281,8 @@ def test_retained_backwards(kept):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     for before, after in zip(saved, trained.results, strict=True):
         assert (before is None) == (after is None)
-        assert before is None or after is None or torch.equal(before, after)
+        # Bits: rows of ignored tokens are not written, and have nan.
+        assert before is None or after is None or torch.equal(bits(before), bits(after))
 
 
 # ----------------------------------------------------------------------------------------------------------

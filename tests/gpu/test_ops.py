@@ -558,7 +558,7 @@ def peak_extra(case: Case, **options) -> int:
 def test_workspace_is_a_promise(dtype, schedule, workspace_mb):
     case = random_case(2048, 256, 32768, dtype).to("cuda")
     if serves(schedule, case):
-        if schedule == "grad_in_forward" and dtype in NARROW:
+        if dtype in NARROW:
             workspace_mb = accepted(
                 lambda mb: peak_extra(case, schedule=schedule, workspace_mb=mb), workspace_mb
             )
