@@ -1,131 +1,116 @@
 """The process of one checkout that bench.checkouts times: commands come in and answers go out, a line each.
 
-It imports that checkout's cute_lce, which may be of any age, and of the one that compares nothing but the
-file of the floor.
+It imports that checkout's cute_lce, which may be of any age. Operands, the floor and the timing are those of
+the checkout that compares, whose package is not imported: their files need nothing of it.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
 import json
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-FLUSH_BYTES = 256 * 2**20
-PASSES = 6
-"""Over the buffer that evicts the operands from L2; the host enqueues a call while they run."""
+import torch
+
+from bench.inputs import make_inputs
+from bench.shapes import Shape
+
+MEASURE = Path(__file__).resolve().parents[1] / "cute_lce" / "measure"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"checkouts_{name}", MEASURE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+floor, timing = _load("floor"), _load("timing")
+
+
+def import_package(checkout: Path) -> ModuleType:
+    """The checkout's cute_lce. Raises ImportError if another one is found."""
+    sys.path.insert(0, str(checkout))
+    package = importlib.import_module("cute_lce")
+    if package.__file__ is None or checkout not in Path(package.__file__).resolve().parents:
+        raise ImportError(f"cute_lce: got {package.__file__}, want one in {checkout}")
+    return package
 
 
 class Case:
-    """Both calls of a row: ours, and the floor."""
+    """Both calls of a row: the floor, and ours."""
 
-    def __init__(self, row: dict[str, Any], device: Any, floor: Any):
-        import torch
-
-        import cute_lce
-
-        self._device, self._backward = device, row["pass"] == "fwd_bwd"
-        n, d, vocab, frozen = row["n"], row["d"], row["vocab"], row["frozen"]
-        draw = torch.Generator(device).manual_seed(0)
-        hidden = torch.randn(n, d, device=device, generator=draw).bfloat16()
-        weight = torch.empty(vocab, d, device=device, dtype=torch.bfloat16)
-        for block in weight.split(65536):
-            block.copy_(torch.randn(block.shape, device=device, generator=draw) * d**-0.5)
-        target = torch.randint(vocab, (n,), device=device, generator=draw)
-        given = {"workspace_mb": row["workspace_mb"]} if row["workspace_mb"] else {}
-        if self._backward:
+    def __init__(self, row: dict[str, Any], device: torch.device, package: ModuleType):
+        backward, frozen = row["pass"] == "fwd_bwd", row["frozen"] or ""
+        shape = Shape(row["n"], row["d"], row["vocab"])
+        inputs = make_inputs(shape, torch.bfloat16, "untrained", device)
+        gemms = floor.Floor(inputs.hidden, inputs.weight, backward, frozen)
+        hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+        given = {} if row["workspace_mb"] is None else {"workspace_mb": row["workspace_mb"]}
+        if backward:
             hidden.requires_grad_(frozen != "hidden")
             weight.requires_grad_(frozen != "weight")
 
         def ours() -> None:
-            with torch.set_grad_enabled(self._backward):
-                loss = cute_lce.linear_cross_entropy(hidden, weight, target, **given)
-            if self._backward:
+            with torch.set_grad_enabled(backward):
+                loss = package.linear_cross_entropy(hidden, weight, inputs.target, **given)
+            if backward:
                 loss.backward()
                 hidden.grad = weight.grad = None
 
-        self._calls = floor(hidden.detach(), weight.detach(), self._backward, frozen or ""), ours
-        flushed = FLUSH_BYTES if device.type == "cuda" else 1
-        self._flush = torch.empty(flushed, dtype=torch.int8, device=device)
-        for call in self._calls:
-            call()
-        self._reps(1)
-        self._each = max(1e-3, sum(times[0] for times in self._reps(1)))
+        self._interleaved = timing.Interleaved((gemms, ours), device)
+        # The second repetition: the first has what is done once.
+        self._each_ms = [sum(times[0] for times in self._interleaved.times(1)) for _ in range(2)][1]
 
     def time(self, seconds: float) -> tuple[float, float]:
         """Medians, in milliseconds, of ours and of the floor."""
-        times = self._reps(max(1, round(seconds * 1e3 / self._each)))
-        return statistics.median(times[1]), statistics.median(times[0])
-
-    def _reps(self, count: int) -> list[list[float]]:
-        import torch
-
-        if self._device.type != "cuda":
-            found: list[list[float]] = [[], []]
-            for _ in range(count):
-                for call, times in zip(self._calls, found, strict=True):
-                    start = time.perf_counter()
-                    call()
-                    times.append((time.perf_counter() - start) * 1e3)
-            return found
-        marks: list[list[Any]] = [[], []]
-        for _ in range(count):
-            for call, events in zip(self._calls, marks, strict=True):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                for _ in range(PASSES):
-                    self._flush.zero_()
-                start.record()
-                call()
-                end.record()
-                events.append((start, end))
-        torch.cuda.synchronize()
-        return [[start.elapsed_time(end) for start, end in events] for events in marks]
+        reps = max(1, round(seconds * 1e3 / max(self._each_ms, 1e-3)))
+        floor_ms, ms = map(statistics.median, self._interleaved.times(reps))
+        return ms, floor_ms
 
 
-def load_floor(root: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("floor", root / "cute_lce" / "measure" / "floor.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Floor
+class Served:
+    """What is asked for by name, with arguments by name."""
+
+    def __init__(self, device: torch.device, checkout: Path):
+        self._device, self._package, self._case = device, import_package(checkout), None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def prepare(self, **row: Any) -> None:
+        self._case = Case(row, self._device, self._package)
+
+    def time(self, seconds: float) -> tuple[float, float]:
+        assert self._case is not None
+        return self._case.time(seconds)
+
+    def release(self) -> None:
+        self._case = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def main() -> None:
     # Answers go where this process was given its standard output; whatever else prints goes beside them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # The folder of this file, with the comparing checkout's modules, is none to import from.
-    sys.path.pop(0)
-    device_name, root, checkout = sys.argv[1:]
-    import torch
-
-    import cute_lce
-
-    found_at = Path(cute_lce.__file__).resolve()
-
-    device, floor = torch.device(device_name), load_floor(Path(root))
-    case: Case | None = None
+    device, checkout = torch.device(sys.argv[1]), Path(sys.argv[2])
+    served: Served | None = None
     for text in sys.stdin:
         command = json.loads(text)
-        found: Any = None
         try:
-            if Path(checkout).resolve() not in found_at.parents:
-                raise ImportError(f"cute_lce: got {found_at}, want one in {checkout}")
-            if command["do"] == "prepare":
-                case = Case(command, device, floor)
-            elif command["do"] == "time":
-                assert case is not None
-                found = case.time(command["seconds"])
-            else:
-                case = None
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-            answer = {"found": found}
+            served = served or Served(device, checkout)
+            answer = {"found": getattr(served, command.pop("do"))(**command)}
         except Exception as error:
             answer = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

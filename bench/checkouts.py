@@ -4,7 +4,7 @@ Each checkout runs in a process of its own, and both take turns on the GPU: in a
 call and the floor, cuBLAS's GEMMs, in alternation, while the other waits. What heats the GPU, or lowers its
 clock, does so to both. Of the other checkout only linear_cross_entropy with `workspace_mb` is used.
 
-    git worktree add /tmp/before 4f78a72
+    git worktree add --detach /tmp/before 4f78a72
     python3 -m bench.checkouts --other /tmp/before 4f78a72 --out h100_rows.json
 """
 
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -26,11 +25,10 @@ from typing import Any
 import torch
 
 from bench import shapes
-from cute_lce.commands.terminal import new_file
+from cute_lce.commands.terminal import new_file, positive
 from cute_lce.measure import records
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKER = Path(__file__).with_name("checkout_worker.py")
 KEYS = ("n", "d", "vocab", "workspace_mb", "frozen", "pass")
 
 
@@ -39,31 +37,33 @@ class Worker:
 
     def __init__(self, checkout: Path, device: str):
         """checkout: where its `cute_lce` lies."""
-        paths = [str(checkout), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        found = [path for path in paths if Path(path).resolve() != ROOT or checkout.resolve() == ROOT]
+        self._checkout = checkout.resolve()
         self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), device, str(ROOT), str(checkout.resolve())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
-            cwd=checkout,
+            [sys.executable, "-m", "bench.checkout_worker", device, str(self._checkout)],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def ask(self, **command: Any) -> Any:
-        """Have it do one thing. Raises RuntimeError if it fails or has ended."""
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Have it do one thing, as checkout_worker.Served. Raises RuntimeError if it fails or has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-        answer = json.loads(self._process.stdout.readline() or '{"failed": "the process has ended"}')
-        if "failed" in answer:
-            raise RuntimeError(f"{command}: {answer['failed']}")
-        return answer["found"]
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        found = json.loads(answer) if answer else {"failed": f"its process ended, {self._process.wait()}"}
+        if "failed" in found:
+            raise RuntimeError(f"{self._checkout}: {do} {arguments}: {found['failed']}")
+        return found["found"]
 
     def close(self) -> None:
         """End it, whatever it does."""
         self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
 
 
 def rows(of: Sequence[shapes.Shape], budgets: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -82,16 +82,16 @@ def compare(row: dict[str, Any], old: Worker, new: Worker, seconds: float, turns
     """Milliseconds of both checkouts' calls, and as multiples of the floor beside each: medians of turns."""
     both = {"old": old, "new": new}
     for worker in both.values():
-        worker.ask(do="prepare", **row)
+        worker.ask("prepare", **row)
     # What is not counted brings the GPU to the heat that the turns have.
     for worker in both.values():
-        worker.ask(do="time", seconds=seconds)
+        worker.ask("time", seconds=seconds)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in both}
     for turn in range(turns):
         for name in itertools.islice(itertools.cycle(both), turn % 2, turn % 2 + 2):
-            found[name].append(both[name].ask(do="time", seconds=seconds))
+            found[name].append(both[name].ask("time", seconds=seconds))
     for worker in both.values():
-        worker.ask(do="release")
+        worker.ask("release")
     result = {}
     for name, times in found.items():
         result[f"{name}_ms"] = statistics.median(ms for ms, _ in times)
@@ -115,9 +115,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--other", nargs=2, metavar=("PATH", "COMMIT"), help="the checkout to compare with, and its name")
     add("--shapes", nargs="+", default=["forward", "backward"], help="as of bench.run (%(default)s)")
-    add("--workspace-mb", nargs="+", type=int, help="of forward + backward (the tables' own; else none)")
+    add("--workspace-mb", nargs="+", type=positive, help="of forward + backward (the tables' own; else none)")
     add("--seconds", type=float, default=0.1, help="timed seconds of a turn (%(default)s)")
-    add("--turns", type=int, default=9, help="of each checkout (%(default)s)")
+    add("--turns", type=positive, default=9, help="of each checkout (%(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     add("--out", type=new_file, help="JSON file for the results, written after each row")
     add("--show", nargs="+", type=Path, metavar="JSON", help="print stored results, measure nothing")
@@ -128,6 +128,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.shapes = [shape for text in args.shapes for shape in shapes.parse(text)]
     except ValueError as error:
         parser.error(str(error))
+    for row in rows(args.shapes, args.workspace_mb):
+        if row["frozen"] and row["pass"] == "fwd":
+            parser.error(f"--workspace-mb: missing; want one for the gradient with a frozen {row['frozen']}")
     return args
 
 

@@ -134,10 +134,31 @@ def _time_in_turn(
     return [[start.elapsed_time(end) for start, end in marks] for marks in events]
 
 
+class Interleaved:
+    """Calls to be timed in alternation, so that a drift of clock or power limit affects all of them.
+
+    calls: the floor first. Each is called here, on a GPU HOST_RUNS times more.
+    """
+
+    def __init__(self, calls: Sequence[Call], device: torch.device):
+        self._calls, self._device, self._draw = calls, device, random.Random(0)
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            _flushed(device)
+        for call in calls:
+            call()
+        synchronize(device)
+        self._passes = _flushes_before(calls, device) if is_gpu else 1
+
+    def times(self, reps: int) -> list[list[float]]:
+        """Milliseconds of `reps` repetitions, a list for each call."""
+        return _time_in_turn(self._calls, reps, self._device, self._draw, self._passes)
+
+
 def time_interleaved(
     calls: Sequence[Call], device: torch.device, *, budget_s: float = 0.5, runs: int = 3, max_reps: int = 50
 ) -> list[Timing]:
-    """Time several calls in alternation, so that a drift of clock or power limit affects all of them.
+    """Time several calls in alternation.
 
     Args:
         calls: The functions to time, the floor first. Each is called twice before anything counts, on a GPU
@@ -148,18 +169,12 @@ def time_interleaved(
         runs: How many runs; `Timing.ms` is the median of their medians.
         max_reps: The most repetitions in one run.
     """
-    is_gpu = device.type == "cuda"
-    if is_gpu:
-        _flushed(device)
-    for call in calls:
-        call()
-    synchronize(device)
-    draw, passes = random.Random(0), _flushes_before(calls, device) if is_gpu else 1
-    estimate_ms = sum(times[0] for times in _time_in_turn(calls, 1, device, draw, passes))
+    interleaved = Interleaved(calls, device)
+    estimate_ms = sum(times[0] for times in interleaved.times(1))
     reps = max(1, min(max_reps, int(budget_s * 1e3 / runs / max(estimate_ms, 1e-3))))
     medians: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
-        for found, times in zip(medians, _time_in_turn(calls, reps, device, draw, passes), strict=True):
+        for found, times in zip(medians, interleaved.times(reps), strict=True):
             found.append(statistics.median(times))
     return [Timing.of_runs(found) for found in medians]
 

@@ -169,14 +169,17 @@ KEPT = [
 ]
 
 
+def workspace(call, mib):
+    """So many MiB, or the least that is accepted. call: `check` of all but a reduction and the workspace."""
+    return accepted(lambda least: call("sum", workspace_mb=least), mib)
+
+
 SOME = 90, 93
-"""MiB that hold, by the terms, some columns of the last of the shapes with 1536 features."""
+"""MiB that hold, by the terms, some of the columns of 1536 features."""
 
 
 @dtypes
-@pytest.mark.parametrize(
-    "shape", [*SHAPES[:-1], (2100, 1536, 20000)], ids=lambda shape: "-".join(map(str, shape))
-)
+@pytest.mark.parametrize("shape", [*SHAPES, (2100, 1536, 20000)], ids=lambda shape: "-".join(map(str, shape)))
 @pytest.mark.parametrize("names", KEPT, ids=" ".join)
 def test_the_kernels_keep(dtype, shape, names):
     """All columns, and some of them where the workspace holds no more; a second backward gives the same."""
@@ -186,9 +189,10 @@ def test_the_kernels_keep(dtype, shape, names):
         case.target[::3] = case.ignore_index
     every = terms_of(dtype, n, V)
     terms = {name: every[name] for name in names}
-    some = [("sum", {"workspace_mb": mib}) for mib in SOME]
+    keep = functools.partial(check, case, terms, schedule="keep")
+    some = [("sum", {"workspace_mb": workspace(keep, mib)}) for mib in SOME]
     for reduction, options in (("mean", {}), ("none", {}), *some):
-        check(case, terms, reduction, schedule="keep", **options)
+        keep(reduction, **options)
     hidden = case.input.detach().requires_grad_()
     loss = linear_cross_entropy(hidden, case.linear_weight, case.target, schedule="keep", **terms)
     one, other = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in "ab")
@@ -405,13 +409,10 @@ def test_a_kept_softcap_of_any_logits(dtype, height, softcap):
         height = min(height, 400.0) if dtype is FP16 else height
         largest = (case.input.float() @ case.linear_weight.float().mT).abs().max()
         case = replace(case, linear_weight=case.linear_weight * (height / largest))
-        least = accepted(
-            lambda mib, case=case: check(
-                case, {"softcap": softcap}, "mean", schedule="keep", workspace_mb=mib
-            )
-        )
-        for options in ({}, {"workspace_mb": least}):
-            check(case, {"softcap": softcap}, "mean", schedule="keep", **options)
+        keep = functools.partial(check, case, {"softcap": softcap}, schedule="keep")
+        # Some of the columns of 2100 tokens: all take 80 MiB besides all else.
+        for options in ({}, {"workspace_mb": workspace(keep, 96)}):
+            keep("mean", **options)
 
 
 @dtypes
