@@ -8,7 +8,7 @@ import sys
 
 from ..arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from ..options import SCHEDULES, ComputeOptions, with_default_workspace
-from ..plan import backward, cost, forward, grad_in_forward, schedule
+from ..plan import backward, cost, epilogues, forward, grad_in_forward, schedule
 from ..plan.problem import Limits, Problem
 from .terminal import positive, print_table
 
@@ -108,7 +108,7 @@ def _show_forward(args: argparse.Namespace, gpu: Gpu, chosen: forward.ForwardPla
     seconds = cost.forward_seconds(gpu, Problem(chosen.n, chosen.d, chosen.vocab), chosen)
     rows.append(("predicted", f"{seconds * 1e3:.3f} ms"))
     gemm = cost.Gemm(gpu, config, chosen.n * chosen.d * chosen.vocab)
-    rows.append(("bound by", gemm.bound(chosen.vocab, chosen.n, chosen.d, cost.STATISTICS)))
+    rows.append(("bound by", gemm.bound(chosen.vocab, chosen.n, chosen.d, epilogues.STATISTICS)))
     print_table(rows, indent=2)
 
     # Both operands and the targets are read once, and each token's loss is written; operands are 16-bit.
@@ -179,7 +179,7 @@ def _show_chunks(gpu: Gpu, problem: Problem, chosen: grad_in_forward.GradInForwa
     rows = [("both", f"{seconds * 1e3:.3f} ms, {floor:.2f} times its GEMMs alone")]
     gemm = cost.Gemm(gpu, backwards.dhidden, n * d * vocab)
     if problem.need_dinput:
-        bound = gemm.bound(d, tokens, vocab, cost.SUMS, backwards.splits)
+        bound = gemm.bound(d, tokens, vocab, epilogues.SUMS, backwards.splits)
         rows.append(("dinput bound by", bound))
     if problem.need_dweight:
         gemm = cost.Gemm(gpu, backwards.dweight, n * d * vocab)
@@ -217,13 +217,13 @@ def _show_prediction(
     bounds: dict[str, str] = {}
     for each, tall in [*((c.stripe, c.tokens) for c in chosen.chunks), *((s, n) for s in chosen.stripes)]:
         if each.first >= chosen.kept:
-            bounds.setdefault("logits", gemms.tokens.bound(each.columns, tall, d, cost.DLOGITS))
+            bounds.setdefault("logits", gemms.tokens.bound(each.columns, tall, d, epilogues.DLOGITS))
         if problem.need_dinput:
             splits = each.dhidden.splits
-            epilogue = cost.dinput_epilogue(splits)
+            epilogue = epilogues.dinput_epilogue(splits)
             bounds.setdefault("dinput", gemms.dhidden.bound(d, tall, each.columns, epilogue, splits))
         if problem.need_dweight and tall == n:
-            bounds.setdefault("dweight", gemms.dweight.bound(each.columns, d, n, cost.DWEIGHT))
+            bounds.setdefault("dweight", gemms.dweight.bound(each.columns, d, n, epilogues.DWEIGHT))
     rows += [(f"{name} bound by", bound) for name, bound in bounds.items()]
     print("what forward and backward are predicted to take")
     print_table(rows, indent=2)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import KEPT_TILE
-from .cost import DLOGITS, DWEIGHT, Gemm, Gemms, chunk_clocks, gemm_of, heat, split_clocks, stripe_clocks
+from .cost import Gemm, Gemms, chunk_clocks, gemm_of, heat, split_clocks, stripe_clocks
+from .epilogues import DLOGITS, DWEIGHT
 from .memory import backward_bytes, dlogits_bytes, sweeps_bytes
 from .problem import Problem, ceil_div, round_up, steps
 
@@ -25,8 +26,10 @@ MOST_ROUNDS = 8
 """Rounds of dhidden's GEMM, divided into splits, that are considered: more fill the last one no better."""
 KEPT_STEPS = 32
 """Numbers of kept columns that are considered."""
-STRIPE_STEPS, CHUNK_STEPS, REST_STEPS = 24, 8, 2
+STRIPE_STEPS, CHUNK_STEPS, REST_STEPS = 24, 8, 8
 """How many widths of stripes until they have doubled, of chunks, and of stripes beside kept columns."""
+EVEN_STRIPES = 8
+"""Up to so many stripes of equal width are considered beside kept columns."""
 
 
 class Candidate(NamedTuple):
@@ -127,7 +130,10 @@ class Candidates:
         """Stripes, over which dinput is summed."""
         problem, found = self.problem, []
         n, left = problem.n, problem.vocab - kept
-        widths = self._widths(left, REST_STEPS if kept else STRIPE_STEPS)
+        if kept:
+            widths = {*self._widths(left, REST_STEPS), *self._even_widths(left)}
+        else:
+            widths = self._widths(left, STRIPE_STEPS)
         for splits in self._splits:
             alone = splits not in (1, self._splits[-1])
             begun = self._kept_stripe(kept, splits) if kept and not alone else 0
@@ -209,6 +215,13 @@ class Candidates:
             return [min(self.window, left)]
         tiles = ceil_div(left, STRIPE_MULTIPLE)
         return [min(count * STRIPE_MULTIPLE, left) for count in steps(tiles, fine)]
+
+    def _even_widths(self, left: int) -> list[int]:
+        """Columns of stripes of `left` columns, of which none is much narrower than the others."""
+        if self.window:
+            return []
+        most = min(EVEN_STRIPES, ceil_div(left, STRIPE_MULTIPLE))
+        return [min(round_up(ceil_div(left, count), STRIPE_MULTIPLE), left) for count in range(1, most + 1)]
 
     def _stripe(self, columns: int, splits: int, of_logits: bool = False) -> int:
         """Clocks of a recomputed stripe, or of one of kept logits."""

@@ -22,7 +22,16 @@ import math
 from typing import NamedTuple
 
 from ..arch import Gpu, KernelConfig
-from .gemm import cluster_count, is_high
+from .epilogues import (
+    DLOGITS,
+    DWEIGHT,
+    EXPONENTIALS,
+    RESUMED_CLOCKS,
+    STATISTICS,
+    Epilogue,
+    dinput_epilogue,
+)
+from .gemm import MOST_LOADS, cluster_count, is_high
 from .plans import BackwardConfigs, BackwardPlan, ForwardPlan
 from .problem import Problem, ceil_div
 
@@ -91,35 +100,6 @@ def grouped(columns: int, most: int, clusters: int) -> int:
     return ceil_div(columns, ceil_div(columns, most))
 
 
-class Epilogue(NamedTuple):
-    """clocks: of 128 rows of a tile, for each column; scarce: where more than `registers` of a thread hold
-    accumulators, so that few are left to hide latencies with. stored: bytes for each of its elements.
-    exposed, exposed_high: clocks of one that does not hide, for each column of tiles of 128 and of 256 rows.
-    beside: the DataSheet's field that says what L2 gives to its GEMM in clusters with tiles side by side.
-    of_forward: whether it is a forward's, to whose single tiles L2 gives DataSheet.alone, and whose tiles in
-    turns take DataSheet.between and waits."""
-
-    clocks: float
-    scarce: float
-    stored: int
-    exposed: float = 0.0
-    exposed_high: float = 0.0
-    registers: int = 160
-    beside: str = "beside"
-    of_forward: bool = False
-
-
-RESUMED_CLOCKS = 2500
-"""The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
-that it holds lose none."""
-STATISTICS = Epilogue(48.0, 58.0, 0, registers=184, of_forward=True)
-EXPONENTIALS = Epilogue(60.0, 60.0, 2, beside="beside_keeping", of_forward=True)
-DLOGITS = Epilogue(90.0, 126.0, 2, beside="beside_dlogits")
-DINPUT = Epilogue(60.0, 60.0, 2, exposed_high=3.2, beside="beside_sliced")
-SUMS = Epilogue(120.0, 120.0, 4, exposed_high=3.2, beside="beside_sliced")
-DWEIGHT = Epilogue(22.4, 22.4, 2, exposed=3.2, exposed_high=16.0, beside="beside_sliced")
-
-
 def scattering(columns: int, windows: int, tiles: int, clusters: int, free: int, most: int) -> float:
     """Times a forward's tiles take longer because clusters compute more than `free` columns at once, or more
     than `most`, and read each column's tokens again for every tile of a window. columns, tiles: of the call;
@@ -130,17 +110,19 @@ def scattering(columns: int, windows: int, tiles: int, clusters: int, free: int,
     return SPREAD if computed <= most else SCATTERED
 
 
-def dinput_epilogue(splits: int) -> Epilogue:
-    """Of dinput's GEMM in `splits` of k, each of which has an fp32 sum."""
-    return SUMS if splits > 1 else DINPUT
-
-
 FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 512, 900, 2400
 """Of dlinear_weight's tiles in turns, in clusters of two rows of tiles: up to FEW_TOKENS they save nothing of
 L2's clocks, between the other two DataSheet.few, and beyond less and less. An H100's tiles of 128 x 128 took
 0.82 to 0.95 of what is predicted without it with 800 to 2500 tokens, 0.95 with 3900 and 1.00 with 8192."""
 SOME_FEATURES = 2048
-"""From so many features on: with 768 and 1024 they took 1.04 to 1.12 of it."""
+"""From so many features on."""
+DELAYED_TOKENS = 1024
+"""Up to which clusters of tiles of 128 x 128, which pace (gemm.MOST_LOADS), hold up one another: by
+DataSheet.delay clocks a tile, the less the more tokens."""
+FEW_FEATURES, NARROW = 1024, 0.1
+"""Up to FEW_FEATURES they take more of L2's clocks, by the share NARROW, in GEMMs of several rounds, and ever
+less up to 1.5 times as many features, a guess. With 768 and 1024 an H100's took 1.04 to 1.12 of what is
+predicted without it, and an H200's 1.13 and 1.11."""
 
 
 def heat(macs: int) -> float:
@@ -203,15 +185,17 @@ class Gemm:
         self._missed = gpu.sheet.missed * 2 * (own_m // config.cluster_n) / loaded
         # Whether epilogues do not hide: tensor memory holds two tiles, registers one.
         self._exposes = config.turns == 1 and not config.row.tmem_columns
-        in_turns_of_rows = config.turns > 1 and config.cluster_m > 1
-        self._few = sheet.few if in_turns_of_rows else 0.0
+        self._in_turns_of_rows = config.turns > 1 and config.cluster_m > 1
+        self._few = sheet.few if self._in_turns_of_rows else 0.0
+        small = config.turns > 1 and 1 / self.rows + 1 / self.columns > MOST_LOADS
+        self._delay = sheet.delay if small else 0.0
         self._tiles: dict[tuple[int, Epilogue, int, float], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds, depth = -(-tiles // self.clusters), -(-k // splits)
-        computed = rounds * self.tile(depth, epilogue, saved=self._saved(n, depth, epilogue))
+        computed = rounds * self.tile(depth, epilogue, saved=self._saved(n, depth, epilogue, rounds))
         return START_CLOCKS + int(_longer(computed, self._moved(m, n, k, epilogue.stored), STREAMED))
 
     def bound(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> str:
@@ -219,11 +203,11 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         depth = -(-k // splits)
-        saved = self._saved(n, depth, epilogue)
+        saved = self._saved(n, depth, epilogue, rounds)
         tile, depth = self.tile(depth, epilogue, saved=saved), self._depth(depth)
         mma, l2 = depth * self._mma, self._l2(depth, epilogue) * (1 - saved)
         bound = "MMAs" if mma >= l2 else "L2"
-        if tile > _longer(mma, l2) + self._between(epilogue) and not self._exposes:
+        if tile > _longer(mma, l2) + self._between(depth, epilogue) and not self._exposes:
             bound = "epilogues"
         if self._moved(m, n, k, epilogue.stored) > rounds * tile:
             bound = "DRAM"
@@ -244,11 +228,13 @@ class Gemm:
             found = self._tiles[key] = self._tile(depth, epilogue, sharing, saved)
         return found
 
-    def _saved(self, n: int, depth: int, epilogue: Epilogue) -> float:
-        """The share of L2's clocks that dlinear_weight's tiles save with few tokens. n: features; depth:
-        tokens."""
-        if not self._few or epilogue is not DWEIGHT or n < SOME_FEATURES:
+    def _saved(self, n: int, depth: int, epilogue: Epilogue, rounds: int) -> float:
+        """The share of L2's clocks that dlinear_weight's tiles save with few tokens, or, negative, lose with
+        few features. n: features; depth: tokens."""
+        if not self._in_turns_of_rows or epilogue is not DWEIGHT:
             return 0.0
+        if n < SOME_FEATURES:
+            return -NARROW * min(max(3 - 2 * n / FEW_FEATURES, 0.0), 1.0) if rounds > 1 else 0.0
         rises = max(depth - FEW_TOKENS, 0) / (SOME_TOKENS - FEW_TOKENS)
         return self._few * min(rises, (MANY_TOKENS / depth) ** 2, 1.0)
 
@@ -266,13 +252,15 @@ class Gemm:
         # In turns: for each logit of a thread, one a column in tiles of 128 rows.
         own = config.accumulator_registers if config.turns > 1 else config.tile_n
         own *= epilogue.scarce if scarce else epilogue.clocks
-        tile += self._between(epilogue)
+        tile += self._between(depth, epilogue)
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
 
-    def _between(self, epilogue: Epilogue) -> float:
-        """Clocks of a forward's tile in turns in which no MMA runs."""
+    def _between(self, depth: int, epilogue: Epilogue) -> float:
+        """Clocks of a tile in turns of a forward, or of dlinear_weight, in which no MMA runs."""
+        if epilogue is DWEIGHT:
+            return self._delay * max(1 - depth / DELAYED_TOKENS, 0.0)
         if not epilogue.of_forward or self.config.turns == 1:
             return 0.0
         waits = 0.0 if epilogue.stored or self.config.cluster_n == 1 else self._waits

@@ -8,7 +8,8 @@ from operator import itemgetter
 
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan
-from .cost import EXPONENTIALS, STATISTICS, Gemm, gemm_of, scattering
+from .cost import Gemm, gemm_of, scattering
+from .epilogues import EXPONENTIALS, STATISTICS
 from .gemm import SHORT_FEATURES, is_high, is_paced
 from .memory import DEFAULT_WORKSPACE, keeping_bytes, window_bytes
 from .plans import ForwardPlan

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ..arch import Gpu
 from . import backward, forward, schedule
 from .candidates import Candidate, faster_splits
-from .cost import LAUNCH_CLOCKS, SUMS, Epilogue, Gemm, Rates, floor_seconds, gemm_of
+from .cost import LAUNCH_CLOCKS, Gemm, Rates, floor_seconds, gemm_of
+from .epilogues import SUMS, Epilogue
 from .gemm import cluster_count
 from .memory import (
     DEFAULT_WORKSPACE,

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from ..arch import Gpu, KernelConfig
 from ..arguments import GemmPlan, Stripe
 from . import gemm
-from .cost import DWEIGHT, LAUNCH_CLOCKS, START_CLOCKS, Gemm, gemm_of
+from .cost import LAUNCH_CLOCKS, START_CLOCKS, Gemm, gemm_of
+from .epilogues import DWEIGHT
 from .problem import Collective, Problem, ceil_div
 
 WIRE = 210e9

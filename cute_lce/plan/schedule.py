@@ -286,7 +286,9 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     if kept == known.vocab and backward_bytes(problem, stripe, vocab) <= room and forward <= workspace:
         return vocab
     columns = columns or STRIPE_MULTIPLE
-    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns) + window_bytes(n)
+    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns)
+    # With wider stripes a forward takes less beside what it keeps.
+    beside += window_bytes(n) if columns < STRIPE_MULTIPLE else 0
     scales = problem.need_dweight and (problem.half or not problem.keeps_logits)
     beside += n * note_bytes(KEPT_TILE) + (2 * n * d if scales else 0) + row_sums_bytes(problem, KEPT_TILE)
     # Two bytes per row each, and their share of the notes and sums.

@@ -15,7 +15,7 @@ import pytest
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig
 from cute_lce.measure import records
-from cute_lce.plan import backward, cost, forward, schedule
+from cute_lce.plan import backward, cost, epilogues, forward, schedule
 from cute_lce.plan.candidates import Candidate, candidates
 from cute_lce.plan.plans import BackwardConfigs
 from cute_lce.plan.problem import MIB, Limits, Problem, ceil_div
@@ -23,7 +23,14 @@ from cute_lce.plan.problem import MIB, Limits, Problem, ceil_div
 MEASURED = Path(__file__).parents[2].joinpath("bench", "results", "tuning", "h200_kernels.json")
 PASSES = ("forward", "keep", "dinput", "dweight", "logits")
 GPU = Gpu("sm_90a", 132)
-EPILOGUES = (cost.STATISTICS, cost.EXPONENTIALS, cost.DLOGITS, cost.DINPUT, cost.SUMS, cost.DWEIGHT)
+EPILOGUES = (
+    epilogues.STATISTICS,
+    epilogues.EXPONENTIALS,
+    epilogues.DLOGITS,
+    epilogues.DINPUT,
+    epilogues.SUMS,
+    epilogues.DWEIGHT,
+)
 
 
 class Timed(NamedTuple):
@@ -125,13 +132,16 @@ FIRST = {"H100": "h100_kernels.json", "H200": "h200_passes.json"}
 PRESENT: dict[str, dict[str, tuple[str, ...]]] = {
     "H100": {
         "h100_forwards.json": ("forward", "keep"),
-        "h100_passes.json": ("dinput",),
         "h100_dweight.json": ("dweight",),
     },
     "H200": {},
 }
-"""Those of the present ones, by file. Forwards and dlinear_weight's of more tokens than one tile holds, which
-pace, replace those before; dinput's are more of them."""
+"""Those of the present ones, by file, that replace those before where tokens are more than one tile holds."""
+MORE: dict[str, dict[str, tuple[str, ...]]] = {
+    "H100": {"h100_passes.json": ("dinput",)},
+    "H200": {"h200_gradients.json": ("dinput", "dweight")},
+}
+"""The same, which are more of them."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -160,10 +170,10 @@ def present_config_of(row: dict, gpu: Gpu) -> KernelConfig:
 
 def present_rows(name: str) -> list[dict]:
     least = GPU.row.configs[0].tokens[-1].tile_n
-    replaced = {each for passes in PRESENT[name].values() for each in passes} - {"dinput"}
+    replaced = {each for passes in PRESENT[name].values() for each in passes}
     first = records.read([MEASURED.with_name(FIRST[name])])
     found = [row for row in first if row["pass"] not in replaced or row["n"] <= least]
-    for file, passes in PRESENT[name].items():
+    for file, passes in [*PRESENT[name].items(), *MORE[name].items()]:
         rows = records.read([MEASURED.with_name(file)])
         # Tiles of 192 x 112 were timed too, and no plan has them.
         kept = (row for row in rows if (row["tile_m"], row["tile_n"]) != (192, 112))
@@ -304,10 +314,10 @@ def tile_clocks(gpu: Gpu, kind: str, n: int, d: int, vocab: int, config: KernelC
     gemm = cost.Gemm(gpu, config, n * d * vocab)
     if kind == "forward":
         columns = ceil_div(n, gemm.columns)
-        return columns * gemm.of_forward(d, cost.STATISTICS, columns) / gemm.rows
+        return columns * gemm.of_forward(d, epilogues.STATISTICS, columns) / gemm.rows
     if kind == "dinput":
-        return gemm.clocks(d, n, vocab, cost.DINPUT)
-    return gemm.clocks(vocab, d, n, cost.DWEIGHT)
+        return gemm.clocks(d, n, vocab, epilogues.DINPUT)
+    return gemm.clocks(vocab, d, n, epilogues.DWEIGHT)
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -375,7 +385,7 @@ def gemms() -> list[cost.Gemm]:
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_larger_gemms_take_no_less(epilogue: cost.Epilogue):
+def test_larger_gemms_take_no_less(epilogue: epilogues.Epilogue):
     """Between these lengths dlinear_weight's may: Gemm._saved."""
     lengths = (1, 8, 64, 100, 1000, 4096, 10000, 151936)
     for gemm in gemms():
@@ -446,7 +456,7 @@ def test_few_tokens_save_a_part_of_what_is_loaded():
     nothing_saved._few = 0.0
 
     def saved(tokens: int, features: int) -> float:
-        args = 131072, features, tokens, cost.DWEIGHT
+        args = 131072, features, tokens, epilogues.DWEIGHT
         return 1 - gemm.clocks(*args) / nothing_saved.clocks(*args)
 
     assert [saved(tokens, 4096) for tokens in (256, 512)] == [0.0] * 2
@@ -464,6 +474,6 @@ def test_a_gemm_is_not_faster_than_the_data_sheet(arch: str):
     for config in gpu.row.token_configs:
         for m, n, k in ((50257, 1000, 512), (128256, 8192, 4096), (262144, 64, 4096)):
             gemm = cost.Gemm(gpu, config, m * n * k)
-            seconds = gemm.clocks(m, n, k, cost.STATISTICS) / gemm.rates.clock
+            seconds = gemm.clocks(m, n, k, epilogues.STATISTICS) / gemm.rates.clock
             assert seconds >= 2 * m * n * k / sheet.flops
             assert seconds >= 2 * (m + n) * k / sheet.memory

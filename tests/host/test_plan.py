@@ -16,7 +16,7 @@ import pytest
 
 from cute_lce.arch import ARCHITECTURES, Gpu, KernelConfig, architecture
 from cute_lce.kernels import schedule
-from cute_lce.plan import backward, cost, forward, gemm, kernels
+from cute_lce.plan import backward, cost, epilogues, forward, gemm, kernels
 from cute_lce.plan.forward import ForwardPlan
 from cute_lce.plan.problem import NO_LIMITS, Limits, Problem, ceil_div
 
@@ -36,7 +36,7 @@ def gemm_clocks(gpu: Gpu, plan: ForwardPlan, rounds: float) -> float:
     n, d, vocab = plan.n, plan.d, plan.vocab
     found = cost.Gemm(gpu, plan.config, n * d * vocab)
     moved = 2 * (n + vocab) * d / found.rates.read * (1 + cost.IDLE * (1 - plan.ideal_rounds / rounds))
-    return max(rounds * found.tile(d, cost.STATISTICS), moved)
+    return max(rounds * found.tile(d, epilogues.STATISTICS), moved)
 
 
 def sweep(arch: str, count: int = 150, model: int = 0) -> Iterator[ForwardPlan]:
@@ -238,7 +238,7 @@ def test_the_callers_config():
 def test_tiles_fit_the_number_of_tokens(arch: str, keeps: bool):
     """Every number of tokens: all are covered, and no other tiles for so many take fewer clocks."""
     gpu = whole(arch)
-    epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
+    epilogue = epilogues.EXPONENTIALS if keeps else epilogues.STATISTICS
     widest = gpu.serving((), "keep" if keeps else "forward").widths
     for n in range(1, 5001):
         configs = forward.configs_for(gpu, n, keeps, 0)
@@ -268,7 +268,7 @@ def test_of_equally_fast_tiles_those_side_by_side_the_widest_or_the_narrowest_th
 ):
     """At depths where epilogues decide, columns of several widths may take the same clocks."""
     gpu = whole(arch)
-    epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
+    epilogue = epilogues.EXPONENTIALS if keeps else epilogues.STATISTICS
     for n in range(1, 2001, 7):
         configs = forward.configs_for(gpu, n, keeps, 0)
         columns = {config: ceil_div(n, config.cluster_columns) for config in configs}
@@ -312,7 +312,7 @@ def test_what_bounds_a_large_forward_is_no_epilogue():
     n, d, vocab = 8192, 4096, 131072
     for gpu in (H200, H200._replace(model=1)):
         for config in gpu.row.configs_for(n, 0).forwards(False):
-            bound = cost.Gemm(gpu, config, n * d * vocab).bound(vocab, n, d, cost.STATISTICS)
+            bound = cost.Gemm(gpu, config, n * d * vocab).bound(vocab, n, d, epilogues.STATISTICS)
             assert bound.startswith(("MMAs", "L2")), bound
 
 
@@ -320,7 +320,7 @@ def test_what_bounds_a_large_forward_is_no_epilogue():
 def test_ragged_numbers_of_tokens_waste_little(keeps: bool):
     """On Hopper: at most a tenth over what the tokens would take in whole tiles of the best width, and a
     third of a column of the narrowest; of many tokens a twentieth, and of few one granule of tiles."""
-    epilogue = cost.EXPONENTIALS if keeps else cost.STATISTICS
+    epilogue = epilogues.EXPONENTIALS if keeps else epilogues.STATISTICS
     for n in range(1, 5001):
         chosen = forward.ranked(H200, n, 4096, 1000, keeps, 0)[0]
         columns = ceil_div(n, chosen.cluster_columns)
