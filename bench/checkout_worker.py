@@ -84,7 +84,7 @@ class Served:
     def __init__(self, device: torch.device, checkout: Path):
         self._device, self._package, self._case = device, import_package(checkout), None
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)
 
     def prepare(self, **row: Any) -> None:
         self._case = Case(row, self._device, self._package)

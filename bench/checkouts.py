@@ -118,7 +118,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--workspace-mb", nargs="+", type=positive, help="of forward + backward (the tables' own; else none)")
     add("--seconds", type=float, default=0.1, help="timed seconds of a turn (%(default)s)")
     add("--turns", type=positive, default=9, help="of each checkout (%(default)s)")
-    add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     add("--out", type=new_file, help="JSON file for the results, written after each row")
     add("--show", nargs="+", type=Path, metavar="JSON", help="print stored results, measure nothing")
     args = parser.parse_args(argv)
