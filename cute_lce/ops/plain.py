@@ -37,6 +37,11 @@ def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
     )
 
 
+def is_plain(tensor: Tensor | None) -> bool:
+    """Whether a further tensor of such a call intercepts nothing either; None: there is none."""
+    return tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta and not _is_batched(tensor))
+
+
 def has_saved_tensors_hooks() -> bool:
     """Whether hooks pack what autograd saves, as those of activation checkpointing and offloading do."""
     return bool(_saved_tensors_hooks(False))

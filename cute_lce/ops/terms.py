@@ -17,7 +17,7 @@ from ..streaming.rows import is_ignored, is_valid
 from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
-from .plain import has_saved_tensors_hooks, is_distributed, is_plain_eager
+from .plain import has_saved_tensors_hooks, is_distributed, is_plain, is_plain_eager
 from .row_losses import row_losses
 from .select import DTYPES, statistics
 from .token_stats import (
@@ -166,8 +166,9 @@ def decide(
     limits, (V, d) = compute.limits, weight.shape
     # Of a group's tokens hidden may be a slice.
     n = operands.target.shape[0]
+    plain = is_plain_eager(*operands[:3]) and all(map(is_plain, operands[3:]))
     # Hooks may give back a part of a larger storage, or another stream's memory: neither is ours to free.
-    overwrites = is_plain_eager(*operands[:3]) and not shard and not has_saved_tensors_hooks()
+    overwrites = plain and not shard and not has_saved_tensors_hooks()
     problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight, shard=shard)
     problem = problem._replace(overwrites=overwrites, need_dbias=need_dbias)
     serving = serving or statistics(operands, options, compute.schedule)
@@ -179,7 +180,7 @@ def decide(
         )
     request = Request(limits, kept_columns, need_dinput, need_dweight, need_dbias=need_dbias)
     request = request._replace(overwrites=overwrites and kept_columns > 0)
-    return schedule, StatsHow(options, request, destination if need_dweight else None)
+    return schedule, StatsHow(options, request, destination if need_dweight else None, plain)
 
 
 def _needs(operands: StatsOperands) -> tuple[bool, bool, bool]:
@@ -192,14 +193,20 @@ def _needs(operands: StatsOperands) -> tuple[bool, bool, bool]:
 def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
     """The numbers that how.options name, the others None; differentiable."""
     options, request = how.options, how.request
-    arguments = *listed(options), *request.limits, request.kept_columns
-    if how.destination is None and not request.overwrites:
-        found = token_stats(*operands, *arguments)
-    else:
-        run = functools.partial(_run, token_stats, arguments)
-        if request.overwrites:
-            run = functools.partial(eager_token_stats, options, Request(request.limits, request.kept_columns))
+    forward = Request(request.limits, request.kept_columns)
+    needs_gradient = request.need_dinput or request.need_dweight or request.need_dbias
+    if how.is_plain and not needs_gradient:
+        found = eager_token_stats(options, forward, operands)
+    elif how.is_plain:
+        run = functools.partial(eager_token_stats, options, forward)
         found = apply_of(StatsFunction)(run, how, *operands)
+    else:
+        arguments = *listed(options), *request.limits, request.kept_columns
+        if how.destination is None:
+            found = token_stats(*operands, *arguments)
+        else:
+            run = functools.partial(_run, token_stats, arguments)
+            found = apply_of(StatsFunction)(run, how, *operands)
     named = zip(Stats._fields, found, strict=True)
     return Stats(**{name: value for name, value in named if name in options.outputs})
 

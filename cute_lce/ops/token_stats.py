@@ -251,12 +251,14 @@ def token_loss_gradients(*arguments):
 class StatsHow(NamedTuple):
     """What a Function runs with besides tensors: options, and Request apart from the gradients needed.
 
-    destination: of an eager call, whose `run` is the implementation.
+    destination: of an eager call. is_plain: whether nothing intercepts the dispatcher, which the call then
+    does not use: it takes longer than all else that the host does.
     """
 
     options: StatsOptions
     request: Request
     destination: Destination | None = None
+    is_plain: bool = False
 
 
 class StatsFunction(torch.autograd.Function):
@@ -293,7 +295,7 @@ class StatsFunction(torch.autograd.Function):
             )
             return _run_backward(upstream, operands, saved, how.options, request, out)
 
-        if how.destination is None and _overwrites(how, given, operands):
+        if how.destination is None and _is_plain(how, given, operands):
             return _by_operands(*run(needed[:2], None))
         if how.destination is None:
             found = token_stats_backward(
@@ -308,10 +310,11 @@ class StatsFunction(torch.autograd.Function):
         return _by_operands(*add_to_destination(ctx, given, (operands.hidden, operands.weight), run))
 
 
-def _overwrites(how: StatsHow, given: Tensor, operands: StatsOperands) -> bool:
-    """Whether a backward may: nothing else will read what was kept."""
+def _is_plain(how: StatsHow, given: Tensor, operands: StatsOperands) -> bool:
+    """Whether nothing intercepts a backward either. It may then overwrite what was kept: nothing else will
+    read that."""
     plain = is_plain_eager(given, operands.hidden, operands.weight)
-    return how.request.overwrites and plain and not torch.is_grad_enabled()
+    return how.is_plain and plain and not torch.is_grad_enabled()
 
 
 def _keep_destination(ctx, destination: Destination, dtype: torch.dtype) -> None:

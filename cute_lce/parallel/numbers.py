@@ -70,7 +70,7 @@ def numbers_of(
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
     perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
     serving = statistics(operands, options, compute.schedule)
-    _, (_, request, destination) = decide(
+    _, (_, request, destination, _) = decide(
         operands, options, compute, loss.reduction, destination, serving, shard=True
     )
     if destination is not None or is_plain_eager(*operands[:3]):

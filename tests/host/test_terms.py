@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cute_lce import LinearCrossEntropy, linear_cross_entropy, reference
+from cute_lce.ops import terms as terms_module
+from cute_lce.ops import token_stats
 from cute_lce.options import NO_TERMS, TermOptions
 from tests.numerics import assert_close, negated, random_case
 
@@ -422,6 +425,38 @@ def test_under_activation_checkpointing_and_retained(schedule):
     for _ in range(2):
         for one, other in zip(torch.autograd.grad(loss, leaves, retain_graph=True), expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+class Dispatched(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+@pytest.mark.parametrize("needs", ["no gradient", "gradients", "a buffer"])
+def test_a_plain_call_does_not_use_the_dispatcher(schedule, needs, monkeypatch):
+    """Which would take longer than all else that the host does. A dispatched call gives the same bits."""
+    case, given = case_of(torch.float64), {**wide(values(torch.float64), torch.float64), "schedule": schedule}
+    leaves, terms = leaves_of(case, given)
+    out = torch.zeros_like(leaves[1]) if needs == "a buffer" else None
+    with Dispatched():
+        dispatched = linear_cross_entropy(*leaves[:2], case.target, **terms)
+        expected = torch.autograd.grad(dispatched, leaves)
+
+    def refuse(*arguments):
+        raise AssertionError("dispatched")
+
+    monkeypatch.setattr(terms_module, "token_stats", refuse)
+    monkeypatch.setattr(token_stats, "token_stats_backward", refuse)
+    with torch.set_grad_enabled(needs != "no gradient"):
+        loss = linear_cross_entropy(*leaves[:2], case.target, grad_weight_out=out, **terms)
+    assert torch.equal(loss, dispatched)
+    if needs != "no gradient":
+        found = torch.autograd.grad(loss, leaves, allow_unused=out is not None)
+        for got, want in zip(found, expected, strict=True):
+            assert torch.equal(out if got is None and out is not None else got, want)
 
 
 def test_transforms_and_export():
