@@ -3,7 +3,8 @@
 GPUs of one architecture run the same kernels and differ in memory and L2, on which the best tiles depend: an
 H100 has five sixths of an H200's L2, and its SMs load up to 15% less from it in a clock.
 
-The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, the H100's to h100_kernels.json,
+The H200's numbers were fitted to bench/results/tuning/h200_kernels.json, and `beside_sliced` and `delay` to
+h200_gradients.json there, the H100's to h100_kernels.json,
 h100_tiles.json, h100_cool.json, of forwards to h100_forwards.json and of dlinear_weight to
 h100_dweight.json there, and, of writes, to an earlier bench/results/h100_random11.json
 (tests/host/test_cost.py); what a B200's sheet does not say is a guess.
@@ -47,8 +48,9 @@ class DataSheet:
         call; for a long one it has none. Its SMs run at `boost` Hz, while L2 and DRAM keep their rates. 0:
         not measured.
     few: of L2's clocks for a tile of dlinear_weight, what clusters of two rows of tiles in turns save with
-        few tokens (cost.py). delay: clocks that their tiles of 128 x 128 lose with few tokens. 0: the GPU's
-        times are described as well without.
+        few tokens (cost.py).
+    delay: the most clocks that a tile of 128 x 128 of dlinear_weight, in turns and in clusters of either
+        shape, loses with few tokens (cost.py). 0: the GPU's times are described as well without.
     """
 
     gpu: str

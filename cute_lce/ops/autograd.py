@@ -7,7 +7,7 @@ us instead of 27 (a forward with four results that needs a gradient, one core, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from ..options import LossOptions
 from ..plan.problem import Limits
 from . import inner
 from .asked import needed_now
-from .plain import innermost_transform, is_plain_eager, placed_as
+from .plain import innermost_transform, is_plain, is_plain_eager, placed_as
 from .schemas import loss_of
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -85,6 +85,7 @@ class ForwardFunction(torch.autograd.Function):
             prepared is None
             or torch.is_grad_enabled()
             or not is_plain_eager(dloss, saved.hidden, saved.weight)
+            or not all(map(is_plain, saved))
         ):
             if prepared is not None:
                 saved = prepared.unpacked(saved)
@@ -158,7 +159,7 @@ class AddingFunction(torch.autograd.Function):
         def run(needed: tuple[bool, bool], out: Tensor | None) -> BothGradients:
             return ctx.prepared.backward(dloss, saved, ctx.loss, needed, out)
 
-        return add_gradients(ctx, dloss, (saved.hidden, saved.weight), run)
+        return add_gradients(ctx, dloss, saved, run)
 
 
 class AddingGradInForwardFunction(torch.autograd.Function):
@@ -178,32 +179,33 @@ class AddingGradInForwardFunction(torch.autograd.Function):
             accumulated = Accumulated(dloss, num_valid, *present, source)
             return ctx.prepared.scale_gradients(dloss, target, accumulated, ctx.loss, ctx.dtype, out)
 
-        return add_gradients(ctx, dloss, (num_valid, num_valid), run)
+        return add_gradients(ctx, dloss, (target, num_valid, dinput, dweight, source), run)
 
 
 def add_gradients(
     ctx,
     dloss: Tensor | None,
-    saved: tuple[Tensor, Tensor],
+    others: Sequence[Tensor | None],
     run: Callable[[tuple[bool, bool], Tensor | None], BothGradients],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a call with a destination; arguments as in add_to_destination."""
     if dloss is None:
         return None, *_gradients(None, None)
-    return None, *_gradients(*add_to_destination(ctx, dloss, saved, run)[:2])
+    return None, *_gradients(*add_to_destination(ctx, dloss, others, run)[:2])
 
 
 def add_to_destination(
     ctx,
     dresult: Tensor,
-    saved: tuple[Tensor, Tensor],
+    others: Sequence[Tensor | None],
     run: Callable[[tuple[bool, bool], Tensor | None], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
-    """What `run` returns, with what autograd gets for linear_weight in second place. saved: tensors that may
-    be subclasses after hooks. run: takes which gradients are needed and the tensor to add to."""
+    """What `run` returns, with what autograd gets for linear_weight in second place. others: further upstream
+    gradients, and saved tensors, which may be subclasses after hooks. run: takes which gradients are needed
+    and the tensor to add to."""
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
-    if not is_plain_eager(dresult, *saved):
+    if not (is_plain_eager(dresult, dresult, dresult) and all(map(is_plain, others))):
         raise RuntimeError(_NO_DESTINATION)
     (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, needed_now(ctx)
     if needs_dweight:

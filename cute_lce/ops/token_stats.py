@@ -9,6 +9,7 @@ Their bodies call what `select.statistics` picks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from .autograd import (
     no_options,
     register,
 )
-from .plain import is_plain_eager, placed_as
+from .plain import is_plain, is_plain_eager, placed_as
 from .prepared import CHECK_TARGETS, check_targets
 from .schemas import LIMITS
 from .select import implementation, statistics
@@ -295,7 +296,8 @@ class StatsFunction(torch.autograd.Function):
             )
             return _run_backward(upstream, operands, saved, how.options, request, out)
 
-        if how.destination is None and _is_plain(how, given, operands):
+        others = *upstream, *tensors
+        if how.destination is None and _is_plain(how, given, others):
             return _by_operands(*run(needed[:2], None))
         if how.destination is None:
             found = token_stats_backward(
@@ -307,14 +309,14 @@ class StatsFunction(torch.autograd.Function):
                 *needed,
             )
             return _by_operands(*(each if need else None for each, need in zip(found, needed, strict=True)))
-        return _by_operands(*add_to_destination(ctx, given, (operands.hidden, operands.weight), run))
+        return _by_operands(*add_to_destination(ctx, given, others, run))
 
 
-def _is_plain(how: StatsHow, given: Tensor, operands: StatsOperands) -> bool:
+def _is_plain(how: StatsHow, given: Tensor, others: Sequence[Tensor | None]) -> bool:
     """Whether nothing intercepts a backward either. It may then overwrite what was kept: nothing else will
-    read that."""
-    plain = is_plain_eager(given, operands.hidden, operands.weight)
-    return how.is_plain and plain and not torch.is_grad_enabled()
+    read that. others: upstream gradients, and saved tensors, which may be subclasses after hooks."""
+    plain = how.is_plain and not torch.is_grad_enabled() and is_plain_eager(given, given, given)
+    return plain and all(map(is_plain, others))
 
 
 def _keep_destination(ctx, destination: Destination, dtype: torch.dtype) -> None:
@@ -367,7 +369,7 @@ class LossGradientsFunction(GradInForwardFunction):
                 scaling = implementation(dloss.device, dtype)
                 return *scaling.scale_gradients(dloss, target, accumulated, loss, dtype, out), dbias
 
-            found = add_to_destination(ctx, dloss, (num_valid, num_valid), run)
+            found = add_to_destination(ctx, dloss, (target, num_valid, dinput, dweight, dbias), run)
         return *_by_operands(*found), None, None
 
 

@@ -38,7 +38,7 @@ from ..ops.autograd import (
     no_options,
     register,
 )
-from ..ops.plain import is_plain_eager
+from ..ops.plain import is_plain, is_plain_eager
 from ..ops.schemas import LIMITS
 from ..ops.select import statistics
 from ..ops.terms import decide
@@ -176,6 +176,7 @@ class _ShardedStats(torch.autograd.Function):
         if given is None:
             return None, *_by_operands(None, None, None)
         how, (*tensors, elsewhere, ids_elsewhere) = ctx.how, ctx.saved_tensors
+        others = *upstream, *tensors, elsewhere, ids_elsewhere
         count = len(StatsOperands._fields)
         operands, saved = StatsOperands._make(tensors[:count]), StatsSaved._make(tensors[count:])
         _, _, need_dinput, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
@@ -191,10 +192,10 @@ class _ShardedStats(torch.autograd.Function):
             )
 
         if how.destination is not None:
-            found = add_to_destination(ctx, given, (operands.hidden, operands.weight), run)
+            found = add_to_destination(ctx, given, others, run)
             return None, *_by_operands(*found)
         needed = need_dinput, need_dweight, need_dbias
-        if how.eager is not None and is_plain_eager(given, operands.hidden, operands.weight):
+        if how.eager is not None and is_plain_eager(given, given, given) and all(map(is_plain, others)):
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_DOUBLE_BACKWARD)
             return None, *_by_operands(*run(needed[:2], None))

@@ -29,7 +29,7 @@ KEPT_STEPS = 32
 STRIPE_STEPS, CHUNK_STEPS, REST_STEPS = 24, 8, 8
 """How many widths of stripes until they have doubled, of chunks, and of stripes beside kept columns."""
 EVEN_STRIPES = 8
-"""Up to so many stripes of equal width are considered beside kept columns."""
+"""Stripes into which what is beside kept columns is divided equally, at most."""
 
 
 class Candidate(NamedTuple):
@@ -217,7 +217,7 @@ class Candidates:
         return [min(count * STRIPE_MULTIPLE, left) for count in steps(tiles, fine)]
 
     def _even_widths(self, left: int) -> list[int]:
-        """Columns of stripes of `left` columns, of which none is much narrower than the others."""
+        """Widths that divide `left` columns into up to EVEN_STRIPES stripes, equally but for whole tiles."""
         if self.window:
             return []
         most = min(EVEN_STRIPES, ceil_div(left, STRIPE_MULTIPLE))

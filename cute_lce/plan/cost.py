@@ -9,10 +9,10 @@ misses, and clocks between tiles; its epilogue hides behind the next tile's MMAs
 longer, tile and epilogue alternate between two warpgroups.
 
 The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json, h100_cool.json,
-h100_passes.json, h100_dweight.json and h100_forwards.json of bench/results/tuning (tests/host/test_cost.py)
-and are used for every architecture, relative to a GPU's data sheet, which has what differs from GPU to GPU
-(data_sheets.py). All but the last three are of kernels whose clusters were farther apart; so are most
-constants of backwards. Forwards' epilogues are those of the last.
+h100_passes.json, h100_dweight.json, h100_forwards.json and h200_gradients.json of bench/results/tuning
+(tests/host/test_cost.py) and are used for every architecture, relative to a GPU's data sheet, which has what
+differs from GPU to GPU (data_sheets.py). The first four are of kernels whose clusters were farther apart; so
+are most constants of backwards. Forwards' epilogues are those of h100_forwards.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from .epilogues import (
     DLOGITS,
     DWEIGHT,
     EXPONENTIALS,
-    RESUMED_CLOCKS,
     STATISTICS,
     Epilogue,
     dinput_epilogue,
@@ -110,19 +109,22 @@ def scattering(columns: int, windows: int, tiles: int, clusters: int, free: int,
     return SPREAD if computed <= most else SCATTERED
 
 
+RESUMED_CLOCKS = 2500
+"""The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
+that it holds lose none."""
 FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 512, 900, 2400
 """Of dlinear_weight's tiles in turns, in clusters of two rows of tiles: up to FEW_TOKENS they save nothing of
 L2's clocks, between the other two DataSheet.few, and beyond less and less. An H100's tiles of 128 x 128 took
 0.82 to 0.95 of what is predicted without it with 800 to 2500 tokens, 0.95 with 3900 and 1.00 with 8192."""
 SOME_FEATURES = 2048
-"""From so many features on."""
-DELAYED_TOKENS = 1024
-"""Up to which clusters of tiles of 128 x 128, which pace (gemm.MOST_LOADS), hold up one another: by
-DataSheet.delay clocks a tile, the less the more tokens."""
+"""The fewest features with which they save that."""
 FEW_FEATURES, NARROW = 1024, 0.1
-"""Up to FEW_FEATURES they take more of L2's clocks, by the share NARROW, in GEMMs of several rounds, and ever
-less up to 1.5 times as many features, a guess. With 768 and 1024 an H100's took 1.04 to 1.12 of what is
-predicted without it, and an H200's 1.13 and 1.11."""
+"""The share by which they take more of L2's clocks with up to FEW_FEATURES features, in GEMMs of several
+rounds; it falls to 0 at 1.5 times as many, a guess. With 768 and 1024 an H100's took 1.04 to 1.12 of what is
+predicted without it; an H200's took 1.06 to 1.08, and others there 0.91 to 1.00."""
+DELAYED_TOKENS = 1024
+"""Tokens below which dlinear_weight's clusters with tiles of 128 x 128, which pace (gemm.MOST_LOADS) but in
+stripes that fit L2, wait for one another: DataSheet.delay clocks a tile at 0 tokens, falling linearly."""
 
 
 def heat(macs: int) -> float:
@@ -195,7 +197,7 @@ class Gemm:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds, depth = -(-tiles // self.clusters), -(-k // splits)
-        computed = rounds * self.tile(depth, epilogue, saved=self._saved(n, depth, epilogue, rounds))
+        computed = rounds * self.tile(depth, epilogue, share=self._share(n, depth, epilogue, rounds))
         return START_CLOCKS + int(_longer(computed, self._moved(m, n, k, epilogue.stored), STREAMED))
 
     def bound(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> str:
@@ -203,9 +205,9 @@ class Gemm:
         tiles = -(-m // self.rows) * -(-n // self.columns) * splits
         rounds = -(-tiles // self.clusters)
         depth = -(-k // splits)
-        saved = self._saved(n, depth, epilogue, rounds)
-        tile, depth = self.tile(depth, epilogue, saved=saved), self._depth(depth)
-        mma, l2 = depth * self._mma, self._l2(depth, epilogue) * (1 - saved)
+        share = self._share(n, depth, epilogue, rounds)
+        tile, depth = self.tile(depth, epilogue, share=share), self._depth(depth)
+        mma, l2 = depth * self._mma, self._l2(depth, epilogue) * share
         bound = "MMAs" if mma >= l2 else "L2"
         if tile > _longer(mma, l2) + self._between(depth, epilogue) and not self._exposes:
             bound = "epilogues"
@@ -219,32 +221,33 @@ class Gemm:
         loaded = min(self._loaded.values()) * (1 - self._few)
         return macs * max(self._mma, loaded) / per_tile
 
-    def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0, saved: float = 0.0) -> float:
+    def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0, share: float = 1.0) -> float:
         """Clocks between a cluster's tiles of this depth. sharing: of a forward's, columns of tiles that read
-        a row of the weight before it leaves L2; 0: what L2 misses is not looked at. saved: of L2's clocks."""
-        key = depth, epilogue, sharing, saved
+        a row of the weight before it leaves L2; 0: what L2 misses is not looked at. share: of L2's clocks."""
+        key = depth, epilogue, sharing, share
         found = self._tiles.get(key)
         if found is None:
-            found = self._tiles[key] = self._tile(depth, epilogue, sharing, saved)
+            found = self._tiles[key] = self._tile(depth, epilogue, sharing, share)
         return found
 
-    def _saved(self, n: int, depth: int, epilogue: Epilogue, rounds: int) -> float:
-        """The share of L2's clocks that dlinear_weight's tiles save with few tokens, or, negative, lose with
-        few features. n: features; depth: tokens."""
+    def _share(self, n: int, depth: int, epilogue: Epilogue, rounds: int) -> float:
+        """What dlinear_weight's tiles take of L2's clocks: less with few tokens, more with few features. n:
+        features; depth: tokens."""
         if not self._in_turns_of_rows or epilogue is not DWEIGHT:
-            return 0.0
+            return 1.0
         if n < SOME_FEATURES:
-            return -NARROW * min(max(3 - 2 * n / FEW_FEATURES, 0.0), 1.0) if rounds > 1 else 0.0
+            narrow = min(max(3 - 2 * n / FEW_FEATURES, 0.0), 1.0) if rounds > 1 else 0.0
+            return 1 + NARROW * narrow
         rises = max(depth - FEW_TOKENS, 0) / (SOME_TOKENS - FEW_TOKENS)
-        return self._few * min(rises, (MANY_TOKENS / depth) ** 2, 1.0)
+        return 1 - self._few * min(rises, (MANY_TOKENS / depth) ** 2, 1.0)
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
         return self.tile(d, epilogue, self.group(d, columns))
 
-    def _tile(self, depth: int, epilogue: Epilogue, sharing: int, saved: float) -> float:
+    def _tile(self, depth: int, epilogue: Epilogue, sharing: int, share: float) -> float:
         config, depth = self.config, self._depth(depth)
-        l2 = self._l2(depth, epilogue) * (1 - saved)
+        l2 = self._l2(depth, epilogue) * share
         if sharing:
             l2 += depth * self._loaded[self._rate_of(epilogue)] * self._missed / sharing
         tile = _longer(depth * self._mma, l2)

@@ -23,9 +23,6 @@ class Epilogue(NamedTuple):
     of_forward: bool = False
 
 
-RESUMED_CLOCKS = 2500
-"""The most clocks that MMAs lose behind an epilogue that does not hide, while the ring fills again: k tiles
-that it holds lose none."""
 STATISTICS = Epilogue(48.0, 58.0, 0, registers=184, of_forward=True)
 EXPONENTIALS = Epilogue(60.0, 60.0, 2, beside="beside_keeping", of_forward=True)
 DLOGITS = Epilogue(90.0, 126.0, 2, beside="beside_dlogits")

@@ -21,12 +21,11 @@ from .memory import (
     note_bytes,
     refuse_workspace,
     reserved_bytes,
-    row_sums_bytes,
     usable,
     window_bytes,
     workspace_for,
 )
-from .problem import Limits, Problem
+from .problem import Limits, Problem, round_up
 
 SLOWEST = 1.8
 """A workspace is accepted if a call is predicted to take at most this many times its GEMMs."""
@@ -269,7 +268,7 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     `kept`: all of them for as long as the workspace holds them, else what it holds beside stripes as wide
     as that plan's. What is compared here becomes a guard of the graph."""
     call = _call(gpu, known, limits.window)
-    n, d, vocab = problem.n, problem.d, problem.vocab
+    n, vocab = problem.n, problem.vocab
     if limits.workspace and problem.wants_gradient:
         # No backward has less than the narrowest stripe of dlogits.
         columns = min(STRIPE_MULTIPLE, known.vocab) if problem.need_dweight else 0
@@ -286,12 +285,14 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     if kept == known.vocab and backward_bytes(problem, stripe, vocab) <= room and forward <= workspace:
         return vocab
     columns = columns or STRIPE_MULTIPLE
-    beside = backward_bytes(problem._replace(vocab=vocab + columns), columns)
-    # With wider stripes a forward takes less beside what it keeps.
-    beside += window_bytes(n) if columns < STRIPE_MULTIPLE else 0
-    scales = problem.need_dweight and (problem.half or not problem.keeps_logits)
-    beside += n * note_bytes(KEPT_TILE) + (2 * n * d if scales else 0) + row_sums_bytes(problem, KEPT_TILE)
+    if limits.window:
+        # Stripes of kept logits are whole tiles of what is kept.
+        columns = min(round_up(limits.window, KEPT_TILE), vocab)
+    # Where one tile is kept, of more classes than it and a stripe have.
+    one = backward_bytes(problem._replace(vocab=vocab + columns + KEPT_TILE), columns, KEPT_TILE)
+    # A forward's statistics and one window take less than STRIPE_MULTIPLE columns of dlogits do.
+    one += window_bytes(n) if columns < STRIPE_MULTIPLE else 0
     # Two bytes per row each, and their share of the notes and sums.
     tile = (2 * KEPT_TILE + note_bytes(KEPT_TILE)) * n + kept_sums_bytes(problem, KEPT_TILE)
-    fit = (room - beside) * KEPT_TILE // tile
+    fit = (room - one) * KEPT_TILE // tile + KEPT_TILE
     return min(max(fit, 0), vocab) // STRIPE_MULTIPLE * STRIPE_MULTIPLE

@@ -21,7 +21,14 @@ from cute_lce.arch import ARCHITECTURES, Gpu
 from cute_lce.launch import KERNELS, choose
 from cute_lce.ops.select import implementation
 from cute_lce.plan import backward, candidates, cost, forward, grad_in_forward, schedule
-from cute_lce.plan.memory import DEFAULT_WORKSPACE, reserved_bytes, usable, workspace_for
+from cute_lce.plan.memory import (
+    DEFAULT_WORKSPACE,
+    forward_bytes,
+    keeping_bytes,
+    reserved_bytes,
+    usable,
+    workspace_for,
+)
 from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem
 from tests import forked
 from tests.device import forget_plans, planned_for
@@ -292,6 +299,44 @@ def test_a_graph_keeps_what_fits_for_other_numbers_of_tokens(workspace: int, kee
         # A plan has steps; a graph has what fits beside the plan's stripes.
         assert wanted[1] - 256 * keeps_logits <= columns <= wanted[1] + 131072 // candidates.KEPT_STEPS + 256
         assert all("Eq(" not in str(guard.expr) for guard in env.guards), "made for one n alone"
+
+
+def sizes(draw: random.Random) -> Problem:
+    d, vocab = draw.choice((128, 256, 768, 2880, 4096)), draw.choice((4000, 32768, 50257, 131072))
+    needs = draw.choice(((True, True), (True, True), (True, False), (False, True)))
+    kinds = {"keeps_logits": draw.random() < 0.3, "shard": draw.random() < 0.2}
+    if not kinds["keeps_logits"]:
+        kinds["smoothed"] = draw.random() < 0.2
+    kinds["need_dbias"] = draw.random() < 0.2
+    return Problem(int(2 ** draw.uniform(6, 15)), d, vocab, draw.random() < 0.3, *needs, **kinds)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_what_a_graph_keeps_fits_for_other_numbers_of_tokens(windowed: bool):
+    """In both passes, if the workspace holds what recomputes."""
+    draw, kept_some = random.Random(3), 0
+    for _ in range(120):
+        problem = sizes(draw)
+        window = draw.choice((64, 256, 1000, 5120)) if windowed else 0
+        least = schedule.least_workspace(H200, problem, "auto", Limits(window))
+        limits = Limits(window, int(least * draw.uniform(1.02, 4)))
+        found, kept = schedule.choose(H200, problem, "auto", limits)
+        if found != "keep" or not kept:
+            continue
+        for _ in range(4):
+            other = problem._replace(n=int(problem.n * draw.uniform(0.2, 3)) + 1)
+            try:
+                columns = schedule.kept_of_any(H200, problem, other, kept, limits)
+            except ValueError:
+                continue
+            if columns:
+                kept_some += 1
+                what = problem, limits, other.n, columns
+                room = usable(limits.workspace)
+                assert candidates.candidates(H200, other, window).best(columns, room).bytes <= room, what
+                taken = keeping_bytes(other.n, columns) + forward_bytes(other, columns)
+                assert taken <= limits.workspace, what
+    assert kept_some > 40
 
 
 # ----------------------------------------------------------------------------------------------------------

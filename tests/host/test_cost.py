@@ -129,19 +129,19 @@ def test_what_is_predicted_to_be_the_fastest_is_nearly_that(kind: str):
 
 FIRST = {"H100": "h100_kernels.json", "H200": "h200_passes.json"}
 """Passes by GPU, of kernels whose clusters were farther apart."""
-PRESENT: dict[str, dict[str, tuple[str, ...]]] = {
+REPLACING: dict[str, dict[str, tuple[str, ...]]] = {
     "H100": {
         "h100_forwards.json": ("forward", "keep"),
         "h100_dweight.json": ("dweight",),
     },
     "H200": {},
 }
-"""Those of the present ones, by file, that replace those before where tokens are more than one tile holds."""
-MORE: dict[str, dict[str, tuple[str, ...]]] = {
+"""Passes of the present kernels, by file, that replace FIRST's where one tile does not hold all tokens."""
+ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "H100": {"h100_passes.json": ("dinput",)},
     "H200": {"h200_gradients.json": ("dinput", "dweight")},
 }
-"""The same, which are more of them."""
+"""Passes of the present kernels, by file, beside all of these."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -170,10 +170,10 @@ def present_config_of(row: dict, gpu: Gpu) -> KernelConfig:
 
 def present_rows(name: str) -> list[dict]:
     least = GPU.row.configs[0].tokens[-1].tile_n
-    replaced = {each for passes in PRESENT[name].values() for each in passes}
+    replaced = {each for passes in REPLACING[name].values() for each in passes}
     first = records.read([MEASURED.with_name(FIRST[name])])
     found = [row for row in first if row["pass"] not in replaced or row["n"] <= least]
-    for file, passes in [*PRESENT[name].items(), *MORE[name].items()]:
+    for file, passes in [*REPLACING[name].items(), *ADDED[name].items()]:
         rows = records.read([MEASURED.with_name(file)])
         # Tiles of 192 x 112 were timed too, and no plan has them.
         kept = (row for row in rows if (row["tile_m"], row["tile_n"]) != (192, 112))
@@ -291,7 +291,7 @@ TILES = ("H100", "H200")
 
 def tiles(model: str) -> dict[tuple[str, int, int, int], dict[KernelConfig, float]]:
     """Milliseconds of GEMMs by tiles on one GPU, of those that plans choose among: (pass, n, d, vocab). An
-    H100's forwards and dlinear_weight's, which the kernels computed otherwise then, are in PRESENT."""
+    H100's forwards and dlinear_weight's, which the kernels computed otherwise then, are in REPLACING."""
     found: dict[tuple[str, int, int, int], dict[KernelConfig, float]] = defaultdict(dict)
     path = MEASURED.with_name(f"{model.lower()}_tiles.json")
     for row in records.read([path]):
@@ -386,7 +386,7 @@ def gemms() -> list[cost.Gemm]:
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_larger_gemms_take_no_less(epilogue: epilogues.Epilogue):
-    """Between these lengths dlinear_weight's may: Gemm._saved."""
+    """Between these lengths dlinear_weight's may: Gemm._share."""
     lengths = (1, 8, 64, 100, 1000, 4096, 10000, 151936)
     for gemm in gemms():
         for other in (64, 3000):
@@ -465,6 +465,34 @@ def test_few_tokens_save_a_part_of_what_is_loaded():
     assert saved(2048, 4096) > saved(3072, 4096) + 0.03 > saved(8192, 4096) + 0.06 > 0.06
     assert saved(1024, 1024) == 0.0
     assert cost.Gemm(gpu_named("H200"), config, 10**11)._few == 0.0
+
+
+def test_few_features_and_few_tokens_cost_tiles_of_dlinear_weight_clocks(monkeypatch):
+    """In clusters of two rows of tiles, and on an H200 in clusters of tiles of 128 x 128."""
+    gpu = gpu_named("H200")
+    rows, beside = (
+        next(each for each in gpu.row.configs_for(1024, 0).dweight if each.turns == 2 and fits(each))
+        for fits in (lambda each: each.cluster_m == 2, lambda each: each.tile_n == each.tile_m)
+    )
+    assert (beside.tile_n, beside.cluster_n) == (128, 2)
+
+    def clocks(config: KernelConfig, features: int, tokens: int) -> int:
+        return cost.Gemm(gpu, config, 10**11).clocks(131072, features, tokens, epilogues.DWEIGHT)
+
+    cases = [
+        (config, *size) for config in (rows, beside) for size in ((1024, 4096), (1280, 4096), (4096, 600))
+    ]
+    found = [clocks(*case) for case in cases]
+    monkeypatch.setattr(cost, "NARROW", 0.0)
+    others = [clocks(*case) for case in cases]
+    slower = [one / other for one, other in zip(found, others, strict=True)]
+    assert 1.03 < slower[1] < slower[0] - 0.02 < 1.08
+    assert slower[2:] == [1.0] * 4
+    monkeypatch.setattr(cost, "DELAYED_TOKENS", 1)
+    delayed = [one / clocks(*case) for one, case in zip(others, cases, strict=True)]
+    assert [delayed[i] for i in (0, 1, 3, 4)] == [1.0] * 4
+    assert 1.02 < delayed[2] < 1.05
+    assert delayed[5] == pytest.approx(delayed[2], abs=0.01)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import cute_lce
 import cute_lce.reference
@@ -218,6 +219,33 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(
         call, (case.input.requires_grad_(), case.linear_weight.requires_grad_(), bias)
     )
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+def test_any_upstream_gradient_may_be_a_subclass_or_batched(schedule):
+    """The second of two, while the first is an ordinary tensor."""
+    leaves, target = operands(torch.float64)
+    ones = torch.ones(SHAPE, dtype=torch.float64)
+
+    def call():
+        names = ("logprob", "entropy")
+        return linear_logprob(leaves[0], leaves[1], target, outputs=names, schedule=schedule)
+
+    stats = call()
+    expected = torch.autograd.grad([stats.logprob, stats.entropy], leaves[:2], [ones, 2 * ones])
+    stats = call()
+    wrapped = TwoTensor(2 * ones, 2 * ones)
+    found = torch.autograd.grad([stats.logprob, stats.entropy], leaves[:2], [ones, wrapped])
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.a if isinstance(got, TwoTensor) else got, want)
+    stats = call()
+    stats.logprob.register_hook(lambda gradient: ones)
+    total = stats.logprob.sum() + 2 * stats.entropy.sum()
+    batched = torch.autograd.grad(
+        total, leaves[:2], torch.ones(2, dtype=torch.float64), is_grads_batched=True
+    )
+    for got, want in zip(batched, expected, strict=True):
+        torch.testing.assert_close(got, want.expand_as(got))
 
 
 def test_compiles_in_one_graph():

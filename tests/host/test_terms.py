@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -442,7 +443,7 @@ def test_a_plain_call_does_not_use_the_dispatcher(schedule, needs, monkeypatch):
     leaves, terms = leaves_of(case, given)
     out = torch.zeros_like(leaves[1]) if needs == "a buffer" else None
     with Dispatched():
-        dispatched = linear_cross_entropy(*leaves[:2], case.target, **terms)
+        dispatched = linear_cross_entropy(leaves[0], leaves[1], case.target, **terms)
         expected = torch.autograd.grad(dispatched, leaves)
 
     def refuse(*arguments):
@@ -451,12 +452,41 @@ def test_a_plain_call_does_not_use_the_dispatcher(schedule, needs, monkeypatch):
     monkeypatch.setattr(terms_module, "token_stats", refuse)
     monkeypatch.setattr(token_stats, "token_stats_backward", refuse)
     with torch.set_grad_enabled(needs != "no gradient"):
-        loss = linear_cross_entropy(*leaves[:2], case.target, grad_weight_out=out, **terms)
+        loss = linear_cross_entropy(leaves[0], leaves[1], case.target, grad_weight_out=out, **terms)
     assert torch.equal(loss, dispatched)
     if needs != "no gradient":
         found = torch.autograd.grad(loss, leaves, allow_unused=out is not None)
         for got, want in zip(found, expected, strict=True):
             assert torch.equal(out if got is None and out is not None else got, want)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+@pytest.mark.parametrize("where", ["of each token", "linear_bias"])
+@pytest.mark.parametrize("with_terms", [False, True])
+def test_saved_tensors_may_come_back_as_subclasses(schedule, where, with_terms):
+    """Of which only some: a plain call's backward then uses the dispatcher."""
+    case = case_of(torch.float64)
+    leaves, terms = leaves_of(case, {"linear_bias": values(torch.float64)["linear_bias"], "z_loss": 0.1})
+    if not with_terms:
+        leaves, terms = leaves[:2], {}
+    shape, found = {"of each token": (N,), "linear_bias": (V,)}[where], 0
+
+    def unpack(tensor):
+        nonlocal found
+        wraps = tensor.shape == shape and tensor.is_floating_point()
+        found += wraps
+        return TwoTensor(tensor, tensor.clone()) if wraps else tensor
+
+    def call():
+        return linear_cross_entropy(leaves[0] * 1, leaves[1] * 1, case.target, schedule=schedule, **terms)
+
+    expected = torch.autograd.grad(call(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), unpack):
+        loss = call()
+    gradients = torch.autograd.grad(loss, leaves)
+    assert found or (where, with_terms) == ("linear_bias", False)
+    for got, want in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got.a if isinstance(got, TwoTensor) else got, want)
 
 
 def test_transforms_and_export():
