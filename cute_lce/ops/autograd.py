@@ -21,7 +21,7 @@ from ..options import LossOptions
 from ..plan.problem import Limits
 from . import inner
 from .asked import needed_now
-from .plain import innermost_transform, is_plain, is_plain_eager, placed_as
+from .plain import innermost_transform, is_plain_eager, placed_as
 from .schemas import loss_of
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -81,12 +81,7 @@ class ForwardFunction(torch.autograd.Function):
             return _gradients(None, None)
         saved, prepared = Saved(*ctx.saved_tensors), ctx.prepared
         # Tensors saved under a transform outlive it, and only the dispatcher unwraps them.
-        if (
-            prepared is None
-            or torch.is_grad_enabled()
-            or not is_plain_eager(dloss, saved.hidden, saved.weight)
-            or not all(map(is_plain, saved))
-        ):
+        if prepared is None or torch.is_grad_enabled() or not is_plain_eager(dloss, *saved):
             if prepared is not None:
                 saved = prepared.unpacked(saved)
             dloss = placed_as(dloss, saved.row_max)
@@ -205,7 +200,7 @@ def add_to_destination(
     and the tensor to add to."""
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
-    if not (is_plain_eager(dresult, dresult, dresult) and all(map(is_plain, others))):
+    if not is_plain_eager(dresult, *others):
         raise RuntimeError(_NO_DESTINATION)
     (out, with_dummy), (needs_dinput, needs_dweight) = ctx.destination, needed_now(ctx)
     if needs_dweight:

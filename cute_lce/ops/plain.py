@@ -18,10 +18,11 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # py
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
+def is_plain_eager(*tensors: Tensor | None) -> bool:
     """Whether nothing intercepts the dispatcher: no tracing, mode, transform, subclass or meta tensor.
 
     Such a call may run an op's body directly. A dispatch to Python takes about 5 us, and it would need four.
+    tensors: all that a pass reads; None: one that there is not.
     """
     return (
         not torch.compiler.is_compiling()
@@ -29,16 +30,11 @@ def is_plain_eager(first: Tensor, second: Tensor, third: Tensor) -> bool:
         and innermost_transform() is None
         and not _is_tracing()
         and forward_ad._current_level < 0
-        and type(first) in _PLAIN
-        and type(second) in _PLAIN
-        and type(third) in _PLAIN
-        and not (first.is_meta or second.is_meta or third.is_meta)
-        and not (_is_batched(first) or _is_batched(second) or _is_batched(third))
+        and all(map(_is_plain, tensors))
     )
 
 
-def is_plain(tensor: Tensor | None) -> bool:
-    """Whether a further tensor of such a call intercepts nothing either; None: there is none."""
+def _is_plain(tensor: Tensor | None) -> bool:
     return tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta and not _is_batched(tensor))
 
 

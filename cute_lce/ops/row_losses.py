@@ -21,7 +21,7 @@ def row_losses(
     assert first is not None
     # A Function may not return what it was given: autograd takes that for a view.
     is_nll = nll is not None and row_loss.target_weight is None and row_loss.token_weight is None
-    if is_nll or not (first.requires_grad and is_plain_eager(first, first, first)):
+    if is_nll or not (first.requires_grad and is_plain_eager(first)):
         losses = row_loss.losses(-first if nll is None else nll, stats, classes)
         return losses.sum() if total else losses
     how = row_loss.terms, classes, nll is None, total

@@ -17,7 +17,7 @@ from ..streaming.rows import is_ignored, is_valid
 from . import call
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
-from .plain import has_saved_tensors_hooks, is_distributed, is_plain, is_plain_eager
+from .plain import has_saved_tensors_hooks, is_distributed, is_plain_eager
 from .row_losses import row_losses
 from .select import DTYPES, statistics
 from .token_stats import (
@@ -166,7 +166,7 @@ def decide(
     limits, (V, d) = compute.limits, weight.shape
     # Of a group's tokens hidden may be a slice.
     n = operands.target.shape[0]
-    plain = is_plain_eager(*operands[:3]) and all(map(is_plain, operands[3:]))
+    plain = is_plain_eager(*operands)
     # Hooks may give back a part of a larger storage, or another stream's memory: neither is ours to free.
     overwrites = plain and not shard and not has_saved_tensors_hooks()
     problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight, shard=shard)
@@ -193,20 +193,15 @@ def _needs(operands: StatsOperands) -> tuple[bool, bool, bool]:
 def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
     """The numbers that how.options name, the others None; differentiable."""
     options, request = how.options, how.request
-    forward = Request(request.limits, request.kept_columns)
-    needs_gradient = request.need_dinput or request.need_dweight or request.need_dbias
-    if how.is_plain and not needs_gradient:
-        found = eager_token_stats(options, forward, operands)
-    elif how.is_plain:
-        run = functools.partial(eager_token_stats, options, forward)
-        found = apply_of(StatsFunction)(run, how, *operands)
+    if how.is_plain:
+        run = functools.partial(eager_token_stats, options, Request(request.limits, request.kept_columns))
+        wants_node = request.need_dinput or request.need_dweight or request.need_dbias
     else:
         arguments = *listed(options), *request.limits, request.kept_columns
-        if how.destination is None:
-            found = token_stats(*operands, *arguments)
-        else:
-            run = functools.partial(_run, token_stats, arguments)
-            found = apply_of(StatsFunction)(run, how, *operands)
+        run = functools.partial(_run, token_stats, arguments)
+        # The op makes one of its own, which has no destination.
+        wants_node = how.destination is not None
+    found = apply_of(StatsFunction)(run, how, *operands) if wants_node else run(operands)
     named = zip(Stats._fields, found, strict=True)
     return Stats(**{name: value for name, value in named if name in options.outputs})
 

@@ -44,7 +44,7 @@ from .autograd import (
     no_options,
     register,
 )
-from .plain import is_plain, is_plain_eager, placed_as
+from .plain import is_plain_eager, placed_as
 from .prepared import CHECK_TARGETS, check_targets
 from .schemas import LIMITS
 from .select import implementation, statistics
@@ -297,7 +297,7 @@ class StatsFunction(torch.autograd.Function):
             return _run_backward(upstream, operands, saved, how.options, request, out)
 
         others = *upstream, *tensors
-        if how.destination is None and _is_plain(how, given, others):
+        if how.destination is None and _is_plain(how, others):
             return _by_operands(*run(needed[:2], None))
         if how.destination is None:
             found = token_stats_backward(
@@ -312,11 +312,10 @@ class StatsFunction(torch.autograd.Function):
         return _by_operands(*add_to_destination(ctx, given, others, run))
 
 
-def _is_plain(how: StatsHow, given: Tensor, others: Sequence[Tensor | None]) -> bool:
+def _is_plain(how: StatsHow, tensors: Sequence[Tensor | None]) -> bool:
     """Whether nothing intercepts a backward either. It may then overwrite what was kept: nothing else will
-    read that. others: upstream gradients, and saved tensors, which may be subclasses after hooks."""
-    plain = how.is_plain and not torch.is_grad_enabled() and is_plain_eager(given, given, given)
-    return plain and all(map(is_plain, others))
+    read that. tensors: upstream gradients, and saved tensors, which may be subclasses after hooks."""
+    return how.is_plain and not torch.is_grad_enabled() and is_plain_eager(*tensors)
 
 
 def _keep_destination(ctx, destination: Destination, dtype: torch.dtype) -> None:

@@ -38,7 +38,7 @@ from ..ops.autograd import (
     no_options,
     register,
 )
-from ..ops.plain import is_plain, is_plain_eager
+from ..ops.plain import is_plain_eager
 from ..ops.schemas import LIMITS
 from ..ops.select import statistics
 from ..ops.terms import decide
@@ -70,10 +70,10 @@ def numbers_of(
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
     perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
     serving = statistics(operands, options, compute.schedule)
-    _, (_, request, destination, _) = decide(
+    _, (_, request, destination, plain) = decide(
         operands, options, compute, loss.reduction, destination, serving, shard=True
     )
-    if destination is not None or is_plain_eager(*operands[:3]):
+    if destination is not None or plain:
         if ranks.are_checked(*operands[:3]):
             _check_ranks(operands, options, request, loss, compute, spread)
         how = _How(options, request, spread, _Eager(shard_of(spread, operands.weight), serving), destination)
@@ -195,7 +195,7 @@ class _ShardedStats(torch.autograd.Function):
             found = add_to_destination(ctx, given, others, run)
             return None, *_by_operands(*found)
         needed = need_dinput, need_dweight, need_dbias
-        if how.eager is not None and is_plain_eager(given, given, given) and all(map(is_plain, others)):
+        if how.eager is not None and is_plain_eager(*others):
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_DOUBLE_BACKWARD)
             return None, *_by_operands(*run(needed[:2], None))

@@ -25,7 +25,7 @@ from ..ops.autograd import (
     no_options,
     register,
 )
-from ..ops.plain import is_plain, is_plain_eager
+from ..ops.plain import is_plain_eager
 from ..ops.prepared import cache, key_of, remember
 from ..ops.select import implementation
 from ..options import LossOptions
@@ -90,8 +90,7 @@ class ShardedFunction(torch.autograd.Function):
         if dloss is None:
             return _gradients(None, None)
         needed = ctx.needs_input_grad[5:7]
-        plain = is_plain_eager(dloss, saved.hidden, saved.weight) and all(map(is_plain, saved))
-        if ctx.eager is not None and plain:
+        if ctx.eager is not None and is_plain_eager(dloss, *saved):
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_DOUBLE_BACKWARD)
             return _gradients(*ctx.eager.backward(dloss, saved, ctx.loss, needed))

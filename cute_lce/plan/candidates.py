@@ -220,8 +220,8 @@ class Candidates:
         """Widths that divide `left` columns into up to EVEN_STRIPES stripes, equally but for whole tiles."""
         if self.window:
             return []
-        most = min(EVEN_STRIPES, ceil_div(left, STRIPE_MULTIPLE))
-        return [min(round_up(ceil_div(left, count), STRIPE_MULTIPLE), left) for count in range(1, most + 1)]
+        counts = range(1, EVEN_STRIPES + 1)
+        return [min(round_up(ceil_div(left, count), STRIPE_MULTIPLE), left) for count in counts]
 
     def _stripe(self, columns: int, splits: int, of_logits: bool = False) -> int:
         """Clocks of a recomputed stripe, or of one of kept logits."""

@@ -30,7 +30,7 @@ from .epilogues import (
     Epilogue,
     dinput_epilogue,
 )
-from .gemm import MOST_LOADS, cluster_count, is_high
+from .gemm import cluster_count, is_high, loads_much
 from .plans import BackwardConfigs, BackwardPlan, ForwardPlan
 from .problem import Problem, ceil_div
 
@@ -123,7 +123,7 @@ FEW_FEATURES, NARROW = 1024, 0.1
 rounds; it falls to 0 at 1.5 times as many, a guess. With 768 and 1024 an H100's took 1.04 to 1.12 of what is
 predicted without it; an H200's took 1.06 to 1.08, and others there 0.91 to 1.00."""
 DELAYED_TOKENS = 1024
-"""Tokens below which dlinear_weight's clusters with tiles of 128 x 128, which pace (gemm.MOST_LOADS) but in
+"""Tokens below which dlinear_weight's clusters with tiles of 128 x 128, which pace (gemm.loads_much) but in
 stripes that fit L2, wait for one another: DataSheet.delay clocks a tile at 0 tokens, falling linearly."""
 
 
@@ -189,8 +189,7 @@ class Gemm:
         self._exposes = config.turns == 1 and not config.row.tmem_columns
         self._in_turns_of_rows = config.turns > 1 and config.cluster_m > 1
         self._few = sheet.few if self._in_turns_of_rows else 0.0
-        small = config.turns > 1 and 1 / self.rows + 1 / self.columns > MOST_LOADS
-        self._delay = sheet.delay if small else 0.0
+        self._delay = sheet.delay if config.turns > 1 and loads_much(config) else 0.0
         self._tiles: dict[tuple[int, Epilogue, int, float], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:

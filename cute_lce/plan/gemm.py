@@ -36,6 +36,11 @@ def is_paced(gpu: Gpu, config: KernelConfig, m: int, n: int, k: int, short: int)
         return False
     if not STORES_ALONE < k < short:
         return True
+    return loads_much(config)
+
+
+def loads_much(config: KernelConfig) -> bool:
+    """Whether clusters pace at any k because of what their tiles load."""
     return 1 / config.cluster_rows + 1 / config.cluster_columns > MOST_LOADS
 
 

@@ -301,7 +301,7 @@ def test_a_graph_keeps_what_fits_for_other_numbers_of_tokens(workspace: int, kee
         assert all("Eq(" not in str(guard.expr) for guard in env.guards), "made for one n alone"
 
 
-def sizes(draw: random.Random) -> Problem:
+def some_problem(draw: random.Random) -> Problem:
     d, vocab = draw.choice((128, 256, 768, 2880, 4096)), draw.choice((4000, 32768, 50257, 131072))
     needs = draw.choice(((True, True), (True, True), (True, False), (False, True)))
     kinds = {"keeps_logits": draw.random() < 0.3, "shard": draw.random() < 0.2}
@@ -316,7 +316,7 @@ def test_what_a_graph_keeps_fits_for_other_numbers_of_tokens(windowed: bool):
     """In both passes, if the workspace holds what recomputes."""
     draw, kept_some = random.Random(3), 0
     for _ in range(120):
-        problem = sizes(draw)
+        problem = some_problem(draw)
         window = draw.choice((64, 256, 1000, 5120)) if windowed else 0
         least = schedule.least_workspace(H200, problem, "auto", Limits(window))
         limits = Limits(window, int(least * draw.uniform(1.02, 4)))
