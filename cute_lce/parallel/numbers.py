@@ -70,10 +70,10 @@ def numbers_of(
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
     perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
     serving = statistics(operands, options, compute.schedule)
-    _, (_, request, destination, plain) = decide(
+    _, (_, request, destination, _) = decide(
         operands, options, compute, loss.reduction, destination, serving, shard=True
     )
-    if destination is not None or plain:
+    if destination is not None or is_plain_eager(*operands):
         if ranks.are_checked(*operands[:3]):
             _check_ranks(operands, options, request, loss, compute, spread)
         how = _How(options, request, spread, _Eager(shard_of(spread, operands.weight), serving), destination)
