@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Float64, Int32, Int64
+from cutlass import Boolean, Float32, Float64, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import COMBINE_ROWS, REDUCTIONS, LossArguments
@@ -17,6 +17,10 @@ WARPS = 8
 LANES = 32
 STEP = WARPS * (LANES // COMBINE_ROWS)
 """Lanes of a row: each has every STEP-th partial."""
+LARGEST = 2.0**60
+"""Times a target's term that the others' sum may be if its logit is to be row_max."""
+FAR = 2.0**22
+"""Exponents up to which a power near the sum is a whole number."""
 AT_ONCE = 8
 """Partials that a lane loads before it merges them."""
 
@@ -67,6 +71,11 @@ class Combine:
     AT_ONCE in flight.
     """
 
+    def __init__(self, *, without_targets: bool = False):
+        """without_targets: whether partials have exponents of two in the place of maxima, and sums lack the
+        targets' terms."""
+        self.without_targets = without_targets
+
     @cute.jit
     def __call__(self, tensors: CombineTensors, stream: cuda.CUstream):
         @cute.struct
@@ -95,7 +104,9 @@ class Combine:
         sums = storage.sums.get_tensor(cute.make_layout((WARPS, COMBINE_ROWS), stride=(COMBINE_ROWS, 1)))
         last = storage.last.get_tensor(cute.make_layout(1))
 
-        exp = row_stats.exp if cutlass.const_expr(tensors.bases is None) else row_stats.exp2
+        exp = row_stats.exp
+        if cutlass.const_expr(self.without_targets or tensors.bases is not None):
+            exp = row_stats.exp2
         row_max, row_sum = -Float32.inf, Float32(0.0)
         is_computed = row < computed(tensors.rows, True)
         # These lanes complete a row, and load what they need for that before the launch before has ended.
@@ -134,6 +145,9 @@ class Combine:
                 if cutlass.const_expr(tensors.bases is not None):
                     if is_computed:
                         row_max, row_sum = _of_powers(row_max, row_sum, target_logit, base)
+                if cutlass.const_expr(self.without_targets):
+                    has_target = target >= 0 and target < tensors.vocab
+                    row_max, row_sum = _with_target(row_max, row_sum, target_logit, has_target)
                 if tensors.shard != 0:
                     tensors.shard_logit[token] = target_logit
                 elif target != tensors.loss.ignore_index:
@@ -189,6 +203,31 @@ def _of_powers(exponent: Float32, row_sum: Float32, logit: Float32, base: Float3
     power = row_stats.exp2(cutlass.select_(has_share, lift, Float32(0.0)))
     row_max = Float32(cutlass.select_(exponent == -Float32.inf, exponent, row_max))
     return row_max, row_sum * power / one
+
+
+def _with_target(exponent: Float32, row_sum: Float32, logit: Float32, has_target: Boolean):
+    """(row_max, row_sum) of a sum relative to 2^exponent and the target's term beside it: row_max is the
+    target's logit, whose own term is exactly 1, so that a row whose target has nearly all probability loses
+    no digits, and no loss is negative. If there is none, or the target has hardly a share of the sum, it is
+    a number near the sum's logarithm.
+
+    The row becomes nan if a logit is nan or inf.
+    """
+    # A power near the sum, unless it would be no whole number of fp32.
+    near = cute.math.floor(cute.math.log2(row_sum, fastmath=True))
+    is_near = (row_sum > 0) & (row_sum < Float32.inf) & (exponent > -FAR) & (exponent < FAR)
+    near = Float32(cutlass.select_(is_near, near, Float32(0.0)))
+    exponent, row_sum = exponent + near, row_sum * row_stats.exp2(-near)
+    others = row_sum * row_stats.exp2(maths.base_exponent(logit, exponent, row_stats.fma))
+    has_share = has_target & (others < LARGEST)
+    base = row_stats.finite_max(exponent)
+    row_max = base * Float32(1 / maths.LOG2_E)
+    one = row_stats.exp2(maths.kept_exponent(row_max, base, row_stats.fma))
+    # Of a nan or inf nan, of other logits 0.
+    strange = Float32(cutlass.select_(has_target & ~(logit == -Float32.inf), logit - logit, Float32(0.0)))
+    row_sum = Float32(cutlass.select_(has_share, Float32(1.0) + others, row_sum / one)) + strange
+    row_max = Float32(cutlass.select_(exponent == -Float32.inf, exponent, row_max))
+    return Float32(cutlass.select_(has_share, logit, row_max)), row_sum
 
 
 @cute.jit

@@ -1,11 +1,12 @@
 """A row's statistics, its maximum and the sum of exponentials relative to it, and what kernels make of them.
 
-The maximum is an element of the row, and its own term of the sum is 1. `exp` is for arguments that are
-differences from it: an FADD, an FMUL and a MUFU for each element of dlogits. The forward's terms are relative
-to an integer power of two instead (epilogues.statistics, epilogues.keep), with an FFMA (`fma`) and a MUFU.
+`exp` is for arguments that are differences from it: an FADD, an FMUL and a MUFU for each element of dlogits.
+The forward's terms are relative to an integer power of two instead (kernels.epilogues), with an FFMA (`fma`)
+and a MUFU.
 
-Of what is kept plain (epilogues.keep) no maximum is known: partials have whole exponents of two in its place,
-and what stands for it is the target's logit, whose own term is 1 too, or a number near the sum's logarithm.
+Where nothing but sums is asked for (epilogues.sums; epilogues.keep, is_plain) no maximum is known: partials
+have whole exponents of two in its place, and what stands for it is the target's logit, whose own term is 1,
+or a number near the sum's logarithm. Else it is an element of the row, whose own term is 1.
 """
 
 import cutlass

@@ -25,6 +25,7 @@ from tests.emulated.forward import (
     rows,
     rows_of,
     sick_rows,
+    sloped,
 )
 from tests.numerics import assert_close, jumping, random_case
 
@@ -289,9 +290,12 @@ def test_the_same_bits_in_every_schedule():
             assert torch.equal(getattr(first, name), getattr(other, name)), name
 
 
-def test_the_same_bits_in_every_order_of_rows():
+@pytest.mark.parametrize("logits", ["alike", "sloped"])
+def test_the_same_bits_in_every_order_of_rows(logits: str):
     """A row's result depends on the row and the plan, not on the other rows or where it lies in a tile."""
     case = random_case(140, 72, 600, BF16)
+    if logits == "sloped":
+        case = sloped(case, -200, 100)
     order = torch.randperm(140, generator=torch.Generator().manual_seed(3))
     straight = forward(case, NARROW["pingpong"], window=256)
     permuted = forward(rows(case, order), NARROW["pingpong"], window=256, seed=1)

@@ -39,6 +39,7 @@ from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors, is
 from cute_lce.kernels.epilogues.keep_logits import KeepLogitsEpilogue, KeepLogitsTensors
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.epilogues.store import output
+from cute_lce.kernels.epilogues.sums import SumEpilogue, suffices
 from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.kept_logits import Notes, notes_of
 from cute_lce.kernels.mainloop import mainloop
@@ -80,7 +81,8 @@ class Forward:
         if self.keeps_logits:
             epilogue = KeepLogitsEpilogue(fragment, config.tile_warps, total=total)
         elif kept is None:
-            epilogue = ForwardEpilogue(fragment, config.tile_warps, total=total)
+            wants = SumEpilogue if suffices(terms) else ForwardEpilogue
+            epilogue = wants(fragment, config.tile_warps, total=total)
         else:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)
@@ -88,7 +90,8 @@ class Forward:
         self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(few=True), TotalGaps()
         self.gemm = gemm(config, epilogue, spare=self.slab_sums if "products" in terms else None)
         self.gather, self.copy = Gather(), Copy()
-        self.combine = Combine()
+        # The GEMM's partials have powers of two in the place of maxima, and no target's exponential.
+        self.combine = Combine(without_targets=isinstance(epilogue, SumEpilogue))
         self.combine_more = CombineMore()
         self.partials_per_window = config.partials_per_window
 

@@ -115,14 +115,14 @@ class ForwardEpilogue:
         base.fill(LOWEST)
         return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, staging, count))
 
-    def _numbers(self, staging: Staging, i: int, count: int) -> cute.Tensor:
+    def _numbers(self, staging: Staging, i: int, count: int, kind: Any = Float32) -> cute.Tensor:
         """The i-th of begin's three arrays of a thread, or its totals: in its registers, or its words of
         shared memory."""
         if not self.words:
-            return cute.make_rmem_tensor(count, Float32)
+            return cute.make_rmem_tensor(count, kind)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         address = staging.words + 4 * (WARPGROUP * count * i + thread)
-        words = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=4)
+        words = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4)
         return cute.make_tensor(words, cute.make_layout(count, stride=WARPGROUP))
 
     def _more(self, loss: LossArguments, staging: Staging, count: int) -> list:
@@ -346,7 +346,7 @@ class ForwardEpilogue:
     def to_logits(
         self,
         tensors: ForwardTensors,
-        state: ForwardState,
+        state: Any,  # ForwardState, or what else has row_sum
         frag: cute.Tensor,
         row: Int32,
         column: Int32,

@@ -1,11 +1,13 @@
 """What epilogues know of the tokens that a lane owns, their targets and which are ignored, and of the
 vocabulary's end."""
 
+import functools
+import operator
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_lce.kernels.fragment import Fragment, first_row_of_warp, opaque, spread
 
@@ -43,18 +45,17 @@ def has_target(
     row: Int32,
     owned: cutlass.Constexpr[range | None] = None,
 ) -> Boolean:
-    """Whether a token's target is among this warp's rows, the same in all of its lanes.
+    """Whether a token's target may be among this warp's rows, the same in all of its lanes.
 
     own: targets of the tokens that this lane owns in a slab. owned: which of these tokens; None: all.
     """
     first = first_row_of_warp(row)
-    # A warp has 16 rows of each `apart`.
-    apart = fragment.rows[2] if len(fragment.rows) > 2 else 16
+    # A warp has 16 rows from each of these; their sums, of which the last may be too many, cost nothing.
+    blocks = functools.reduce(operator.or_, fragment.rows[::2])
     found = Boolean(False)
     for i in range(fragment.owned) if owned is None else owned:
-        behind = own[i] - first
-        is_row = (behind >= 0) & (behind < fragment.span) & (behind % apart < 16)
-        found = found | is_row
+        behind = (own[i] - first) & ~blocks
+        found = found | (Uint32(behind) < 16)
     return cute.arch.vote_any_sync(found)
 
 
@@ -68,14 +69,18 @@ def store_targets(
     column: Int32,
     slab: cutlass.Constexpr[int],
     i: cutlass.Constexpr[int],
+    takes: cutlass.Constexpr[bool] = False,
 ):
-    """Store the targets' logits of a slab's i-th 32 columns. own: the target of the lane's token there."""
+    """Store the targets' logits of a slab's i-th 32 columns. own: the target of the lane's token there.
+    takes: whether they become -inf."""
     for c in fragment.shared(i):
         target = spread(own, c)
         for r in cutlass.range_constexpr(len(fragment.rows)):
             if row + fragment.rows[r] == target:
                 token = column + (slab * fragment.columns + fragment.offset(c))
                 target_logit[token] = frag[r, c]
+                if cutlass.const_expr(takes):
+                    frag[r, c] = -Float32.inf
 
 
 @cute.jit

@@ -163,7 +163,7 @@ def _row_sum_inputs():
 
 def _forward_inputs():
     tensors = hopper_forward.inputs()
-    return [*tensors, torch.full((3, hopper_forward.N), float("nan"))]
+    return [*tensors, torch.full((2, hopper_forward.N), float("nan"))]
 
 
 def _forward_call(function, tensors):
@@ -171,11 +171,8 @@ def _forward_call(function, tensors):
 
 
 def forward_statistics(inputs, emulated: np.ndarray, hardware: np.ndarray) -> list[str]:
-    """Loss and row_max to 1e-5, row_sum to 2e-5 of itself: rounding of sums and of ex2.approx."""
-    bound = np.stack(
-        [np.full_like(hardware[0], 1e-5), np.full_like(hardware[0], 1e-5), 2e-5 * np.abs(hardware[2])]
-    )
-    wrong = ~(np.abs(emulated.astype(np.float64) - hardware) <= bound)
+    """Loss and lse to 1e-5: rounding of sums and of ex2.approx."""
+    wrong = ~(np.abs(emulated.astype(np.float64) - hardware) <= 1e-5)
     return [f"{int(wrong.sum())} of {wrong.size} statistics differ"] if wrong.any() else []
 
 

@@ -1,0 +1,178 @@
+"""The epilogue of a forward that is asked for nothing of a token but the sum of its exponentials."""
+
+import functools
+import struct
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from cute_lce import maths
+from cute_lce.arguments import TERMS
+from cute_lce.kernels import row_stats
+from cute_lce.kernels.epilogues.ids import visit_ids
+from cute_lce.kernels.epilogues.leaves import add_each, exponentials, fmax_each, highest
+from cute_lce.kernels.epilogues.partials import store_partials
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
+from cute_lce.kernels.epilogues.store import Staging
+from cute_lce.kernels.epilogues.tokens import has_target, mask_beyond, store_targets, targets
+from cute_lce.kernels.fragment import SHARED, fold
+
+LEAST, MOST = 2.0**-40, 2.0**maths.HEADROOM
+"""Between which a token's sum lies relative to 2^base, else the base is changed."""
+
+
+def suffices(terms: tuple[str, ...]) -> bool:
+    """Whether the sum is all that a forward with these terms wants of a token."""
+    return not any("more_partials" in TERMS[term] for term in terms)
+
+
+class SumState(NamedTuple):
+    """For each token that a lane owns: the sum of the exponentials that its warp has seen in this run, but
+    for the target's, relative to 2^base, with an integer base; and its target, as in epilogues.tokens."""
+
+    row_sum: cute.Tensor
+    base: cute.Tensor
+    target: cute.Tensor
+
+
+class SumEpilogue(ForwardEpilogue):
+    """Sums of exponentials, and the target's logit, whose exponential the combine kernel adds.
+
+    No maximum is looked for: exponentials are relative to 2^0 until a token's sum lies too far from it. Then
+    they are computed again, relative to the tile's maximum. What a token's base is depends on nothing but
+    its logits.
+    """
+
+    @cute.jit
+    def begin(self, tensors: ForwardTensors, column: Int32, staging: Staging) -> SumState:
+        """Sums of nothing. The column may lie beyond n."""
+        if cutlass.const_expr(tensors.arrived is not None):
+            if column == 0:
+                tensors.arrived[0] = Int32(0)
+        fragment = self.fragment
+        count = fragment.slabs * fragment.owned
+        row_sum, base, target = (
+            self._numbers(staging, i, count, kind) for i, kind in enumerate((Float32, Float32, Int32))
+        )
+        base.fill(0.0)
+        n = cute.size(tensors.target)
+        for slab in cutlass.range_constexpr(fragment.slabs):
+            own = targets(fragment, tensors.target, column, slab, Int32(0), tensors.vocab)
+            for i in cutlass.range_constexpr(fragment.owned):
+                # A sum of what is no token's never asks for another base.
+                _, exists = fragment.owned_column(column, slab, i, n)
+                row_sum[slab * fragment.owned + i] = Float32(
+                    cutlass.select_(exists, Float32(0.0), Float32(1.0))
+                )
+                target[slab * fragment.owned + i] = own[i]
+        return SumState(row_sum, base, target)
+
+    @cute.jit
+    def visit(
+        self,
+        tensors: ForwardTensors,
+        staging: Staging,
+        state: SumState,
+        frag: cute.Tensor,  # (rows, cols) fp32
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+        split: Int32,
+    ):
+        self.to_logits(tensors, state, frag, row, column, slab)
+        if row + self.fragment.rows[-1] >= tensors.vocab:
+            mask_beyond(self.fragment, frag, row, tensors.vocab)
+        if cutlass.const_expr("topk" in tensors.loss.terms):
+            visit_ids(tensors, self.fragment, frag, row, column, slab, adds=False)
+        self._take_targets(tensors, state, frag, row, column, slab)
+        self._add(state, frag, slab)
+
+    @cute.jit
+    def _take_targets(
+        self,
+        tensors: ForwardTensors,
+        state: SumState,
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
+        """The targets' logits in the fragment are stored, and become -inf."""
+        fragment = self.fragment
+        own = cute.make_rmem_tensor(fragment.owned, Int32)
+        for i in cutlass.range_constexpr(fragment.owned):
+            own[i] = state.target[slab * fragment.owned + i]
+        if has_target(fragment, own, row):
+            for i in cutlass.range_constexpr(fragment.owned):
+                if has_target(fragment, own, row, range(i, i + 1)):
+                    store_targets(
+                        *(fragment, tensors.target_logit, frag, own[i], row, column, slab, i), takes=True
+                    )
+
+    @cute.jit
+    def _add(self, state: SumState, frag: cute.Tensor, slab: cutlass.Constexpr[int]):
+        """Add a fragment's exponentials to the sums."""
+        fragment = self.fragment
+        terms = cute.make_rmem_tensor(fragment.owned, Float32)
+        self._sum(state, frag, terms, slab)
+        strays = Boolean(False)
+        for i in cutlass.range_constexpr(fragment.owned):
+            strays = strays | _strays(state.row_sum[slab * fragment.owned + i] + terms[i])
+        if cute.arch.vote_any_sync(strays):
+            for i in cutlass.range_constexpr(fragment.owned):
+                own = slab * fragment.owned + i
+                (most,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
+                if _strays(state.row_sum[own] + terms[i]):
+                    _change_base(state, own, most)
+            self._sum(state, frag, terms, slab)
+        for i in cutlass.range_constexpr(fragment.owned):
+            state.row_sum[slab * fragment.owned + i] += terms[i]
+
+    def _sum(self, state: SumState, frag: cute.Tensor, terms: cute.Tensor, slab: int):
+        """terms (owned,): the sums of a fragment's exponentials."""
+        fragment = self.fragment
+        for i in range(fragment.owned):
+            base = state.base[slab * fragment.owned + i]
+            leaf = functools.partial(exponentials, fragment, frag, base, SHARED * i, in_place=False)
+            (terms[i],) = fold(leaf, add_each)
+
+    @cute.jit
+    def end(self, tensors: ForwardTensors, staging: Staging, state: SumState, column: Int32, partial: Int32):
+        """Exponents of two instead of maxima; of nothing -inf."""
+        count = self.fragment.slabs * self.fragment.owned
+        own = cute.make_rmem_tensor((2, count), Float32)
+        for i in cutlass.range_constexpr(count):
+            nothing = state.row_sum[i] == 0
+            own[0, i] = Float32(cutlass.select_(nothing, -Float32.inf, state.base[i]))
+            own[1, i] = state.row_sum[i]
+        number = self.number(partial)
+        store_partials(tensors, staging, own, column, number, self.fragment, False, row_stats.exp2)
+
+
+def _strays(row_sum: Float32) -> Boolean:
+    """Whether a sum, which is not negative, asks for another base, as inf and nan do. Numbers are in the
+    order of their bits."""
+    above = row_sum.bitcast(Int32) - _bits(LEAST)
+    return Boolean(Uint32(above) > _bits(MOST) - _bits(LEAST))
+
+
+def _bits(number: float) -> int:
+    """Of an fp32."""
+    return struct.unpack("i", struct.pack("f", number))[0]
+
+
+@cute.jit
+def _change_base(state: SumState, own: cutlass.Constexpr[int], most: Float32):
+    """Change a token's base to that of the tile's maximum, or of its sum if this is higher."""
+    row_sum, base = state.row_sum[own], state.base[own]
+    changed = cute.arch.fmax(
+        cute.math.floor(most * Float32(maths.LOG2_E)),
+        base + cute.math.floor(cute.math.log2(row_sum, fastmath=True)),
+    )
+    # Of a sum of nothing, and of logits that are all -inf.
+    if row_sum != 0:
+        state.row_sum[own] = row_sum * row_stats.exp2(base - changed)
+    if changed > -Float32.inf:
+        state.base[own] = changed
