@@ -76,7 +76,8 @@ class GatherTensors(NamedTuple):
     Read: target (n,); hidden (n, d), rows of 16 bytes; dloss (n,) fp32 with any stride, row_max and row_sum
     (n,) fp32. ignore_index: of targets that are ignored. Written: see arguments.Rows; compacted hidden, if a
     token is ignored, and values unless they are at address 0, and so zeros in the rows of sums (n, d) of
-    tokens that are ignored, where the launch begins at token 0. sums None: a forward's.
+    tokens that are ignored, where the launch begins at token 0. sums None: a forward's. counters,
+    int32: zeros, for the GEMMs that follow.
     """
 
     target: cute.Tensor
@@ -90,6 +91,7 @@ class GatherTensors(NamedTuple):
     compacted_hidden: cute.Tensor
     values: cute.Tensor
     sums: cute.Tensor | None
+    counters: cute.Tensor
 
 
 class Gather:
@@ -136,8 +138,11 @@ class Gather:
             total += shared[other, 0]
             before += shared[other, 1]
         rows = tensors.rows
-        if begin == 0 and warp == 0 and lane == 0:
-            rows.count[0] = total
+        if begin == 0 and warp == 0:
+            if lane == 0:
+                rows.count[0] = total
+            for i in cutlass.range(lane, cute.size(tensors.counters), LANES, unroll=1):
+                tensors.counters[i] = Int32(0)
         for first in cutlass.range(begin, cutlass.min(begin + each, n), LANES, unroll=1):
             own, valid = first + lane, Boolean(False)
             if own < n:

@@ -132,13 +132,16 @@ class Backward:
     ):
         dtype, n = hidden.element_type, rows.tokens
         everything, d = cute.size(hidden, mode=[0]), cute.size(hidden, mode=[1])
+        # A kept stripe has no GEMM of logits: the scaling zeroes the counters too.
+        scaled_first = source.kept_scale != 0 and source.scales != 0
+        clears = vector(Int32, counters.address, cutlass.select_(scaled_first, Int32(0), counters.clears))
         if rows.gathers != 0:
             values = (
                 strided(upstream.dloss, everything, upstream.stride),
                 vector(Float32, statistics.row_max, everything),
                 vector(Float32, statistics.row_sum, everything),
             )
-            self.gather(gather_tensors(hidden, target, rows, loss, values), stream)
+            self.gather(gather_tensors(hidden, target, rows, loss, values, clears), stream)
         tokens = compacted(rows, everything)
         whole = hidden
         hidden, target = tokens_of(hidden, target, rows)
@@ -161,10 +164,8 @@ class Backward:
         progress = [vector(Int32, counters.address + 4 * i, 1) for i in range(3)]
         num_valid = vector(Int64, statistics.num_valid, 1)
         own = target, row_max, row_sum, dloss
-        # A kept stripe has no GEMM of logits: the scaling zeroes the counters too.
-        scaled_first = source.kept_scale != 0 and source.scales != 0
-        if counters.clears != 0 and not scaled_first:
-            clear(vector(Int32, counters.address, counters.clears), stream)
+        if cute.size(clears) != 0 and rows.gathers == 0:
+            clear(clears, stream)
         if source.kept_scale == 0:
             written = DlogitsTensors(
                 *own,

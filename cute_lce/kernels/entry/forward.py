@@ -109,8 +109,9 @@ class Forward:
         stream: cuda.CUstream,
     ):
         vocab, n = cute.size(weight, mode=[0]), rows.tokens
+        clears = vector(Int32, outputs.workspace, self._cleared(grid))
         if rows.gathers == 1:
-            self.gather(gather_tensors(hidden, target, rows, loss), stream)
+            self.gather(gather_tensors(hidden, target, rows, loss, counters=clears), stream)
         if cutlass.const_expr(self.keeps):
             if rows.gathers == COPIES:
                 self.copy(gather_tensors(hidden, target, rows, loss), stream)
@@ -173,14 +174,19 @@ class Forward:
                 own = kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum
                 self.finish(*own, total_tensors(combined), stream)
         else:
-            if grid.paced != 0:
-                clear(space.progress, stream)
+            if cute.size(clears) != 0 and rows.gathers != 1:
+                clear(clears, stream)
             if cutlass.const_expr(self.keeps_logits):
                 kept = matrix(Float16, keep.kept, n, keep.columns, keep.pitch)
                 out = output(kept, self.gemm.config.tile_n)
                 notes = Notes(out, notes_of(keep.workspace, keep.columns, n), keep.columns)
                 tensors = KeepLogitsTensors(forward=tensors, keep=notes)
             self._statistics(hidden, given, weight, tensors, combined, space.progress, grid, stream)
+
+    def _cleared(self, grid: GemmPlan):
+        """How many counters of the workspace are zeroed before all else: of the GEMM's steps, if it paces. In
+        a forward that keeps References does that."""
+        return Int32(0) if self.keeps else cutlass.select_(grid.paced != 0, Int32(1), Int32(0))
 
     @cute.jit
     def _statistics(

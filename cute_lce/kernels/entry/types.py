@@ -142,9 +142,14 @@ def has_numbers_of_tokens(loss: arguments.LossArguments) -> bool:
 
 
 def gather_tensors(
-    hidden: cute.Tensor, target: cute.Tensor, rows: arguments.Rows, loss: arguments.LossArguments, values=None
+    hidden: cute.Tensor,
+    target: cute.Tensor,
+    rows: arguments.Rows,
+    loss: arguments.LossArguments,
+    values=None,
+    counters: cute.Tensor | None = None,
 ) -> GatherTensors:
-    """values: dloss, row_max and row_sum (n,), if they are compacted."""
+    """values: dloss, row_max and row_sum (n,), if they are compacted. counters: what is zeroed."""
     n, d = hidden.shape
     sums = None if values is None else matrix(Float32, rows.sums, n, d, d)
     if values is None:
@@ -164,6 +169,7 @@ def gather_tensors(
             vector(Float32, rows.values, n).iterator, cute.make_layout((3, n), stride=(Int64(n), 1))
         ),
         sums=sums,
+        counters=vector(Int32, Int64(0), Int32(0)) if counters is None else counters,
     )
 
 
