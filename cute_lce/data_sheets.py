@@ -49,6 +49,9 @@ class DataSheet:
         not measured.
     few: of L2's clocks for a tile of dlinear_weight, what clusters of two rows of tiles in turns save with
         few tokens (cost.py).
+    load_heat: by what share of itself a forward's MMAs take longer in a call that is not short for each byte
+        that an SM loads from L2 in a clock of theirs: what is moved costs clock (cost.py). 0: other tiles
+        than are chosen without would be as fast.
     delay: the most clocks that a tile of 128 x 128 of dlinear_weight, in turns and in clusters of either
         shape, loses with few tokens (cost.py). 0: the GPU's times are described as well without.
     """
@@ -77,6 +80,7 @@ class DataSheet:
     cool: float
     boost: float
     few: float
+    load_heat: float
     delay: float
 
 
@@ -105,6 +109,7 @@ H200 = DataSheet(
     cool=0.0,
     boost=1.98e9,
     few=0.0,
+    load_heat=0.002,
     delay=400.0,
 )
 H100 = DataSheet(
@@ -132,6 +137,7 @@ H100 = DataSheet(
     cool=0.35,
     boost=1.98e9,
     few=0.16,
+    load_heat=0.0,
     delay=0.0,
 )
 B200 = DataSheet(
@@ -159,6 +165,7 @@ B200 = DataSheet(
     cool=0.0,
     boost=1.98e9,
     few=0.0,
+    load_heat=0.0,
     delay=0.0,
 )
 

@@ -127,6 +127,12 @@ DELAYED_TOKENS = 1024
 stripes that fit L2, wait for one another: DataSheet.delay clocks a tile at 0 tokens, falling linearly."""
 
 
+WARM, LOADED = 0.6, 42
+"""`heat` from which on DataSheet.load_heat counts in full, below in proportion; and bytes in a clock with which
+MMAs take their time without it. Back to back on an H200, 208 columns, with 36 bytes, took 0.96 to 0.99 of the
+time of 144, with 44, in the forwards of h200_wide.json."""
+
+
 def heat(macs: int) -> float:
     """0 of a short call, 1 of a long one. macs: n d V."""
     share = (math.log(max(macs, 1)) - math.log(SHORT)) / (math.log(LONG) - math.log(SHORT))
@@ -190,6 +196,7 @@ class Gemm:
         self._in_turns_of_rows = config.turns > 1 and config.cluster_m > 1
         self._few = sheet.few if self._in_turns_of_rows else 0.0
         self._delay = sheet.delay if config.turns > 1 and loads_much(config) else 0.0
+        self._warm = sheet.load_heat * min(heat(macs) / WARM, 1.0) * (loaded / multiplied - LOADED)
         self._tiles: dict[tuple[int, Epilogue, int, float], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
@@ -206,7 +213,7 @@ class Gemm:
         depth = -(-k // splits)
         share = self._share(n, depth, epilogue, rounds)
         tile, depth = self.tile(depth, epilogue, share=share), self._depth(depth)
-        mma, l2 = depth * self._mma, self._l2(depth, epilogue) * share
+        mma, l2 = self._multiplied(depth, epilogue), self._l2(depth, epilogue) * share
         bound = "MMAs" if mma >= l2 else "L2"
         if tile > _longer(mma, l2) + self._between(depth, epilogue) and not self._exposes:
             bound = "epilogues"
@@ -249,7 +256,7 @@ class Gemm:
         l2 = self._l2(depth, epilogue) * share
         if sharing:
             l2 += depth * self._loaded[self._rate_of(epilogue)] * self._missed / sharing
-        tile = _longer(depth * self._mma, l2)
+        tile = _longer(self._multiplied(depth, epilogue), l2)
         scarce = config.accumulator_registers > epilogue.registers
         # In turns: for each logit of a thread, one a column in tiles of 128 rows.
         own = config.accumulator_registers if config.turns > 1 else config.tile_n
@@ -258,6 +265,10 @@ class Gemm:
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
+
+    def _multiplied(self, depth: int, epilogue: Epilogue) -> float:
+        """Clocks of a tile's MMAs. depth: whole k tiles."""
+        return depth * self._mma * (1 + self._warm * (epilogue is STATISTICS))
 
     def _between(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile in turns of a forward, or of dlinear_weight, in which no MMA runs."""
