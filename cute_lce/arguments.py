@@ -431,7 +431,7 @@ class GradientOperands(NamedTuple):
 
 class Counters(NamedTuple):
     """int32 by which a launch's three GEMMs pace; clears: how many of them, this launch's first, it zeroes
-    before, for itself and those after it."""
+    before, for itself and those after it: in ScaleRows, in Gather, or by `clear`."""
 
     address: Address
     clears: Int32

@@ -10,8 +10,8 @@ Shapes, with "acc" for float32 (float64 for float64):
     loss: acc, () for "mean" and "sum", (n,) for "none". dloss: loss's shape and dtype, any strides.
     row_max, row_sum: acc (n,), sum_v exp(z_v) = row_sum exp(row_max). row_sum is nan where the target is
         out of range, from which every gradient of that row becomes nan. Of an ignored row they are
-        finite and otherwise arbitrary. row_max: the largest logit, or one near the sum's logarithm, or the
-        target's if it has a share of the sum.
+        finite and otherwise arbitrary. row_max: the largest logit; or the target's, where that has most of
+        the sum; or a number near lse.
     num_valid: int64 (), the targets that are not ignored.
     A row's loss is log(row_sum) + (row_max - target_logit), which has no cancellation under a common offset
     of its logits.

@@ -13,6 +13,8 @@ LOG2_E = 1.4426950408889634
 
 HEADROOM = 64.0
 """How far above a sum's base exponents in base 2 may lie without raising it."""
+FARTHEST = 2.0**31
+"""Integer bases below it are apart from what they stand for by at most 64, though neither is exact."""
 ENTROPY_HEADROOM = 4.0
 """The same for an entropy's sum, whose rounding error is proportional to how far the maximum lies above the
 base: at 64 the entropy of a confident row would be off by 4e-6."""

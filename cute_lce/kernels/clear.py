@@ -1,4 +1,4 @@
-"""Counters by which clusters keep pace, before the GEMMs that count."""
+"""Counters by which clusters keep pace, before the GEMMs that count, where no kernel before zeroes them."""
 
 import cuda.bindings.driver as cuda
 import cutlass

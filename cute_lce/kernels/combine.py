@@ -17,10 +17,12 @@ WARPS = 8
 LANES = 32
 STEP = WARPS * (LANES // COMBINE_ROWS)
 """Lanes of a row: each has every STEP-th partial."""
-LARGEST = 2.0**60
-"""Times a target's term that the others' sum may be if its logit is to be row_max."""
+MOST_OTHERS = 1.0
+"""The most that the others' sum may be, over the target's term, for the target's logit to be row_max."""
+LOWEST = -maths.FARTHEST / maths.LOG2_E
+"""A target's logit below which others that count as nothing (epilogues.sums) may be as low."""
 FAR = 2.0**22
-"""Exponents up to which a power near the sum is a whole number."""
+"""Exponents below it stay whole numbers of fp32 when the sum's own is added."""
 AT_ONCE = 8
 """Partials that a lane loads before it merges them."""
 
@@ -39,7 +41,8 @@ class CombineTensors(NamedTuple):
     What is of each token lies at its origin.
     arrived: (1,) int32, zero before the launch, counts the blocks that are done; then one loss and num_valid
     (1,) int64, the targets that are not ignored, are written too. None: a launch after this one does that.
-    bases: (n,) fp32, K of what is kept, if partials have exponents of two in the place of maxima; else None.
+    bases: (n,) fp32, K of what is kept, where partials' exponents are relative to it; else None.
+    Partials of epilogues.sums, and of what is kept plain, have exponents of two in the place of maxima.
     """
 
     vocab: Int32
@@ -65,7 +68,8 @@ class Combine:
 
     Timeline of a block: what the launch before, the GEMM, does not write is loaded before that ends -> each
     lane merges its partials in registers -> the 4 lanes of a row by shuffles -> shared memory -> warp 0
-    merges the 8 results, writes the rows' statistics and losses and, by shuffles, the block's loss and count
+    merges the 8 results, adds the targets' terms where sums lack them, writes the rows' statistics and losses
+    and, by shuffles, the block's loss and count
     -> if blocks count their arrivals, the last adds up all of them (kernels.totals).
     Shared memory: 512 bytes of partials and 128 of sums. Bytes read: 8 a partial, once, of which a lane has
     AT_ONCE in flight.
@@ -206,12 +210,11 @@ def _of_powers(exponent: Float32, row_sum: Float32, logit: Float32, base: Float3
 
 
 def _with_target(exponent: Float32, row_sum: Float32, logit: Float32, has_target: Boolean):
-    """(row_max, row_sum) of a sum relative to 2^exponent and the target's term beside it: row_max is the
-    target's logit, whose own term is exactly 1, so that a row whose target has nearly all probability loses
-    no digits, and no loss is negative. If there is none, or the target has hardly a share of the sum, it is
-    a number near the sum's logarithm.
+    """(row_max, row_sum) of a sum relative to 2^exponent and the target's term beside it. If the target has
+    most of the sum, row_max is its logit, whose own term is exactly 1, so that a row whose target has nearly
+    all probability loses no digits, and no loss is negative. Else it is a number near the sum's logarithm.
 
-    The row becomes nan if a logit is nan or inf.
+    The row becomes nan if a logit is nan or +inf, or if nothing is above LOWEST.
     """
     # A power near the sum, unless it would be no whole number of fp32.
     near = cute.math.floor(cute.math.log2(row_sum, fastmath=True))
@@ -219,13 +222,17 @@ def _with_target(exponent: Float32, row_sum: Float32, logit: Float32, has_target
     near = Float32(cutlass.select_(is_near, near, Float32(0.0)))
     exponent, row_sum = exponent + near, row_sum * row_stats.exp2(-near)
     others = row_sum * row_stats.exp2(maths.base_exponent(logit, exponent, row_stats.fma))
-    has_share = has_target & (others < LARGEST)
+    has_share = has_target & (others < MOST_OTHERS)
     base = row_stats.finite_max(exponent)
     row_max = base * Float32(1 / maths.LOG2_E)
     one = row_stats.exp2(maths.kept_exponent(row_max, base, row_stats.fma))
-    # Of a nan or inf nan, of other logits 0.
-    strange = Float32(cutlass.select_(has_target & ~(logit == -Float32.inf), logit - logit, Float32(0.0)))
-    row_sum = Float32(cutlass.select_(has_share, Float32(1.0) + others, row_sum / one)) + strange
+    own = row_stats.exp2(maths.kept_exponent(logit, base, row_stats.fma))
+    row_sum += Float32(cutlass.select_(has_target, own, Float32(0.0)))
+    row_sum = Float32(cutlass.select_(has_share, Float32(1.0) + others, row_sum / one))
+    # Of a target's logit that is nan or +inf nan, of others 0.
+    is_strange = has_target & ~(logit == -Float32.inf)
+    row_sum += Float32(cutlass.select_(is_strange, logit - logit, Float32(0.0)))
+    row_sum = Float32(cutlass.select_(has_share & (logit < LOWEST), Float32.nan, row_sum))
     row_max = Float32(cutlass.select_(exponent == -Float32.inf, exponent, row_max))
     return Float32(cutlass.select_(has_share, logit, row_max)), row_sum
 

@@ -1,12 +1,12 @@
-"""A row's statistics, its maximum and the sum of exponentials relative to it, and what kernels make of them.
+"""A row's statistics, row_max and the sum of exponentials relative to it, and what kernels make of them.
 
-`exp` is for arguments that are differences from it: an FADD, an FMUL and a MUFU for each element of dlogits.
-The forward's terms are relative to an integer power of two instead (kernels.epilogues), with an FFMA (`fma`)
-and a MUFU.
+row_max is the largest logit, whose own term is 1, or, where nothing but sums is asked for (epilogues.sums;
+epilogues.keep, is_plain), the target's logit, whose own term is 1 too, or a number near lse; partials then
+have whole exponents of two in its place.
 
-Where nothing but sums is asked for (epilogues.sums; epilogues.keep, is_plain) no maximum is known: partials
-have whole exponents of two in its place, and what stands for it is the target's logit, whose own term is 1,
-or a number near the sum's logarithm. Else it is an element of the row, whose own term is 1.
+`exp` is for arguments that are differences from row_max: an FADD, an FMUL and a MUFU for each element of
+dlogits. The forward's terms are relative to an integer power of two instead (kernels.epilogues), with an FFMA
+(`fma`) and a MUFU.
 """
 
 import cutlass

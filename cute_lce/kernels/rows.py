@@ -100,7 +100,8 @@ class Gather:
 
     Timeline of a block of 512 threads: count the valid tokens of all and of those before the block's -> 32
     tokens at a time, every warp finds where they go, by a vote, and copies two of them. So an order exists
-    without atomics and without a second launch. Shared memory: 128 bytes of counts.
+    without atomics and without a second launch. The first warp of the first block zeroes the counters. Shared
+    memory: 128 bytes of counts.
     """
 
     @cute.jit

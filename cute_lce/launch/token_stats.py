@@ -51,7 +51,7 @@ STATISTICS_OF = {
     "argmax": "argmax",
     "is_top1": "argmax",
 }
-"""The numbers that need more than a row's maximum and sum, and the terms of a forward that give it."""
+"""The numbers that need more than row_max and row_sum, and the terms of a forward that give it."""
 SERVED = ("logprob", "lse", "topk_logprob", *STATISTICS_OF)
 """The numbers that kernels compute."""
 

@@ -9,10 +9,11 @@ misses, and clocks between tiles; its epilogue hides behind the next tile's MMAs
 longer, tile and epilogue alternate between two warpgroups.
 
 The constants were fitted to h200_kernels.json, h200_passes.json, h100_kernels.json, h100_cool.json,
-h100_passes.json, h100_dweight.json, h100_forwards.json and h200_gradients.json of bench/results/tuning
-(tests/host/test_cost.py) and are used for every architecture, relative to a GPU's data sheet, which has what
-differs from GPU to GPU (data_sheets.py). The first four are of kernels whose clusters were farther apart; so
-are most constants of backwards. Forwards' epilogues are those of h100_forwards.json.
+h100_passes.json, h100_dweight.json, h100_forwards.json, h200_gradients.json, h200_sums.json and
+h200_wide.json of bench/results/tuning (tests/host/test_cost.py) and are used for every architecture, relative
+to a GPU's data sheet, which has what differs from GPU to GPU (data_sheets.py). The first four are of kernels
+whose clusters were farther apart; so are most constants of backwards. A keeping forward's epilogue is that of
+h100_forwards.json.
 """
 
 from __future__ import annotations
@@ -127,10 +128,12 @@ DELAYED_TOKENS = 1024
 stripes that fit L2, wait for one another: DataSheet.delay clocks a tile at 0 tokens, falling linearly."""
 
 
-WARM, LOADED = 0.6, 42
-"""`heat` from which on DataSheet.load_heat counts in full, below in proportion; and bytes in a clock with which
-MMAs take their time without it. Back to back on an H200, 208 columns, with 36 bytes, took 0.96 to 0.99 of the
-time of 144, with 44, in the forwards of h200_wide.json."""
+WARM = 0.6
+"""`heat` from which on DataSheet.load_heat counts in full, below in proportion."""
+LOADED = 42
+"""Bytes that an SM loads from L2 in a clock of MMAs with which these take their time without load_heat. Back
+to back on an H200, 208 columns, with 36 bytes, took 0.96 to 0.99 of the time of 144, with 44, in the forwards
+of h200_wide.json."""
 
 
 def heat(macs: int) -> float:
@@ -196,7 +199,8 @@ class Gemm:
         self._in_turns_of_rows = config.turns > 1 and config.cluster_m > 1
         self._few = sheet.few if self._in_turns_of_rows else 0.0
         self._delay = sheet.delay if config.turns > 1 and loads_much(config) else 0.0
-        self._warm = sheet.load_heat * min(heat(macs) / WARM, 1.0) * (loaded / multiplied - LOADED)
+        # Of its MMAs' clocks, what loads add in a forward that keeps nothing.
+        self._load_heat = sheet.load_heat * min(heat(macs) / WARM, 1.0) * (loaded / multiplied - LOADED)
         self._tiles: dict[tuple[int, Epilogue, int, float], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
@@ -225,7 +229,7 @@ class Gemm:
         """Clocks that no GEMM of as many multiply-adds, or part of one, is below."""
         per_tile = self.rows * self.columns * self.clusters
         loaded = min(self._loaded.values()) * (1 - self._few)
-        return macs * max(self._mma, loaded) / per_tile
+        return macs * max(self._mma * min(1 + self._load_heat, 1.0), loaded) / per_tile
 
     def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0, share: float = 1.0) -> float:
         """Clocks between a cluster's tiles of this depth. sharing: of a forward's, columns of tiles that read
@@ -268,7 +272,7 @@ class Gemm:
 
     def _multiplied(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile's MMAs. depth: whole k tiles."""
-        return depth * self._mma * (1 + self._warm * (epilogue is STATISTICS))
+        return depth * self._mma * (1 + self._load_heat * (epilogue is STATISTICS))
 
     def _between(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile in turns of a forward, or of dlinear_weight, in which no MMA runs."""

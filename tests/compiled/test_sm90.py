@@ -39,8 +39,10 @@ DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 EVICT_FIRST = 0x12F0000000000000  # CUTLASS's CacheHintSm90::EVICT_FIRST
 
 
-def gemm(name: str, dtype: str = "bfloat16", target_dtype: str = "int64") -> cubin.Kernel:
-    return cubin.kernel(ForwardKey(EVERY[name], dtype, target_dtype), "GemmSm90")
+def gemm(
+    name: str, dtype: str = "bfloat16", target_dtype: str = "int64", terms: tuple[str, ...] = ()
+) -> cubin.Kernel:
+    return cubin.kernel(ForwardKey(EVERY[name], dtype, target_dtype, terms=terms), "GemmSm90")
 
 
 def with_dtypes(names: Iterable[str]) -> Any:
@@ -139,34 +141,56 @@ def test_barriers(name: str):
     assert bool(kernel.ptx_of(r"mbarrier\.arrive\.shared::cluster")) == cluster
 
 
+# How often exponentials of a tile are computed, and sums and maxima reduced: without terms once where bases
+# stay, and once behind a branch where one changes; with maxima, which an argmax asks for, once.
+ASKED = {(): (2, 3), ("argmax",): (1, 3)}
+
+
+@pytest.mark.parametrize("terms", ASKED)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_exponentials_are_single_instructions(name: str):
-    """One ex2 an element and no call: log2(e) is folded into its argument."""
-    config, kernel = CONFIGS[name], gemm(name)
+def test_exponentials_are_single_instructions(name: str, terms: tuple[str, ...]):
+    """No call: log2(e) is folded into an ex2's argument."""
+    config, kernel = CONFIGS[name], gemm(name, terms=terms)
     found = kernel.ptx_of(r"ex2\.\S+")
     assert found == ["ex2.approx.ftz.f32"] * len(found)
-    elements = config.accumulator_registers
-    # And one to merge two statistics: of the eight lanes that share a column, each 4, 2 and 1 of its eight,
-    # then with those of the tiles before.
+    elements = ASKED[terms][0] * config.accumulator_registers
+    # And to merge two statistics: of the eight lanes that share a column, each 4, 2 and 1 of its eight, then
+    # with those of the tiles before; or to change a base, and to merge those of four warps.
     folds = -(-config.tile_n // 32)
-    assert elements + folds < len(found) <= elements + folds * (4 + 2 + 1 + 1)
+    assert elements + folds <= len(found) <= elements + folds * (4 + 2 + 1 + 1)
     assert "call" not in kernel.ptx
 
 
+def test_a_tile_whose_bases_stay_has_one_exponential_an_element():
+    """On the path on which no branch is taken to change a base, and no maximum is found."""
+    kernel = gemm("widest")
+    elements = CONFIGS["widest"].accumulator_registers
+    branches = [each.start() for each in re.finditer(r"vote\.sync\.any", kernel.ptx)]
+    exponentials = [each.start() for each in re.finditer(r"ex2\.", kernel.ptx)]
+    maxima = [each.start() for each in re.finditer(r"max\S*\.f32", kernel.ptx)]
+    first = exponentials[0]
+    change = next(at for at in branches if at > first)
+    assert sum(at < change for at in exponentials) == elements
+    assert not [at for at in maxima if at < change]
+
+
+@pytest.mark.parametrize("terms", [(), ("entropy",)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_are_reduced_by_shuffles(name: str):
-    """A token lies in eight lanes, which halve their columns three times: of a maximum and a sum each."""
+def test_tokens_are_reduced_by_shuffles(name: str, terms: tuple[str, ...]):
+    """A token lies in eight lanes, which halve their columns three times: of two numbers, and with a maximum
+    where a base changes, or of a maximum and two sums."""
     folds = -(-CONFIGS[name].tile_n // 32)
-    assert 2 * folds < len(gemm(name).ptx_of(r"shfl\.sync\.bfly")) <= folds * (4 + 2 + 1) * 2
+    found = gemm(name, terms=terms).ptx_of(r"shfl\.sync\.bfly")
+    assert 2 * folds < len(found) <= folds * (4 + 2 + 1) * 3
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_statistics_are_in_shared_memory_where_registers_are_scarce(name: str):
-    """A thread's words of its columns: three at a run's beginning, two of each tile and two at a new base.
-    At a run's end every tile's maxima and sums are in shared memory."""
+    """A thread's words of its columns: three at a run's beginning, one of each tile and two at a new base.
+    At a run's end every tile's exponents and sums are in shared memory."""
     folds = -(-CONFIGS[name].tile_n // 32)
     stores = gemm(name).ptx_of(r"st\.shared\S*")
-    assert stores == ["st.shared.b32"] * ((7 if name == "words" else 0) + 2) * folds
+    assert stores == ["st.shared.b32"] * ((6 if name == "words" else 0) + 2) * folds
 
 
 @pytest.mark.parametrize("target_dtype", ["int64", "int32"])

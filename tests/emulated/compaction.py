@@ -3,18 +3,19 @@
 
 import functools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import cutlass.cute as cute
 import torch
-from cutlass import Float32
+from cutlass import Float32, Int32
 from torch import Tensor
 
 from cute_lce.arguments import (
     COMPUTED_ROWS,
     COPIES,
     REDUCTIONS,
+    Counters,
     LossArguments,
     Rows,
     Statistics,
@@ -28,6 +29,7 @@ from tests.emulated.compiling import compile_host
 
 IGNORED = -100
 FEW_BLOCKS = 3
+CLEARED = 40  # counters, more than a warp's lanes
 """Instead of hundreds, so that a block has many tokens of few."""
 
 
@@ -46,6 +48,7 @@ class Compaction:
         upstream: Upstream,
         statistics: Statistics,
         rows: Rows,
+        counters: Counters,
         stream,
     ):
         n = cute.size(hidden, mode=[0])
@@ -57,7 +60,8 @@ class Compaction:
                 vector(Float32, statistics.row_max, n),
                 vector(Float32, statistics.row_sum, n),
             )
-            self.gather(gather_tensors(hidden, target, rows, loss, values), stream)
+            cleared = vector(Int32, counters.address, counters.clears)
+            self.gather(gather_tensors(hidden, target, rows, loss, values, cleared), stream)
 
 
 @functools.cache
@@ -65,7 +69,7 @@ def program(target_dtype: torch.dtype, arch: str, blocks: int) -> emulator.Emula
     """blocks: the most that gather. No defaults: equal calls give one object, which a survey mutates."""
     hidden, _, target = example_operands("bfloat16", str(target_dtype).removeprefix("torch."))
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(kernels, "BLOCKS", blocks):
-        groups = (example(group) for group in (LossArguments, Upstream, Statistics, Rows))
+        groups = (example(group) for group in (LossArguments, Upstream, Statistics, Rows, Counters))
         compiled = compile_host(
             *(Compaction(), hidden, target, *groups),
             arch=arch,
@@ -123,6 +127,7 @@ class Compacted:
     hidden: Tensor
     values: Tensor
     sums: Tensor
+    counters: Tensor
 
 
 def equal(mine: Tensor, want: Tensor) -> bool:
@@ -159,10 +164,11 @@ def run(
             torch.full((tokens, d), torch.nan, dtype=what.hidden.dtype),
             torch.full((3, n), torch.nan),
             torch.full((n, d), torch.nan),
+            torch.full((CLEARED + 1,), -7, **integers),
         )
     else:
         hidden = torch.full((tokens, d), torch.nan, dtype=what.hidden.dtype)
-        found = Compacted(before.source, before.count, before.target, hidden, before.values, before.sums)
+        found = replace(before, hidden=hidden)
     dloss, row_max, row_sum = (each.clone() for each in what.values)
     spread = torch.full((max(n * stride, 1),), torch.nan)
     if stride:
@@ -171,12 +177,14 @@ def run(
         spread[0] = 3.0
     outputs = vars(found)
     addresses = {name: 0 if name in without else each.data_ptr() for name, each in outputs.items()}
+    counters = Counters(addresses.pop("counters"), CLEARED)
     rows = Rows(first=first, tokens=tokens, gathers=COPIES if before else 1, **addresses)
     program(what.target_dtype, arch, blocks).run(
         *(what.hidden, what.target, LossArguments(REDUCTIONS["none"], IGNORED)),
         Upstream(spread.data_ptr(), stride),
         Statistics(row_max.data_ptr(), row_sum.data_ptr(), 0),
         rows,
+        counters,
         seed=seed,
         extra_tensors=(spread, row_max, row_sum, *outputs.values()),
     )
@@ -186,7 +194,7 @@ def run(
 def compacted(what: Tokens) -> Compacted:
     """What Copy reads of an earlier launch, not by a kernel."""
     nothing, count = torch.empty(0), what.valid.sum().int().reshape(1)
-    return Compacted(what.order.int(), count, what.target[what.order], nothing, nothing, nothing)
+    return Compacted(what.order.int(), count, what.target[what.order], *[nothing] * 4)
 
 
 def is_right(
@@ -208,6 +216,7 @@ def is_right(
         "hidden": what.rows(first, len(found.hidden)),
         "values": values,
         "sums": sums,
+        "counters": torch.tensor([0] * CLEARED + [-7]),
     }
     for name in without:
         wanted[name] = torch.full_like(getattr(found, name), torch.nan)

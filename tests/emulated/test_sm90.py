@@ -27,7 +27,7 @@ from tests.emulated.forward import (
     sick_rows,
     sloped,
 )
-from tests.numerics import assert_close, jumping, random_case
+from tests.numerics import Case, assert_close, jumping, random_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -240,6 +240,36 @@ def test_minus_infinity_and_nan(config: str):
     well[sick] = False
     assert run.loss[~well].isnan().all()
     check(rows(clean, well), rows_of(run, well))
+
+
+def with_logits(logits: torch.Tensor, target: torch.Tensor) -> Case:
+    """Of such products, each class along a feature of its own."""
+    return Case(logits.bfloat16(), torch.eye(logits.shape[1], dtype=BF16), target)
+
+
+def test_lse_beside_an_improbable_target():
+    """Of two classes that have all probability; lse is small."""
+    logits = torch.full((60, 64), -70.0)
+    logits[:, 3:5] = -0.7
+    logits[:, 9] = -torch.arange(60.0)
+    case = with_logits(logits, torch.full((60,), 9))
+    check(case, forward(case, NARROW["pingpong"]))
+
+
+@pytest.mark.parametrize("huge", [3e9, 1e10, 1e30])
+def test_huge_logits(huge: float):
+    """Low ones count as -inf, of classes that are masked; beside high ones a row is nan or right."""
+    logits = torch.randn(48, 264, generator=torch.Generator().manual_seed(0))
+    logits[:16, 128:] = -huge
+    logits[16:32, 70] = huge
+    logits[32:, :] = -huge
+    target = torch.arange(48) % 120
+    target[24:32] = 70
+    run = forward(with_logits(logits, target), NARROW["pingpong"], window=128)
+    check(with_logits(logits[:16], target[:16]), rows_of(run, torch.arange(48) < 16))
+    assert run.loss[16:24].isnan().all()
+    assert not run.loss[24:32].any()
+    assert run.loss[32:].isnan().all()
 
 
 def test_out_of_range_target_is_nan_and_touches_nothing():

@@ -409,7 +409,8 @@ def gemms() -> list[cost.Gemm]:
         for model in range(len(row.data_sheets))
     ]
     return [
-        cost.Gemm(gpu, config, 10**11)
+        cost.Gemm(gpu, config, macs)
+        for macs in (10**11, 10**13)
         for gpu in gpus
         for config in {*gpu.row.token_configs, *gpu.row.dweight_configs}
     ]
@@ -433,7 +434,8 @@ def test_larger_gemms_take_no_less(epilogue: epilogues.Epilogue):
 def test_no_gemm_is_below_the_least():
     """Which is the bound of candidates that are not looked at."""
     for gemm in gemms():
-        for m, n, k in ((128, 1, 8), (1000, 50, 64), (50257, 8192, 512), (151936, 4096, 4096)):
+        whole = 100 * gemm.rows * gemm.clusters, 10 * gemm.columns, 4096
+        for m, n, k in ((128, 1, 8), (1000, 50, 64), (50257, 8192, 512), (151936, 4096, 4096), whole):
             for epilogue in EPILOGUES:
                 for splits in (1, 2, 5):
                     assert gemm.clocks(m, n, k, epilogue, splits) >= gemm.least(m * n * k)

@@ -81,8 +81,8 @@ class Forward:
         if self.keeps_logits:
             epilogue = KeepLogitsEpilogue(fragment, config.tile_warps, total=total)
         elif kept is None:
-            wants = SumEpilogue if suffices(terms) else ForwardEpilogue
-            epilogue = wants(fragment, config.tile_warps, total=total)
+            kind = SumEpilogue if suffices(terms) else ForwardEpilogue
+            epilogue = kind(fragment, config.tile_warps, total=total)
         else:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)
@@ -109,7 +109,8 @@ class Forward:
         stream: cuda.CUstream,
     ):
         vocab, n = cute.size(weight, mode=[0]), rows.tokens
-        clears = vector(Int32, outputs.workspace, self._cleared(grid))
+        # References zeroes the counter of a forward that keeps.
+        clears = vector(Int32, outputs.workspace, Int32(0) if self.keeps else grid.paced)
         if rows.gathers == 1:
             self.gather(gather_tensors(hidden, target, rows, loss, counters=clears), stream)
         if cutlass.const_expr(self.keeps):
@@ -174,7 +175,7 @@ class Forward:
                 own = kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum
                 self.finish(*own, total_tensors(combined), stream)
         else:
-            if cute.size(clears) != 0 and rows.gathers != 1:
+            if cute.size(clears) != 0 and rows.gathers == 0:
                 clear(clears, stream)
             if cutlass.const_expr(self.keeps_logits):
                 kept = matrix(Float16, keep.kept, n, keep.columns, keep.pitch)
@@ -182,11 +183,6 @@ class Forward:
                 notes = Notes(out, notes_of(keep.workspace, keep.columns, n), keep.columns)
                 tensors = KeepLogitsTensors(forward=tensors, keep=notes)
             self._statistics(hidden, given, weight, tensors, combined, space.progress, grid, stream)
-
-    def _cleared(self, grid: GemmPlan):
-        """How many counters of the workspace are zeroed before all else: of the GEMM's steps, if it paces. In
-        a forward that keeps References does that."""
-        return Int32(0) if self.keeps else cutlass.select_(grid.paced != 0, Int32(1), Int32(0))
 
     @cute.jit
     def _statistics(

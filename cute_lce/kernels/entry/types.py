@@ -149,7 +149,8 @@ def gather_tensors(
     values=None,
     counters: cute.Tensor | None = None,
 ) -> GatherTensors:
-    """values: dloss, row_max and row_sum (n,), if they are compacted. counters: what is zeroed."""
+    """values: dloss, row_max and row_sum (n,), if they are compacted. counters: what is zeroed; None:
+    nothing."""
     n, d = hidden.shape
     sums = None if values is None else matrix(Float32, rows.sums, n, d, d)
     if values is None:

@@ -27,9 +27,9 @@ def store_partials(
 ):
     """Store a partial of each of a run's tokens.
 
-    own: of each token that the lane owns the maximum, the sum relative to its exponential, and what terms
-    have, as in MORE_PARTS. number: of the partial. stores: whether copies may read the boxes. exp: as in
-    row_stats.merge.
+    own: of each token that the lane owns the maximum, or an exponent of two, the sum relative to its
+    exponential, and what terms have, as in MORE_PARTS. number: of the partial. stores: whether copies may
+    read the boxes. exp: as in row_stats.merge.
 
     A group's warps have rows of their own. Their numbers meet in its boxes, 4 bytes for each number, token
     and warp, and are merged in the warps' order.

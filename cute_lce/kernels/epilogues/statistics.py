@@ -33,7 +33,7 @@ from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
 IN_REGISTERS = 192
-"""Accumulators of a thread in the largest tiles whose maxima, sums and bases stay in registers."""
+"""Accumulators of a thread in the largest tiles whose tokens' numbers stay in registers."""
 WITH_TOTALS = 176
 """The same where totals do too."""
 APART = frozenset({"total", "linear_bias", "logit_scale"})
@@ -43,8 +43,9 @@ APART = frozenset({"total", "linear_bias", "logit_scale"})
 class ForwardTensors(NamedTuple):
     """Global memory that the forward's epilogue accesses, and sizes.
 
-    target (n,) int32 or int64. partials (partials, n, 2) fp32: maximum and sum of every window and group of
-    four warps. target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,)
+    target (n,) int32 or int64. partials (partials, n, 2) fp32: of every window and group of four warps
+    maximum and sum, or, of epilogues.sums, an exponent of two and the sum relative to it without the target's
+    term. target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,)
     int32: the combine kernel's counter, zeroed here; None: it has none.
     vocab: V; rows of tiles at and beyond it are masked with -inf. loss: its numbers. rows: which tokens
     these are, where terms have numbers of them.
@@ -93,8 +94,8 @@ class ForwardEpilogue:
         self, fragment: Fragment, warps: int, in_registers: int = IN_REGISTERS, *, total: bool = False
     ):
         """warps: that share a tile; their numbers in the CTA differ modulo `warps`. in_registers:
-        accumulators of a thread in the largest tiles whose maxima, sums and bases stay in registers, of
-        those with totals WITH_TOTALS at most; others' are in shared memory. total: whether it is a term."""
+        accumulators of a thread in the largest tiles whose tokens' numbers stay in registers, of those
+        with totals WITH_TOTALS at most; others' are in shared memory. total: whether it is a term."""
         self.fragment = fragment
         self.warps = warps
         if total:
@@ -116,8 +117,8 @@ class ForwardEpilogue:
         return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, staging, count))
 
     def _numbers(self, staging: Staging, i: int, count: int, kind: Any = Float32) -> cute.Tensor:
-        """The i-th of begin's three arrays of a thread, or its totals: in its registers, or its words of
-        shared memory."""
+        """The i-th of begin's three arrays of a thread, or its totals, of this kind of numbers: in its
+        registers, or its words of shared memory."""
         if not self.words:
             return cute.make_rmem_tensor(count, kind)
         thread = cute.arch.thread_idx()[0] % WARPGROUP

@@ -11,7 +11,6 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cute_lce import maths
 from cute_lce.arguments import TERMS
 from cute_lce.kernels import row_stats
-from cute_lce.kernels.epilogues.ids import visit_ids
 from cute_lce.kernels.epilogues.leaves import add_each, exponentials, fmax_each, highest
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
@@ -22,10 +21,14 @@ from cute_lce.kernels.fragment import SHARED, fold
 LEAST, MOST = 2.0**-40, 2.0**maths.HEADROOM
 """Between which a token's sum lies relative to 2^base, else the base is changed."""
 
+AT_ONCE = 4
+"""Columns that a lane owns whose sums are looked at together where registers are scarce."""
+
 
 def suffices(terms: tuple[str, ...]) -> bool:
-    """Whether the sum is all that a forward with these terms wants of a token."""
-    return not any("more_partials" in TERMS[term] for term in terms)
+    """Whether the sum is all that a forward with these terms wants of a token. Not with given ids: one of
+    these may have nearly all probability, and none is to exceed 1."""
+    return not any("more_partials" in TERMS[term] or term == "topk" for term in terms)
 
 
 class SumState(NamedTuple):
@@ -61,7 +64,7 @@ class SumEpilogue(ForwardEpilogue):
         for slab in cutlass.range_constexpr(fragment.slabs):
             own = targets(fragment, tensors.target, column, slab, Int32(0), tensors.vocab)
             for i in cutlass.range_constexpr(fragment.owned):
-                # A sum of what is no token's never asks for another base.
+                # Sums of what is no token's, which begin at 1, seldom ask for another base.
                 _, exists = fragment.owned_column(column, slab, i, n)
                 row_sum[slab * fragment.owned + i] = Float32(
                     cutlass.select_(exists, Float32(0.0), Float32(1.0))
@@ -84,10 +87,10 @@ class SumEpilogue(ForwardEpilogue):
         self.to_logits(tensors, state, frag, row, column, slab)
         if row + self.fragment.rows[-1] >= tensors.vocab:
             mask_beyond(self.fragment, frag, row, tensors.vocab)
-        if cutlass.const_expr("topk" in tensors.loss.terms):
-            visit_ids(tensors, self.fragment, frag, row, column, slab, adds=False)
         self._take_targets(tensors, state, frag, row, column, slab)
-        self._add(state, frag, slab)
+        every, step = range(self.fragment.owned), AT_ONCE if self.words else self.fragment.owned
+        for first in cutlass.range_constexpr(0, self.fragment.owned, step):
+            self._add(state, frag, slab, every[first : first + step])
 
     @cute.jit
     def _take_targets(
@@ -112,28 +115,34 @@ class SumEpilogue(ForwardEpilogue):
                     )
 
     @cute.jit
-    def _add(self, state: SumState, frag: cute.Tensor, slab: cutlass.Constexpr[int]):
-        """Add a fragment's exponentials to the sums."""
+    def _add(
+        self,
+        state: SumState,
+        frag: cute.Tensor,
+        slab: cutlass.Constexpr[int],
+        owned: cutlass.Constexpr[range],
+    ):
+        """Add a fragment's exponentials, of the columns `owned` by lanes, to the sums."""
         fragment = self.fragment
         terms = cute.make_rmem_tensor(fragment.owned, Float32)
-        self._sum(state, frag, terms, slab)
+        self._sum(state, frag, terms, slab, owned)
         strays = Boolean(False)
-        for i in cutlass.range_constexpr(fragment.owned):
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
             strays = strays | _strays(state.row_sum[slab * fragment.owned + i] + terms[i])
         if cute.arch.vote_any_sync(strays):
-            for i in cutlass.range_constexpr(fragment.owned):
+            for i in cutlass.range_constexpr(owned.start, owned.stop):
                 own = slab * fragment.owned + i
                 (most,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
                 if _strays(state.row_sum[own] + terms[i]):
                     _change_base(state, own, most)
-            self._sum(state, frag, terms, slab)
-        for i in cutlass.range_constexpr(fragment.owned):
+            self._sum(state, frag, terms, slab, owned)
+        for i in cutlass.range_constexpr(owned.start, owned.stop):
             state.row_sum[slab * fragment.owned + i] += terms[i]
 
-    def _sum(self, state: SumState, frag: cute.Tensor, terms: cute.Tensor, slab: int):
+    def _sum(self, state: SumState, frag: cute.Tensor, terms: cute.Tensor, slab: int, owned: range):
         """terms (owned,): the sums of a fragment's exponentials."""
         fragment = self.fragment
-        for i in range(fragment.owned):
+        for i in owned:
             base = state.base[slab * fragment.owned + i]
             leaf = functools.partial(exponentials, fragment, frag, base, SHARED * i, in_place=False)
             (terms[i],) = fold(leaf, add_each)
@@ -171,8 +180,10 @@ def _change_base(state: SumState, own: cutlass.Constexpr[int], most: Float32):
         cute.math.floor(most * Float32(maths.LOG2_E)),
         base + cute.math.floor(cute.math.log2(row_sum, fastmath=True)),
     )
-    # Of a sum of nothing, and of logits that are all -inf.
-    if row_sum != 0:
-        state.row_sum[own] = row_sum * row_stats.exp2(base - changed)
-    if changed > -Float32.inf:
+    # Logits far below are as -inf; of some far above, or of +inf, the row becomes nan.
+    if changed > -maths.FARTHEST:
+        # A sum of nothing has any base, perhaps one so far that the factor is inf.
+        moved = row_sum * row_stats.exp2(base - changed)
+        moved = Float32(cutlass.select_(row_sum == 0, row_sum, moved))
+        state.row_sum[own] = Float32(cutlass.select_(changed >= maths.FARTHEST, Float32.nan, moved))
         state.base[own] = changed

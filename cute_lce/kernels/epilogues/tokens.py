@@ -50,7 +50,8 @@ def has_target(
     own: targets of the tokens that this lane owns in a slab. owned: which of these tokens; None: all.
     """
     first = first_row_of_warp(row)
-    # A warp has 16 rows from each of these; their sums, of which the last may be too many, cost nothing.
+    # A warp has 16 rows from each of these. The mask also accepts sums of them, such as 192 = 64 + 128: what
+    # follows compares exactly.
     blocks = functools.reduce(operator.or_, fragment.rows[::2])
     found = Boolean(False)
     for i in range(fragment.owned) if owned is None else owned:
