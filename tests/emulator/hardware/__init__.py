@@ -1,1 +1,1 @@
-"""Our own kernels, their inputs and an H100's outputs: what the emulator is compared with."""
+"""Our own kernels, their inputs and the outputs of an H100 or H200: what the emulator is compared with."""

@@ -1,5 +1,5 @@
-"""What is run on an H100 and on the emulator: each case's kernel, inputs, and how closely the results must
-agree.
+"""What is run on a Hopper GPU and on the emulator: each case's kernel, inputs, and how closely the results
+must agree.
 
 Data movement and integers agree bit for bit. Sums of the tensor cores differ by the order and rounding of
 fp32 accumulation. The approximate functions differ by the error that the PTX ISA documents for each.
