@@ -128,12 +128,9 @@ DELAYED_TOKENS = 1024
 stripes that fit L2, wait for one another: DataSheet.delay clocks a tile at 0 tokens, falling linearly."""
 
 
-WARM = 0.6
-"""`heat` from which on DataSheet.load_heat counts in full, below in proportion."""
-LOADED = 42
-"""Bytes that an SM loads from L2 in a clock of MMAs with which these take their time without load_heat. Back
-to back on an H200, 208 columns, with 36 bytes, took 0.96 to 0.99 of the time of 144, with 44, in the forwards
-of h200_wide.json."""
+WARM, LOADED = 0.6, 42
+"""`heat` from which on DataSheet.load_heat counts in full, below in proportion; and bytes that an SM loads
+from L2 in a clock of MMAs with which it counts nothing (tuning/h200_wide.json)."""
 
 
 def heat(macs: int) -> float:

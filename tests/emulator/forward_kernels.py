@@ -54,7 +54,7 @@ def _subject(name: str, config) -> Subject:
 
 
 def _statistics_are_right(config) -> Callable[[Emulated, int], bool]:
-    """Of rows that stray, confident ones, targets out of range or of -inf, and shards."""
+    """Of rows that stray, confident ones, classes of -inf, and targets out of range."""
     from tests.emulated import forward as asks
     from tests.numerics import random_case
 
