@@ -25,7 +25,7 @@ from cute_lce.kernels.epilogues.leaves import (
 )
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.store import Staging
-from cute_lce.kernels.epilogues.tokens import has_target, mask_beyond, store_targets, targets
+from cute_lce.kernels.epilogues.tokens import catch_targets, mask_beyond, targets
 from cute_lce.kernels.fragment import SHARED, Fragment, fold
 from cute_lce.kernels.logits import has_own_logits, of_classes, tile_logits
 from cute_lce.kernels.row_stats import fma
@@ -381,10 +381,7 @@ class ForwardEpilogue:
         fragment = self.fragment
         # Read again for every tile: registers are scarcer than loads.
         own = targets(fragment, tensors.target, column, slab, Int32(0), tensors.vocab)
-        if has_target(fragment, own, row):
-            for i in cutlass.range_constexpr(fragment.owned):
-                if has_target(fragment, own, row, range(i, i + 1)):
-                    store_targets(fragment, tensors.target_logit, frag, own[i], row, column, slab, i)
+        catch_targets(fragment, tensors.target_logit, frag, own, row, column, slab)
         if cutlass.const_expr("topk" in tensors.loss.terms):
             visit_ids(tensors, fragment, frag, row, column, slab, adds=False)
 

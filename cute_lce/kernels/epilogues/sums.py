@@ -15,7 +15,7 @@ from cute_lce.kernels.epilogues.leaves import add_each, exponentials, fmax_each,
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.epilogues.store import Staging
-from cute_lce.kernels.epilogues.tokens import has_target, mask_beyond, store_targets, targets
+from cute_lce.kernels.epilogues.tokens import catch_targets, mask_beyond, targets
 from cute_lce.kernels.fragment import SHARED, fold
 
 LEAST, MOST = 2.0**-40, 2.0**maths.HEADROOM
@@ -87,32 +87,14 @@ class SumEpilogue(ForwardEpilogue):
         self.to_logits(tensors, state, frag, row, column, slab)
         if row + self.fragment.rows[-1] >= tensors.vocab:
             mask_beyond(self.fragment, frag, row, tensors.vocab)
-        self._take_targets(tensors, state, frag, row, column, slab)
-        every, step = range(self.fragment.owned), AT_ONCE if self.words else self.fragment.owned
-        for first in cutlass.range_constexpr(0, self.fragment.owned, step):
-            self._add(state, frag, slab, every[first : first + step])
-
-    @cute.jit
-    def _take_targets(
-        self,
-        tensors: ForwardTensors,
-        state: SumState,
-        frag: cute.Tensor,
-        row: Int32,
-        column: Int32,
-        slab: cutlass.Constexpr[int],
-    ):
-        """The targets' logits in the fragment are stored, and become -inf."""
-        fragment = self.fragment
-        own = cute.make_rmem_tensor(fragment.owned, Int32)
-        for i in cutlass.range_constexpr(fragment.owned):
-            own[i] = state.target[slab * fragment.owned + i]
-        if has_target(fragment, own, row):
-            for i in cutlass.range_constexpr(fragment.owned):
-                if has_target(fragment, own, row, range(i, i + 1)):
-                    store_targets(
-                        *(fragment, tensors.target_logit, frag, own[i], row, column, slab, i), takes=True
-                    )
+        owned = self.fragment.owned
+        target = cute.make_rmem_tensor(owned, Int32)
+        for i in cutlass.range_constexpr(owned):
+            target[i] = state.target[slab * owned + i]
+        catch_targets(self.fragment, tensors.target_logit, frag, target, row, column, slab, takes=True)
+        step = AT_ONCE if self.words else owned
+        for first in cutlass.range_constexpr(0, owned, step):
+            self._add(state, frag, slab, range(owned)[first : first + step])
 
     @cute.jit
     def _add(

@@ -61,7 +61,26 @@ def has_target(
 
 
 @cute.jit
-def store_targets(
+def catch_targets(
+    fragment: cutlass.Constexpr[Fragment],
+    target_logit: cute.Tensor,
+    frag: cute.Tensor,  # (rows, cols) fp32
+    own: cute.Tensor,
+    row: Int32,
+    column: Int32,
+    slab: cutlass.Constexpr[int],
+    takes: cutlass.Constexpr[bool] = False,
+):
+    """Store the targets' logits that are in a slab's fragment. own: targets of the tokens that this lane owns
+    in it. takes: whether they become -inf."""
+    if has_target(fragment, own, row):
+        for i in cutlass.range_constexpr(fragment.owned):
+            if has_target(fragment, own, row, range(i, i + 1)):
+                _store_targets(fragment, target_logit, frag, own[i], row, column, slab, i, takes)
+
+
+@cute.jit
+def _store_targets(
     fragment: cutlass.Constexpr[Fragment],
     target_logit: cute.Tensor,
     frag: cute.Tensor,  # (rows, cols) fp32
@@ -70,10 +89,9 @@ def store_targets(
     column: Int32,
     slab: cutlass.Constexpr[int],
     i: cutlass.Constexpr[int],
-    takes: cutlass.Constexpr[bool] = False,
+    takes: cutlass.Constexpr[bool],
 ):
-    """Store the targets' logits of a slab's i-th 32 columns. own: the target of the lane's token there.
-    takes: whether they become -inf."""
+    """The same of a slab's i-th 32 columns. own: the target of the lane's token there."""
     for c in fragment.shared(i):
         target = spread(own, c)
         for r in cutlass.range_constexpr(len(fragment.rows)):
