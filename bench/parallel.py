@@ -51,7 +51,7 @@ from cute_lce.commands.terminal import new_file
 from cute_lce.measure import records
 from cute_lce.measure.timing import FLUSH_BYTES, peak_extra_bytes, relative_rms, synchronize
 from cute_lce.parallel import tensor
-from cute_lce.parallel.collectives import Begun
+from cute_lce.parallel.collectives import Begun, gather
 
 Meet = Callable[[], object]
 """Waits for all ranks, on the host: a GPU that waits in a collective is not idle."""
@@ -64,6 +64,8 @@ KEYS = (
 CASES = {
     "alone": "the whole call on one GPU, the others idle; each in turn",
     "each": "the whole call on every GPU at once, without collectives, as under DDP's no_sync",
+    "shard": "a shard of the vocabulary on every GPU at once, without collectives",
+    "shard_meet": "the same, and a gather of three numbers of every token between forward and backward",
     "tp": "the vocabulary in shards",
     "tp_serial": "the same, where dweight waits for dinput's sum over the ranks",
     "tp_partial": "the same, without dinput's sum over the ranks",
@@ -121,9 +123,17 @@ class Step:
         # How many times the ranks meet for it: each runs it while the others are idle, or all at once.
         self.turns = ranks if self.is_alone else 1
         options: dict[str, Any] = {}
-        hidden, weight = whole.hidden, whole.weight
-        if case.startswith("tp"):
+        hidden, weight, target = whole.hidden, whole.weight, whole.target
+        if case.startswith(("tp", "shard")):
             weight = weight.chunk(ranks)[rank]
+        if case.startswith("shard"):
+            target = target % len(weight)
+        # Gathered before the backward: what waits for the slowest rank there.
+        self.gathered = (
+            weight.new_zeros(3 * len(hidden), dtype=torch.float32) if case == "shard_meet" else None
+        )
+        self.group = group
+        if case.startswith("tp"):
             options["tp_group"], options["sm_margin"] = group, setting.sm_margin
         if case == "tp_sequence":
             hidden = hidden.chunk(ranks)[rank]
@@ -132,7 +142,7 @@ class Step:
             options["grad_input"] = "partial"
         self.hidden = hidden.clone().requires_grad_(not case.endswith("forward"))
         self.weight = weight.clone().requires_grad_(not case.endswith("forward"))
-        self.target = whole.target
+        self.target = target
         self.upstream = whole.upstream if setting.reduction == "none" else None
         self.run = partial(
             linear_cross_entropy,
@@ -144,6 +154,8 @@ class Step:
 
     def loss_and_gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         loss = self.run(self.hidden, self.weight, self.target)
+        if self.gathered is not None:
+            gather(self.gathered, self.group)
         if loss.requires_grad:
             loss.backward(self.upstream)
         gradients = self.hidden.grad, self.weight.grad
@@ -245,7 +257,7 @@ class _Mark:
 def hidden_share(step: Step, device: torch.device) -> float | None:
     """The part of the time of the collectives of dinput's sum in which another kernel runs on this rank's
     GPU; None: there are none, or no GPU."""
-    if device.type != "cuda" or step.case in ("alone", "each"):
+    if device.type != "cuda" or not step.case.startswith("tp"):
         return None
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
@@ -364,7 +376,7 @@ def _efficiency(case: str, times: Tensor, alone: Tensor) -> float:
     """Per GPU, of times by rank and repetition. alone: those of the whole call."""
     if case == "each":
         return float((alone.quantile(0.5, dim=1) / times.quantile(0.5, dim=1)).min())
-    shared = times.shape[0] if case.startswith("tp") else 1
+    shared = times.shape[0] if case.startswith(("tp", "shard")) else 1
     of_case = _of_ranks(times, is_alone=case.startswith("alone"))
     return statistics.median(_of_ranks(alone, is_alone=True)) / (shared * statistics.median(of_case))
 
