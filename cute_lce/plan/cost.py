@@ -126,11 +126,10 @@ predicted without it; an H200's took 1.06 to 1.08, and others there 0.91 to 1.00
 DELAYED_TOKENS = 1024
 """Tokens below which dlinear_weight's clusters with tiles of 128 x 128, which pace (gemm.loads_much) but in
 stripes that fit L2, wait for one another: DataSheet.delay clocks a tile at 0 tokens, falling linearly."""
-
-
-WARM, LOADED = 0.6, 42
-"""`heat` from which on DataSheet.load_heat counts in full, below in proportion; and bytes that an SM loads
-from L2 in a clock of MMAs with which it counts nothing (tuning/h200_wide.json)."""
+WARM, LOADED, HEATING_TOKENS = 0.6, 42, 4000
+"""`heat` from which on DataSheet.load_heat counts in full, below in proportion; bytes that an SM loads from
+L2 in a clock of MMAs with which it counts nothing (tuning/h200_wide.json); and the fewest tokens with which
+it counts: of 450 to 1600, tiles that load less took up to 2% longer in turn with cuBLAS."""
 
 
 def heat(macs: int) -> float:
@@ -198,7 +197,7 @@ class Gemm:
         self._delay = sheet.delay if config.turns > 1 and loads_much(config) else 0.0
         # Of its MMAs' clocks, what loads add in a forward that keeps nothing.
         self._load_heat = sheet.load_heat * min(heat(macs) / WARM, 1.0) * (loaded / multiplied - LOADED)
-        self._tiles: dict[tuple[int, Epilogue, int, float], float] = {}
+        self._tiles: dict[tuple[int, Epilogue, int, float, bool], float] = {}
 
     def clocks(self, m: int, n: int, k: int, epilogue: Epilogue, splits: int = 1) -> int:
         """Clocks of a GEMM on the busiest cluster, without its launch. splits: of k."""
@@ -214,7 +213,7 @@ class Gemm:
         depth = -(-k // splits)
         share = self._share(n, depth, epilogue, rounds)
         tile, depth = self.tile(depth, epilogue, share=share), self._depth(depth)
-        mma, l2 = self._multiplied(depth, epilogue), self._l2(depth, epilogue) * share
+        mma, l2 = self._multiplied(depth), self._l2(depth, epilogue) * share
         bound = "MMAs" if mma >= l2 else "L2"
         if tile > _longer(mma, l2) + self._between(depth, epilogue) and not self._exposes:
             bound = "epilogues"
@@ -228,13 +227,15 @@ class Gemm:
         loaded = min(self._loaded.values()) * (1 - self._few)
         return macs * max(self._mma * min(1 + self._load_heat, 1.0), loaded) / per_tile
 
-    def tile(self, depth: int, epilogue: Epilogue, sharing: int = 0, share: float = 1.0) -> float:
+    def tile(
+        self, depth: int, epilogue: Epilogue, sharing: int = 0, share: float = 1.0, *, heats: bool = False
+    ) -> float:
         """Clocks between a cluster's tiles of this depth. sharing: of a forward's, columns of tiles that read
-        a row of the weight before it leaves L2; 0: what L2 misses is not looked at. share: of L2's clocks."""
-        key = depth, epilogue, sharing, share
+        a row of the weight before it leaves L2; 0: L2 has all. share: of L2's clocks. heats: by load_heat."""
+        key = depth, epilogue, sharing, share, heats
         found = self._tiles.get(key)
         if found is None:
-            found = self._tiles[key] = self._tile(depth, epilogue, sharing, share)
+            found = self._tiles[key] = self._tile(*key)
         return found
 
     def _share(self, n: int, depth: int, epilogue: Epilogue, rounds: int) -> float:
@@ -250,14 +251,14 @@ class Gemm:
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
-        return self.tile(d, epilogue, self.group(d, columns))
+        return self.tile(d, epilogue, self.group(d, columns), heats=columns * self.columns >= HEATING_TOKENS)
 
-    def _tile(self, depth: int, epilogue: Epilogue, sharing: int, share: float) -> float:
+    def _tile(self, depth: int, epilogue: Epilogue, sharing: int, share: float, heats: bool) -> float:
         config, depth = self.config, self._depth(depth)
         l2 = self._l2(depth, epilogue) * share
         if sharing:
             l2 += depth * self._loaded[self._rate_of(epilogue)] * self._missed / sharing
-        tile = _longer(self._multiplied(depth, epilogue), l2)
+        tile = _longer(self._multiplied(depth, heats and epilogue is STATISTICS), l2)
         scarce = config.accumulator_registers > epilogue.registers
         # In turns: for each logit of a thread, one a column in tiles of 128 rows.
         own = config.accumulator_registers if config.turns > 1 else config.tile_n
@@ -267,9 +268,9 @@ class Gemm:
             return max(tile, (tile + own) / 2)
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
 
-    def _multiplied(self, depth: int, epilogue: Epilogue) -> float:
+    def _multiplied(self, depth: int, heats: bool = False) -> float:
         """Clocks of a tile's MMAs. depth: whole k tiles."""
-        return depth * self._mma * (1 + self._load_heat * (epilogue is STATISTICS))
+        return depth * self._mma * (1 + self._load_heat * heats)
 
     def _between(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile in turns of a forward, or of dlinear_weight, in which no MMA runs."""

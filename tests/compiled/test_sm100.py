@@ -5,7 +5,6 @@ python -m tests.compiled.test_sm100     prints registers and what the epilogue i
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -155,14 +154,11 @@ def test_configs_that_no_kernel_has_are_refused(change: dict, named: str):
 
 def tile_loop(sass: str) -> Counter:
     """(opcode -> instructions) of the epilogue's loop over tiles, without the blocks that it jumps over where
-    no row lies beyond the vocabulary and no token's target is in the slab. Of two alternatives it takes the
-    first, behind which a jump leads over the other."""
+    no row lies beyond the vocabulary and no token's target is in the slab."""
     found = (
-        re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\w+ )?\s*(\S+)(.*)", line) for line in sass.split("\n")
+        re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*)", line) for line in sass.split("\n")
     )
-    matches = [m for m in found if m]
-    lines = [(int(m[1], 16), m[3], m[4]) for m in matches]
-    conditional = {int(m[1], 16) for m in matches if m[2] or "P" in m[4]}
+    lines = [(int(m[1], 16), m[2], m[3]) for m in found if m]
     loads = [at for at, op, _ in lines if op.startswith("LDTM")]
     jumps = [
         (at, int(to[1], 16))
@@ -173,10 +169,7 @@ def tile_loop(sass: str) -> Counter:
     start, end = min(
         ((to, at) for at, to in jumps if to < loads[0] and loads[-1] < at), key=lambda x: x[1] - x[0]
     )
-    addresses = [at for at, _, _ in lines]
-    always = {at for at, op, rest in lines if op.startswith("BRA") and at not in conditional}
-    others = {after for at, after in itertools.pairwise(addresses) if at in always}
-    skipped = [(at, to) for at, to in jumps if start <= at < to <= end and (at in always or to not in others)]
+    skipped = [(at, to) for at, to in jumps if start <= at < to <= end]
     body = [
         op for at, op, _ in lines if start <= at <= end and not any(jump < at < to for jump, to in skipped)
     ]

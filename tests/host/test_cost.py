@@ -303,6 +303,33 @@ def test_chosen_forwards_of_long_calls_are_nearly_the_fastest_back_to_back():
         assert some[chosen]["sustained_ms"] <= 1.01 * min(row["sustained_ms"] for row in some.values())
 
 
+def test_what_is_loaded_heats_where_tokens_are_many(monkeypatch):
+    """Of an H200's forwards that find no maximum, from HEATING_TOKENS on: tiles that load little take fewer
+    clocks, others more."""
+    gpu, many = gpu_named("H200"), cost.HEATING_TOKENS
+    wide, narrow = (
+        next(each for each in forward.configs_for(gpu, many, False, 0) if each.tile_n == columns)
+        for columns in (208, 96)
+    )
+
+    def clocks(config: KernelConfig, tokens: int, epilogue: epilogues.Epilogue) -> float:
+        gemm = cost.Gemm(gpu, config, 10**13)
+        return gemm.of_forward(4096, epilogue, tokens // gemm.columns)
+
+    cases = [
+        (config, tokens, epilogue)
+        for epilogue in (epilogues.STATISTICS, epilogues.EXPONENTIALS)
+        for tokens in (many + 300, many - 300)
+        for config in (wide, narrow)
+    ]
+    found = [clocks(*case) for case in cases]
+    monkeypatch.setattr(cost, "HEATING_TOKENS", 10**9)
+    ratios = [one / clocks(*case) for one, case in zip(found, cases, strict=True)]
+    assert ratios[0] < 0.995
+    assert ratios[1] > 1.005
+    assert ratios[2:] == [1.0] * 6
+
+
 def test_forwards_of_few_features_are_predicted():
     """In tiles whose epilogue's clocks were fitted, within 18%, and 80% of them within 10%."""
     gpu = gpu_named("H200")

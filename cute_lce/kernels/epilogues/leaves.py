@@ -80,7 +80,7 @@ def add_each(*both: Float32):
 def exponentials(
     fragment: Fragment,
     frag: cute.Tensor,
-    base: Float32 | None,
+    base: Float32,
     first: int,
     j: int,
     *,
@@ -95,16 +95,15 @@ def exponentials(
     row; with `gaps` also that of (x - above) 2^x, with `squares` of (SQUARED 2^x)^2, with `of` of x times the
     rows' weights.
 
-    base, above: of the column that this lane owns among the 32 with elements first, first + 1, ...; None: 0
-    of all.
+    base, above: of the column that this lane owns among the 32 with elements first, first + 1, ...;
+    above None: 0.
     in_place: whether the exponentials replace the fragment's elements; with `slopes`, by j, times what these
     are for z, which is not in the sums.
     """
     c, several = first + j, 1 + gaps + squares + (of is not None)
     if c >= fragment.count:
         return (Float32(0.0),) * several
-    base = Float32(0.0) if base is None else spread(base, j)
-    above = None if above is None else spread(above, j)
+    base, above = spread(base, j), None if above is None else spread(above, j)
     slope = None if slopes is None else slopes(j)
     sums: list[list] = [[] for _ in range(several)]
     for r in range(len(fragment.rows)):

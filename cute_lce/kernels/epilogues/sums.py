@@ -33,13 +33,11 @@ def suffices(terms: tuple[str, ...]) -> bool:
 
 class SumState(NamedTuple):
     """For each token that a lane owns: the sum of the exponentials that its warp has seen in this run, but
-    for the target's, relative to 2^base, with an integer base; and its target, as in epilogues.tokens.
-    moved (1,): whether a base of the warp's is not 0."""
+    for the target's, relative to 2^base, with an integer base; and its target, as in epilogues.tokens."""
 
     row_sum: cute.Tensor
     base: cute.Tensor
     target: cute.Tensor
-    moved: cute.Tensor
 
 
 class SumEpilogue(ForwardEpilogue):
@@ -47,8 +45,7 @@ class SumEpilogue(ForwardEpilogue):
 
     No maximum is looked for: exponentials are relative to 2^0 until a token's sum lies too far from it. Then
     they are computed again, relative to the tile's maximum. What a token's base is depends on nothing but
-    its logits. Bases are seldom other than 0, so lanes exchange them only where a warp has such a one: the
-    exchanges are 6% of a tile's instructions.
+    its logits.
     """
 
     @cute.jit
@@ -73,9 +70,7 @@ class SumEpilogue(ForwardEpilogue):
                     cutlass.select_(exists, Float32(0.0), Float32(1.0))
                 )
                 target[slab * fragment.owned + i] = own[i]
-        moved = cute.make_rmem_tensor(1, Int32)
-        moved[0] = Int32(0)
-        return SumState(row_sum, base, target, moved)
+        return SumState(row_sum, base, target)
 
     @cute.jit
     def visit(
@@ -112,10 +107,7 @@ class SumEpilogue(ForwardEpilogue):
         """Add a fragment's exponentials, of the columns `owned` by lanes, to the sums."""
         fragment = self.fragment
         terms = cute.make_rmem_tensor(fragment.owned, Float32)
-        if state.moved[0] == 0:
-            self._sum(state, frag, terms, slab, owned, moved=False)
-        else:
-            self._sum(state, frag, terms, slab, owned, moved=True)
+        self._sum(state, frag, terms, slab, owned)
         strays = Boolean(False)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             strays = strays | _strays(state.row_sum[slab * fragment.owned + i] + terms[i])
@@ -125,18 +117,15 @@ class SumEpilogue(ForwardEpilogue):
                 (most,) = fold(functools.partial(highest, fragment, frag, SHARED * i), fmax_each)
                 if _strays(state.row_sum[own] + terms[i]):
                     _change_base(state, own, most)
-            state.moved[0] = Int32(1)
-            self._sum(state, frag, terms, slab, owned, moved=True)
+            self._sum(state, frag, terms, slab, owned)
         for i in cutlass.range_constexpr(owned.start, owned.stop):
             state.row_sum[slab * fragment.owned + i] += terms[i]
 
-    def _sum(
-        self, state: SumState, frag: cute.Tensor, terms: cute.Tensor, slab: int, owned: range, *, moved: bool
-    ):
-        """terms (owned,): the sums of a fragment's exponentials. moved: whether a base may not be 0."""
+    def _sum(self, state: SumState, frag: cute.Tensor, terms: cute.Tensor, slab: int, owned: range):
+        """terms (owned,): the sums of a fragment's exponentials."""
         fragment = self.fragment
         for i in owned:
-            base = state.base[slab * fragment.owned + i] if moved else None
+            base = state.base[slab * fragment.owned + i]
             leaf = functools.partial(exponentials, fragment, frag, base, SHARED * i, in_place=False)
             (terms[i],) = fold(leaf, add_each)
 
