@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_lce.arch import architecture
-from cute_lce.kernels.epilogues.statistics import IN_REGISTERS
+from cute_lce.kernels.epilogues.logits import IN_REGISTERS
 from tests.device import tile_of
 from tests.emulated.forward import (
     BF16,

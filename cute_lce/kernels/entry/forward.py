@@ -37,7 +37,8 @@ from cute_lce.kernels.entry.types import (
 )
 from cute_lce.kernels.epilogues.keep import KeepEpilogue, KeepForwardTensors, is_plain
 from cute_lce.kernels.epilogues.keep_logits import KeepLogitsEpilogue, KeepLogitsTensors
-from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
+from cute_lce.kernels.epilogues.logits import ForwardTensors
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue
 from cute_lce.kernels.epilogues.store import output
 from cute_lce.kernels.epilogues.sums import SumEpilogue, suffices
 from cute_lce.kernels.keep import Finish, KeepTensors, References

@@ -17,8 +17,9 @@ from cute_lce.kernels.epilogues.leaves import (
     greatest_bits,
     highest,
 )
+from cute_lce.kernels.epilogues.logits import ForwardTensors
 from cute_lce.kernels.epilogues.partials import store_partials
-from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState
 from cute_lce.kernels.epilogues.store import Output, Staging, store_columns
 from cute_lce.kernels.epilogues.tokens import Ignored, fill_ignored, ignored_tokens, mask_beyond
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, fold, opaque

@@ -9,7 +9,8 @@ from cutlass import Boolean, Float16, Float32, Int32
 from cute_lce.arguments import KEPT_TILE
 from cute_lce.kernels.epilogues.keep import IN_REGISTERS
 from cute_lce.kernels.epilogues.leaves import TotalOf
-from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState, ForwardTensors
+from cute_lce.kernels.epilogues.logits import ForwardTensors
+from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardState
 from cute_lce.kernels.epilogues.store import Staging, store_columns
 from cute_lce.kernels.fragment import SHARED, Fragment, first_row_of_warp, opaque, spread
 from cute_lce.kernels.kept_logits import Notes, note

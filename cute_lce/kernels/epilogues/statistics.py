@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_lce import maths
-from cute_lce.arch import WARPGROUP, WARPS
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import more_sums, row_stats
 from cute_lce.kernels.epilogues.ids import visit_ids
@@ -23,41 +22,17 @@ from cute_lce.kernels.epilogues.leaves import (
     min_each,
     sum_of,
 )
+from cute_lce.kernels.epilogues.logits import ForwardTensors, LogitsEpilogue
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.store import Staging
 from cute_lce.kernels.epilogues.tokens import catch_targets, mask_beyond, targets
-from cute_lce.kernels.fragment import SHARED, Fragment, fold
-from cute_lce.kernels.logits import has_own_logits, of_classes, tile_logits
+from cute_lce.kernels.fragment import SHARED, fold
+from cute_lce.kernels.logits import of_classes
 from cute_lce.kernels.row_stats import fma
-from cute_lce.kernels.rows import Compacted
 
 LOWEST = -3.4e38  # a base that every finite logit exceeds
-IN_REGISTERS = 192
-"""Accumulators of a thread in the largest tiles whose tokens' numbers stay in registers."""
-WITH_TOTALS = 176
-"""The same where totals do too."""
 APART = frozenset({"total", "linear_bias", "logit_scale"})
 """With no terms but these, tiles that are all in the vocabulary have code of their own; else that spills."""
-
-
-class ForwardTensors(NamedTuple):
-    """Global memory that the forward's epilogue accesses, and sizes.
-
-    target (n,) int32 or int64. partials (partials, n, 2) fp32: of every window and group of four warps
-    maximum and sum, or, of epilogues.sums, an exponent of two and the sum relative to it without the target's
-    term. target_logit (n,) fp32: written for tokens whose target lies in [0, vocab). arrived (1,)
-    int32: the combine kernel's counter, zeroed here; None: it has none.
-    vocab: V; rows of tiles at and beyond it are masked with -inf. loss: its numbers. rows: which tokens
-    these are, where terms have numbers of them.
-    """
-
-    target: cute.Tensor
-    partials: cute.Tensor
-    target_logit: cute.Tensor
-    arrived: Any
-    vocab: Int32
-    loss: LossArguments
-    rows: Compacted | None = None
 
 
 class ForwardState(NamedTuple):
@@ -80,28 +55,11 @@ class ForwardState(NamedTuple):
     argmax: Any = None
 
 
-class ForwardEpilogue:
+class ForwardEpilogue(LogitsEpilogue):
     """Row statistics of the logits, and the target's logit.
 
     The warps of a group have one partial: of their rows of its tiles of a window.
     """
-
-    stores = False
-    streams = True
-    scarce_registers = True
-
-    def __init__(
-        self, fragment: Fragment, warps: int, in_registers: int = IN_REGISTERS, *, total: bool = False
-    ):
-        """warps: that share a tile; their numbers in the CTA differ modulo `warps`. in_registers:
-        accumulators of a thread in the largest tiles whose tokens' numbers stay in registers, of those
-        with totals WITH_TOTALS at most; others' are in shared memory. total: whether it is a term."""
-        self.fragment = fragment
-        self.warps = warps
-        if total:
-            in_registers = min(in_registers, WITH_TOTALS)
-        arrays, registers = 4 if total else 3, len(fragment.rows) * fragment.count
-        self.words = arrays * fragment.slabs * fragment.owned if registers > in_registers else 0
 
     @cute.jit
     def begin(self, tensors: ForwardTensors, column: Int32, staging: Staging) -> ForwardState:
@@ -115,16 +73,6 @@ class ForwardEpilogue:
         row_sum.fill(0.0)
         base.fill(LOWEST)
         return ForwardState(row_max, row_sum, base, *self._more(tensors.loss, staging, count))
-
-    def _numbers(self, staging: Staging, i: int, count: int, kind: Any = Float32) -> cute.Tensor:
-        """The i-th of begin's three arrays of a thread, or its totals, of this kind of numbers: in its
-        registers, or its words of shared memory."""
-        if not self.words:
-            return cute.make_rmem_tensor(count, kind)
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        address = staging.words + 4 * (WARPGROUP * count * i + thread)
-        words = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4)
-        return cute.make_tensor(words, cute.make_layout(count, stride=WARPGROUP))
 
     def _more(self, loss: LossArguments, staging: Staging, count: int) -> list:
         """gap, squares, total, seen, logits and argmax of ForwardState, zeros."""
@@ -344,31 +292,6 @@ class ForwardEpilogue:
         self.catch(tensors, frag, row, column, slab)
 
     @cute.jit
-    def to_logits(
-        self,
-        tensors: ForwardTensors,
-        state: Any,  # ForwardState, or what else has row_sum
-        frag: cute.Tensor,
-        row: Int32,
-        column: Int32,
-        slab: cutlass.Constexpr[int],
-    ):
-        fragment = self.fragment
-        if cutlass.const_expr(has_own_logits(tensors.loss)):
-            # Of the slab before, whose exponentials would otherwise be computed beside these logits.
-            before = state.row_sum[(slab * fragment.owned - 1) % cute.size(state.row_sum)]
-            own = tile_logits(tensors, row, tensors.vocab - 1, column, slab, fragment, before)
-            for columns in own.together(fragment.count):
-                own.apply(frag, columns)
-                if cutlass.const_expr(own.row_scale is not None):
-                    for c in cutlass.range_constexpr(columns.start, columns.stop):
-                        scale = own.scale(c)
-                        for r in cutlass.range_constexpr(len(fragment.rows)):
-                            frag[r, c] = frag[r, c] * scale
-        else:
-            row_stats.to_logits(frag, tensors.loss)
-
-    @cute.jit
     def catch(
         self,
         tensors: ForwardTensors,
@@ -409,10 +332,6 @@ class ForwardEpilogue:
             ):
                 own[part, i] = each
         store_partials(tensors, staging, own, column, self.number(partial), self.fragment, stores)
-
-    def number(self, partial: Int32) -> Int32:
-        """Of this group of warps' partial."""
-        return partial * (self.warps // WARPS) + cute.arch.warp_idx() % self.warps // WARPS
 
     def _of_terms(self, state: ForwardState, own: int, exponent: Float32, one: Float32) -> list[Float32]:
         """What terms have (MORE_PARTS): the sums of gaps row_max - z and of squares, relative to exp(row_max)

@@ -12,8 +12,8 @@ from cute_lce import maths
 from cute_lce.arguments import TERMS
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.leaves import add_each, exponentials, fmax_each, highest
+from cute_lce.kernels.epilogues.logits import ForwardTensors, LogitsEpilogue
 from cute_lce.kernels.epilogues.partials import store_partials
-from cute_lce.kernels.epilogues.statistics import ForwardEpilogue, ForwardTensors
 from cute_lce.kernels.epilogues.store import Staging
 from cute_lce.kernels.epilogues.tokens import catch_targets, mask_beyond, targets
 from cute_lce.kernels.fragment import SHARED, fold
@@ -40,7 +40,7 @@ class SumState(NamedTuple):
     target: cute.Tensor
 
 
-class SumEpilogue(ForwardEpilogue):
+class SumEpilogue(LogitsEpilogue):
     """Sums of exponentials, and the target's logit, whose exponential the combine kernel adds.
 
     No maximum is looked for: exponentials are relative to 2^0 until a token's sum lies too far from it. Then
