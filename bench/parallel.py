@@ -124,15 +124,14 @@ class Step:
         self.turns = ranks if self.is_alone else 1
         options: dict[str, Any] = {}
         hidden, weight, target = whole.hidden, whole.weight, whole.target
-        if case.startswith(("tp", "shard")):
+        if _is_sharded(case):
             weight = weight.chunk(ranks)[rank]
         if case.startswith("shard"):
             target = target % len(weight)
-        # Gathered before the backward: what waits for the slowest rank there.
-        self.gathered = (
-            weight.new_zeros(3 * len(hidden), dtype=torch.float32) if case == "shard_meet" else None
-        )
-        self.group = group
+        # What waits for the slowest rank between the passes.
+        self.between: Callable[[], object] | None = None
+        if case == "shard_meet":
+            self.between = partial(gather, hidden.new_zeros(3 * len(hidden), dtype=torch.float32), group)
         if case.startswith("tp"):
             options["tp_group"], options["sm_margin"] = group, setting.sm_margin
         if case == "tp_sequence":
@@ -154,8 +153,8 @@ class Step:
 
     def loss_and_gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         loss = self.run(self.hidden, self.weight, self.target)
-        if self.gathered is not None:
-            gather(self.gathered, self.group)
+        if self.between is not None:
+            self.between()
         if loss.requires_grad:
             loss.backward(self.upstream)
         gradients = self.hidden.grad, self.weight.grad
@@ -361,6 +360,11 @@ def measure(setting: Setting, device: torch.device, meet: Meet) -> list[dict[str
     return results
 
 
+def _is_sharded(case: str) -> bool:
+    """Whether each rank has a part of the vocabulary."""
+    return case.startswith(("tp", "shard"))
+
+
 def _base(case: str) -> str:
     """The case that it is compared with."""
     return "alone_forward" if case.endswith("forward") else "alone"
@@ -376,7 +380,7 @@ def _efficiency(case: str, times: Tensor, alone: Tensor) -> float:
     """Per GPU, of times by rank and repetition. alone: those of the whole call."""
     if case == "each":
         return float((alone.quantile(0.5, dim=1) / times.quantile(0.5, dim=1)).min())
-    shared = times.shape[0] if case.startswith(("tp", "shard")) else 1
+    shared = times.shape[0] if _is_sharded(case) else 1
     of_case = _of_ranks(times, is_alone=case.startswith("alone"))
     return statistics.median(_of_ranks(alone, is_alone=True)) / (shared * statistics.median(of_case))
 

@@ -49,9 +49,9 @@ class DataSheet:
         not measured.
     few: of L2's clocks for a tile of dlinear_weight, what clusters of two rows of tiles in turns save with
         few tokens (cost.py).
-    load_heat: in longer calls a forward that keeps nothing takes this share of its MMAs' time longer for each
-        byte beyond cost.LOADED that an SM loads from L2 in a clock of theirs, and less for each below: what
-        is moved costs clock. 0: times in turn with other GEMMs do not show it.
+    load_heat: in longer calls of many tokens a forward that keeps nothing takes this share of its MMAs' time
+        longer for each byte beyond cost.LOADED that an SM loads from L2 in a clock of theirs, and less for
+        each below: what is moved costs clock. 0: times in turn with other GEMMs do not show it.
     delay: the most clocks that a tile of 128 x 128 of dlinear_weight, in turns and in clusters of either
         shape, loses with few tokens (cost.py). 0: the GPU's times are described as well without.
     """

@@ -213,7 +213,7 @@ class Gemm:
         depth = -(-k // splits)
         share = self._share(n, depth, epilogue, rounds)
         tile, depth = self.tile(depth, epilogue, share=share), self._depth(depth)
-        mma, l2 = self._multiplied(depth), self._l2(depth, epilogue) * share
+        mma, l2 = depth * self._mma, self._l2(depth, epilogue) * share
         bound = "MMAs" if mma >= l2 else "L2"
         if tile > _longer(mma, l2) + self._between(depth, epilogue) and not self._exposes:
             bound = "epilogues"
@@ -251,14 +251,15 @@ class Gemm:
 
     def of_forward(self, d: int, epilogue: Epilogue, columns: int) -> float:
         """Clocks between a forward's tiles. columns: of tiles."""
-        return self.tile(d, epilogue, self.group(d, columns), heats=columns * self.columns >= HEATING_TOKENS)
+        heats = epilogue is STATISTICS and columns * self.columns >= HEATING_TOKENS
+        return self.tile(d, epilogue, self.group(d, columns), heats=heats)
 
     def _tile(self, depth: int, epilogue: Epilogue, sharing: int, share: float, heats: bool) -> float:
         config, depth = self.config, self._depth(depth)
         l2 = self._l2(depth, epilogue) * share
         if sharing:
             l2 += depth * self._loaded[self._rate_of(epilogue)] * self._missed / sharing
-        tile = _longer(self._multiplied(depth, heats and epilogue is STATISTICS), l2)
+        tile = _longer(depth * self._mma * (1 + self._load_heat * heats), l2)
         scarce = config.accumulator_registers > epilogue.registers
         # In turns: for each logit of a thread, one a column in tiles of 128 rows.
         own = config.accumulator_registers if config.turns > 1 else config.tile_n
@@ -267,10 +268,6 @@ class Gemm:
         if config.turns > 1:
             return max(tile, (tile + own) / 2)
         return tile + self._exposed(depth, epilogue) if self._exposes else max(tile, own)
-
-    def _multiplied(self, depth: int, heats: bool = False) -> float:
-        """Clocks of a tile's MMAs. depth: whole k tiles."""
-        return depth * self._mma * (1 + self._load_heat * heats)
 
     def _between(self, depth: int, epilogue: Epilogue) -> float:
         """Clocks of a tile in turns of a forward, or of dlinear_weight, in which no MMA runs."""

@@ -29,8 +29,8 @@ from tests.emulated.compiling import compile_host
 
 IGNORED = -100
 FEW_BLOCKS = 3
-CLEARED = 40  # counters, more than a warp's lanes
 """Instead of hundreds, so that a block has many tokens of few."""
+CLEARED = 40  # counters, more than a warp's lanes
 
 
 class Compaction:

@@ -10,6 +10,7 @@ from cute_lce.arch import WARPGROUP, WARPS
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import row_stats
 from cute_lce.kernels.epilogues.store import Staging
+from cute_lce.kernels.epilogues.tokens import mask_beyond
 from cute_lce.kernels.fragment import Fragment
 from cute_lce.kernels.logits import has_own_logits, tile_logits
 from cute_lce.kernels.rows import Compacted
@@ -95,6 +96,21 @@ class LogitsEpilogue:
                             frag[r, c] = frag[r, c] * scale
         else:
             row_stats.to_logits(frag, tensors.loss)
+
+    @cute.jit
+    def to_masked_logits(
+        self,
+        tensors: ForwardTensors,
+        state: Any,  # as in to_logits
+        frag: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        slab: cutlass.Constexpr[int],
+    ):
+        """Products become logits, rows beyond the vocabulary -inf."""
+        self.to_logits(tensors, state, frag, row, column, slab)
+        if row + self.fragment.rows[-1] >= tensors.vocab:
+            mask_beyond(self.fragment, frag, row, tensors.vocab)
 
     def number(self, partial: Int32) -> Int32:
         """Of this group of warps' partial."""

@@ -25,7 +25,7 @@ from cute_lce.kernels.epilogues.leaves import (
 from cute_lce.kernels.epilogues.logits import ForwardTensors, LogitsEpilogue
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.store import Staging
-from cute_lce.kernels.epilogues.tokens import catch_targets, mask_beyond, targets
+from cute_lce.kernels.epilogues.tokens import catch_targets, targets
 from cute_lce.kernels.fragment import SHARED, fold
 from cute_lce.kernels.logits import of_classes
 from cute_lce.kernels.row_stats import fma
@@ -285,10 +285,7 @@ class ForwardEpilogue(LogitsEpilogue):
     ):
         """Products become logits, rows beyond the vocabulary -inf; the targets' logits in the fragment, and
         those of given ids, are stored."""
-        self.to_logits(tensors, state, frag, row, column, slab)
-        fragment = self.fragment
-        if row + fragment.rows[-1] >= tensors.vocab:
-            mask_beyond(fragment, frag, row, tensors.vocab)
+        self.to_masked_logits(tensors, state, frag, row, column, slab)
         self.catch(tensors, frag, row, column, slab)
 
     @cute.jit

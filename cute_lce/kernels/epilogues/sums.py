@@ -15,7 +15,7 @@ from cute_lce.kernels.epilogues.leaves import add_each, exponentials, fmax_each,
 from cute_lce.kernels.epilogues.logits import ForwardTensors, LogitsEpilogue
 from cute_lce.kernels.epilogues.partials import store_partials
 from cute_lce.kernels.epilogues.store import Staging
-from cute_lce.kernels.epilogues.tokens import catch_targets, mask_beyond, targets
+from cute_lce.kernels.epilogues.tokens import catch_targets, targets
 from cute_lce.kernels.fragment import SHARED, fold
 
 LEAST, MOST = 2.0**-40, 2.0**maths.HEADROOM
@@ -84,9 +84,7 @@ class SumEpilogue(LogitsEpilogue):
         slab: cutlass.Constexpr[int],
         split: Int32,
     ):
-        self.to_logits(tensors, state, frag, row, column, slab)
-        if row + self.fragment.rows[-1] >= tensors.vocab:
-            mask_beyond(self.fragment, frag, row, tensors.vocab)
+        self.to_masked_logits(tensors, state, frag, row, column, slab)
         owned = self.fragment.owned
         target = cute.make_rmem_tensor(owned, Int32)
         for i in cutlass.range_constexpr(owned):
