@@ -18,9 +18,9 @@ from cute_lce.arguments import COMPUTED_ROWS
 from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent, load_chunks, store_chunks
 
-WARPS = 16
+WARPS = 32
 THREADS = WARPS * LANES
-BLOCKS = 256
+BLOCKS = 128
 """The most blocks: each reads all targets."""
 COPY_WARPS = 4
 
@@ -95,13 +95,13 @@ class GatherTensors(NamedTuple):
 
 
 class Gather:
-    """A block has a range of the tokens, and a warp every 16th of them. Moves 4 bytes an element of hidden if
-    a token is ignored.
+    """A block has a range of the tokens. Moves 4 bytes an element of hidden if a token is ignored.
 
-    Timeline of a block of 512 threads: count the valid tokens of all and of those before the block's -> 32
-    tokens at a time, every warp finds where they go, by a vote, and copies two of them. So an order exists
-    without atomics and without a second launch. The first warp of the first block zeroes the counters. Shared
-    memory: 128 bytes of counts.
+    Timeline of a block of 1024 threads: count the valid tokens of all and of those before the block's -> 1024
+    tokens at a time, each lane finds where its token goes, by a vote and the other warps' counts, and writes
+    its numbers -> if a token of the call is ignored, the warps move rows, every 32nd one each. So an order
+    exists without atomics and without a second launch. The first warp of the first block zeroes the counters.
+    Shared memory: 256 bytes of counts of all tokens, 128 of those at hand, and 4096 of their places.
     """
 
     @cute.jit
@@ -109,6 +109,8 @@ class Gather:
         @cute.struct
         class SharedStorage:
             counts: cute.struct.MemRange[Int32, WARPS * 2]
+            found: cute.struct.MemRange[Int32, WARPS]
+            places: cute.struct.MemRange[Int32, THREADS]
 
         self.storage = SharedStorage
         blocks = cutlass.min(cute.ceil_div(cute.size(tensors.target), LANES), BLOCKS)
@@ -118,70 +120,83 @@ class Gather:
     def kernel(self, tensors: GatherTensors):
         pdl.begin()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        n = cute.size(tensors.target)
+        thread, n = warp * LANES + lane, cute.size(tensors.target)
         each = cute.ceil_div(cute.ceil_div(n, cute.arch.grid_dim()[0]), LANES) * LANES
         begin = cute.arch.block_idx()[0] * each
+        end = cutlass.min(begin + each, n)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        shared = storage.counts.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
+        counts = storage.counts.get_tensor(cute.make_layout((WARPS, 2), stride=(2, 1)))
+        found = storage.found.get_tensor(cute.make_layout(WARPS))
+        places = storage.places.get_tensor(cute.make_layout(THREADS))
         total, before = Int32(0), Int32(0)
-        for token in cutlass.range(warp * LANES + lane, n, THREADS, unroll=8):
+        for token in cutlass.range(thread, n, THREADS, unroll=8):
             valid = Int32(self._is_valid(tensors, token))
             total += valid
             before += Int32(cutlass.select_(token < begin, valid, Int32(0)))
         total = cute.arch.warp_reduction(total, lambda a, b: a + b)
         before = cute.arch.warp_reduction(before, lambda a, b: a + b)
         if lane == 0:
-            shared[warp, 0] = total
-            shared[warp, 1] = before
+            counts[warp, 0] = total
+            counts[warp, 1] = before
         cute.arch.sync_threads()
-        total, before = Int32(0), Int32(0)
-        for other in cutlass.range_constexpr(WARPS):
-            total += shared[other, 0]
-            before += shared[other, 1]
+        total = cute.arch.warp_reduction(counts[lane, 0], lambda a, b: a + b)
+        before = cute.arch.warp_reduction(counts[lane, 1], lambda a, b: a + b)
         rows = tensors.rows
         if begin == 0 and warp == 0:
             if lane == 0:
                 rows.count[0] = total
             for i in cutlass.range(lane, cute.size(tensors.counters), LANES, unroll=1):
                 tensors.counters[i] = Int32(0)
-        for first in cutlass.range(begin, cutlass.min(begin + each, n), LANES, unroll=1):
-            own, valid = first + lane, Boolean(False)
-            if own < n:
-                valid = self._is_valid(tensors, own)
+        for first in cutlass.range(begin, end, THREADS, unroll=1):
+            token, valid = first + thread, Boolean(False)
+            if token < end:
+                valid = self._is_valid(tensors, token)
             votes = cute.arch.vote_ballot_sync(valid)
-            for half in cutlass.range_constexpr(LANES // WARPS):
-                bit = warp + half * WARPS
-                token = first + bit
-                if token < n:
-                    valid_before = before + cute.arch.popc(votes & ((Int32(1) << bit) - 1))
-                    is_valid = (votes >> bit) & 1
-                    # Of the ignored ones those before it.
-                    place = Int32(cutlass.select_(is_valid != 0, valid_before, total + token - valid_before))
-                    self._move(tensors, token, place, is_valid, total)
-            before += cute.arch.popc(votes)
+            if lane == 0:
+                found[warp] = cute.arch.popc(votes)
+            cute.arch.sync_threads()
+            # A lane has a warp's count.
+            others = Int32(cutlass.select_(lane < warp, found[lane], Int32(0)))
+            valid_before = before + cute.arch.warp_reduction(others, lambda a, b: a + b)
+            valid_before += cute.arch.popc(votes & ((Int32(1) << lane) - 1))
+            before += cute.arch.warp_reduction(found[lane], lambda a, b: a + b)
+            # Of the ignored ones those before it.
+            place = Int32(cutlass.select_(valid, valid_before, total + token - valid_before))
+            if token < end:
+                self._write(tensors, token, place, valid)
+            if total < n:
+                places[thread] = place
+            cute.arch.sync_threads()
+            if total < n:
+                for at in cutlass.range(warp, cutlass.min(end - first, THREADS), WARPS, unroll=1):
+                    self._move(tensors, first + at, places[at], total)
 
     @cute.jit
     def _is_valid(self, tensors: GatherTensors, token: Int32) -> Boolean:
         return Int64(tensors.target[token]) != tensors.ignore_index
 
     @cute.jit
-    def _move(self, tensors: GatherTensors, token: Int32, place: Int32, valid: Int32, total: Int32):
-        """What belongs to a token, to its place; by a warp. total: valid tokens of the call."""
-        lane = cute.arch.lane_idx()
-        if lane == 0:
-            tensors.rows.source[place] = token
-            tensors.compacted_target[place] = tensors.target[token]
-            if tensors.values.iterator.toint() != 0 and valid != 0:
-                tensors.values[0, place] = tensors.dloss[token]
-                tensors.values[1, place] = tensors.row_max[token]
-                tensors.values[2, place] = tensors.row_sum[token]
+    def _write(self, tensors: GatherTensors, token: Int32, place: Int32, valid: Boolean):
+        """A token's numbers, to its place; by a lane."""
+        tensors.rows.source[place] = token
+        tensors.compacted_target[place] = tensors.target[token]
+        if tensors.values.iterator.toint() != 0 and valid:
+            tensors.values[0, place] = tensors.dloss[token]
+            tensors.values[1, place] = tensors.row_max[token]
+            tensors.values[2, place] = tensors.row_sum[token]
+
+    @cute.jit
+    def _move(self, tensors: GatherTensors, token: Int32, place: Int32, total: Int32):
+        """A token's rows; by a warp. total: valid tokens of the call, which have the first places; fewer than
+        all."""
+        valid = Int32(place < total)
         if cutlass.const_expr(tensors.sums is not None):
             if valid == 0 and tensors.rows.first == 0:
                 _clear_row(tensors.sums, token)
         at = place - tensors.rows.first
-        most = computed_of(tensors.rows, total) * Int32(total < cute.size(tensors.target))
         # Unsigned, a token before the launch's first is beyond the last: with two comparisons sm_100a spills.
-        if tensors.compacted_hidden.iterator.toint() != 0 and Uint32(at) < Uint32(most):
+        is_computed = Uint32(at) < Uint32(computed_of(tensors.rows, total))
+        if tensors.compacted_hidden.iterator.toint() != 0 and is_computed:
             _copy_row(tensors.hidden, token, valid, tensors.compacted_hidden, at)
 
 
