@@ -17,6 +17,7 @@ from cute_lce.kernels.rows import Compacted, computed, is_whole
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
 SLACK = 8  # one in SLACK clusters may be a step behind
+LOOKED = 3  # k tiles that a cluster loads between its look at `progress` and what it does about it
 
 
 class Operand(NamedTuple):
@@ -81,12 +82,13 @@ class Gemm:
     be as narrow as tokens are few. A is then the weight, whose rows (classes or features) are many.
 
     Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
-    are close together. Every `pace` k tiles a cluster adds one step to `progress`, and polls it until the
-    total is what it would be if all clusters were here, less a step for one in SLACK of them; MMAs go on with
-    what is in the ring. At its end a cluster adds the steps of the runs and tiles that it did not have, so
-    that others do not wait for it. Only the load warp of a cluster's first CTA does this; the other CTAs
-    follow through the ring. It affects speed alone, in part by the power that DRAM takes from the MMAs: after
-    PATIENCE failed polls a cluster stops pacing, so nothing depends on all clusters being resident.
+    are close together. Every `pace` k tiles a cluster adds one step to `progress` and looks at it, and LOOKED
+    k tiles later, when the answer is there, it goes on if the total was what it would be if all clusters were
+    here, less a step for one in SLACK of them, or polls until it is; MMAs go on with what is in the ring. At
+    its end a cluster adds the steps of the runs and tiles that it did not have, so that others do not wait
+    for it. Only the load warp of a cluster's first CTA does this; the other CTAs follow through the ring. It
+    affects speed alone, in part by the power that DRAM takes from the MMAs: after PATIENCE failed polls a
+    cluster stops pacing, so nothing depends on all clusters being resident.
 
     Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's
     producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; epilogues
@@ -276,7 +278,7 @@ class Gemm:
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord)
         paces = runs.paced != 0 and coord[0] + coord[1] + coord[2] == 0
-        steps, patience = Int32(0), Int32(PATIENCE)
+        steps, seen, patience = Int32(0), Int32(0), Int32(PATIENCE)
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
             n_tile, _, split, first, end = walk.run(run)
             shallowest = split * walk.depth
@@ -287,8 +289,8 @@ class Gemm:
                         if k % config.pace == 0:
                             steps += 1
                             if paces:
-                                enough = steps * walk.clusters - walk.clusters // SLACK
-                                patience = _keep_pace(progress, enough, patience)
+                                _add_steps(progress, Int32(1))
+                                seen = _look(progress)
                     ring.producer_acquire(slot)
                     full = ring.producer_get_barrier(slot)
                     _copy(a.tma, a, m_tile, shallowest + k, slot.index, full, self.epilogue.streams)
@@ -299,6 +301,10 @@ class Gemm:
                     else:
                         _copy(b.tma, b, n_tile, shallowest + k, slot.index, full, False)
                     slot.advance()
+                    if cutlass.const_expr(config.pace > 0):
+                        if paces and k % config.pace == min(LOOKED, config.pace) - 1:
+                            enough = steps * walk.clusters - walk.clusters // SLACK
+                            patience = _keep_pace(progress, enough, seen, patience)
         if cutlass.const_expr(config.pace > 0):
             if paces:
                 most = cute.ceil_div(walk.runs, walk.clusters) * (
@@ -331,15 +337,20 @@ def _add_steps(progress: cute.Tensor, steps: Int32):
 
 
 @cute.jit
-def _keep_pace(progress: cute.Tensor, enough: Int32, patience: Int32) -> Int32:
-    """Add one step of this cluster to `progress`, and wait until it is at least `enough`.
+def _look(progress: cute.Tensor) -> Int32:
+    """Nothing waits for the number until it is used."""
+    return cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def _keep_pace(progress: cute.Tensor, enough: Int32, seen: Int32, patience: Int32) -> Int32:
+    """Wait until `progress`, which was `seen` last, is at least `enough`.
 
     It is polled up to `patience` times. Returns `patience`, or 0 if all polls failed, for instance because
     another kernel holds SMs and not all clusters are resident: this cluster then stops pacing.
     """
-    _add_steps(progress, Int32(1))
-    looks, seen = Int32(0), enough - 1
+    looks = Int32(0)
     while seen < enough and looks < patience:
-        seen = cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
+        seen = _look(progress)
         looks += 1
     return Int32(cutlass.select_(looks < patience, patience, Int32(0)))
