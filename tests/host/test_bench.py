@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from bench import (
     confident,
     errors,
+    forwards,
     heads,
     host_time,
     kernels,
@@ -197,6 +198,39 @@ def test_rows_of_passes_have_the_keys_of_those_that_are_kept(monkeypatch):
         ("forward", 36, False),
         ("forward", 66, False),
     ]
+
+
+def test_forwards_times_changed_plans(monkeypatch):
+    gpu = Gpu("sm_90a", 132).serving((), "forward")
+    (shape,) = shapes.parse("32768,4096,262144")
+    plan = forwards.planned(gpu, shape, {})
+    changed = forwards.planned(gpu, shape, forwards.tried("tile=192x1,length=64,group=14,paced=0"))
+    assert (changed.config.tile_n, changed.config.tile_m, changed.config.cluster_n) == (192, 128, 1)
+    assert changed.gemm == plan.gemm._replace(windows=16, tiles_per_window=64, group=14, paced=0)
+    assert forwards.planned(gpu, shape, {"group": "9"}).gemm == plan.gemm._replace(group=9)
+    with pytest.raises(ValueError, match=r"got tile=193x1, want one of .*128x2x192"):
+        forwards.planned(gpu, shape, {"tile": "193x1"})
+    with pytest.raises(ValueError, match="got windows in windows=3, want tile, length, group, paced"):
+        forwards.tried("windows=3")
+
+    class Sleeping:
+        def __init__(self, operands, loss, request, plan):
+            self.statistics = lambda *operands: time.sleep(1e-4 * plan.gemm.group)
+
+    monkeypatch.setattr(forwards, "KernelForward", Sleeping)
+    monkeypatch.setattr(forwards, "Floor", lambda *arguments: lambda: time.sleep(2e-4))
+    monkeypatch.setattr(forwards, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(forwards, "make_inputs", lambda *arguments: Inputs(*map(torch.zeros, (1, 1, 1, 1))))
+    tries = [{"group": "40"}, {"group": "2", "paced": "0"}]
+    found: list[dict[str, Any]] = list(forwards.rows(shape, tries, CPU, 0.02, 3, 1e-3))
+    assert [(row["group"], row["paced"], row["chosen"]) for row in found] == [
+        (plan.gemm.group, 1, True),
+        (40, 1, False),
+        (2, 0, False),
+    ]
+    assert found[0]["ratio"] == 1.0
+    assert found[1]["ratio"] > 1.5 > found[0]["ratio"] > found[2]["ratio"] > 0
+    assert all(row["sustained_ms"] > 0.1 and row["sustained_floor_ms"] > 0.1 for row in found)
 
 
 @pytest.mark.parametrize("module", [run, kernels, errors])

@@ -111,6 +111,7 @@ def test_groups_have_no_small_rest_and_divide_the_clusters():
     assert cost.grouped(15, 15, 66) == 15  # all
     assert cost.grouped(43, 14, 66) == 11  # 11, 11, 11, 10
     assert cost.grouped(45, 14, 66) == 12  # instead of a fifth group of one
+    assert cost.grouped(158, 14, 66) == 11  # and a fifteenth of four
     assert cost.grouped(128, 27, 74) == 26  # 37 does not fit, and 2 is far less
     for columns in range(1, 300):
         for clusters in (1, 33, 65, 66, 74):
@@ -118,7 +119,8 @@ def test_groups_have_no_small_rest_and_divide_the_clusters():
                 group = cost.grouped(columns, most, clusters)
                 assert min(columns, 2) <= group <= min(columns, most)
                 left = columns % group
-                assert not left or 2 * left >= group or group == -(-columns // -(-columns // most))
+                many = clusters % group == 0 and columns > cost.MANY_GROUPS * group
+                assert not left or 2 * left >= group or many or group == -(-columns // -(-columns // most))
 
 
 @pytest.mark.parametrize("model", range(2))
