@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
@@ -433,6 +434,31 @@ def of_two_commits(file: str) -> Rows:
     ]
 
 
+def groups(file: str) -> Rows:
+    """Of forwards in the plan's tiles, other groups of columns: their times relative to the plan's, in turn
+    and back to back; of several measurements the mean."""
+    found: dict[tuple, list[Record]] = {}
+    plan: Record = {}
+    for record in records(file):
+        if record["chosen"]:
+            plan = record
+        same = ("n", "tile_n", "tile_m", "windows", "paced")
+        if record["group"] != plan["group"] and all(record[key] == plan[key] for key in same):
+            key = record["n"], record["d"], record["vocab"], plan["group"], record["group"]
+            found.setdefault(key, []).append(record)
+    kinds = "ratio", "sustained_ratio"
+    return [
+        [
+            f"{n}, {d}, {vocab}",
+            f"{of[0]['windows']} of {of[0]['tiles_per_window']}",
+            str(planned),
+            str(group),
+            *(f"{statistics.mean(record[kind] for record in of):.3f}" for kind in kinds),
+        ]
+        for (n, d, vocab, planned, group), of in found.items()
+    ]
+
+
 def by_three_gemms(file: str) -> Rows:
     """Every record: what it is of, and its time as a multiple of three GEMMs of all tokens; a floor that
     lacks a frozen operand's is taken to be two of the three."""
@@ -757,6 +783,7 @@ TABLES: dict[str, Callable[[str], Rows]] = {
         peers,
         readme,
         of_two_commits,
+        groups,
         errors,
         term_errors,
         host_time,
