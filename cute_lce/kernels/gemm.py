@@ -17,7 +17,7 @@ from cute_lce.kernels.rows import Compacted, computed, is_whole
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
 SLACK = 8  # one in SLACK clusters may be a step behind
-LOOKED = 3  # k tiles that a cluster loads between its look at `progress` and what it does about it
+LOOKED = 3  # k tiles of one tile, at most, that a cluster loads between a look at `progress` and a wait
 
 
 class Operand(NamedTuple):
@@ -82,13 +82,13 @@ class Gemm:
     be as narrow as tokens are few. A is then the weight, whose rows (classes or features) are many.
 
     Pacing (config.pace > 0 and `paced`). Clusters that read the same tiles find them in L2 only while they
-    are close together. Every `pace` k tiles a cluster adds one step to `progress` and looks at it, and LOOKED
-    k tiles later, when the answer is there, it goes on if the total was what it would be if all clusters were
-    here, less a step for one in SLACK of them, or polls until it is; MMAs go on with what is in the ring. At
-    its end a cluster adds the steps of the runs and tiles that it did not have, so that others do not wait
-    for it. Only the load warp of a cluster's first CTA does this; the other CTAs follow through the ring. It
-    affects speed alone, in part by the power that DRAM takes from the MMAs: after PATIENCE failed polls a
-    cluster stops pacing, so nothing depends on all clusters being resident.
+    are close together. Every `pace` k tiles a cluster adds one step to `progress` and looks at it. LOOKED k
+    tiles later, or at the end of its tile, when the answer is there, it goes on if the total was what it
+    would be if all clusters were here, less a step for one in SLACK of them, or polls until it is; MMAs go on
+    with what is in the ring. At its end a cluster adds the steps of the runs and tiles that it did not have,
+    so that others do not wait for it. Only the load warp of a cluster's first CTA does this; the other CTAs
+    follow through the ring. It affects speed alone, in part by the power that DRAM takes from the MMAs: after
+    PATIENCE failed polls a cluster stops pacing, so nothing depends on all clusters being resident.
 
     Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's
     producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; epilogues
@@ -278,7 +278,7 @@ class Gemm:
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         walk = self.walk(runs, coord)
         paces = runs.paced != 0 and coord[0] + coord[1] + coord[2] == 0
-        steps, seen, patience = Int32(0), Int32(0), Int32(PATIENCE)
+        steps, seen, due, patience = Int32(0), Int32(0), Int32(0), Int32(PATIENCE)
         for run in cutlass.range(walk.cluster, walk.runs, walk.clusters, unroll=1):
             n_tile, _, split, first, end = walk.run(run)
             shallowest = split * walk.depth
@@ -288,6 +288,7 @@ class Gemm:
                     if cutlass.const_expr(config.pace > 0):
                         if k % config.pace == 0:
                             steps += 1
+                            due = cutlass.min(k + min(LOOKED, config.pace), walk.depth) - 1
                             if paces:
                                 _add_steps(progress, Int32(1))
                                 seen = _look(progress)
@@ -302,7 +303,7 @@ class Gemm:
                         _copy(b.tma, b, n_tile, shallowest + k, slot.index, full, False)
                     slot.advance()
                     if cutlass.const_expr(config.pace > 0):
-                        if paces and k % config.pace == min(LOOKED, config.pace) - 1:
+                        if paces and k == due:
                             enough = steps * walk.clusters - walk.clusters // SLACK
                             patience = _keep_pace(progress, enough, seen, patience)
         if cutlass.const_expr(config.pace > 0):
