@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import shlex
 import statistics
 import sys
@@ -34,7 +35,7 @@ from cute_lce.measure.timing import Interleaved, time_sustained
 from cute_lce.options import LossOptions
 from cute_lce.plan import forward
 from cute_lce.plan.plans import ForwardPlan
-from cute_lce.plan.problem import ceil_div
+from cute_lce.plan.problem import Limits, ceil_div
 
 LOSS = LossOptions("mean")
 NAMES = ("tile", "length", "group", "paced")
@@ -42,27 +43,30 @@ SUSTAINED_ROUNDS = 7
 
 
 def tried(text: str) -> dict[str, str]:
-    """A try by its names. Raises ValueError for any but NAMES."""
-    found = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
-    if unknown := [name for name in found if name not in NAMES]:
-        raise ValueError(f"--tries: got {', '.join(unknown)} in {text}, want {', '.join(NAMES)}")
+    """A try by its names. Raises ValueError for any but NAMES, each once, and for numbers out of range."""
+    parts = [part.partition("=") for part in text.split(",")]
+    found = {name: value for name, _, value in parts}
+    if len(found) < len(parts) or not found.keys() <= {*NAMES}:
+        raise ValueError(f"--tries: got {text}, want some of {', '.join(NAMES)}, each once")
+    for name in found.keys() - {"tile"}:
+        if not found[name].isdecimal() or (int(found[name]) > 1 if name == "paced" else int(found[name]) < 1):
+            want = "0 or 1" if name == "paced" else "a positive number"
+            raise ValueError(f"--tries: got {name}={found[name]} in {text}, want {want}")
     return found
 
 
 def planned(gpu: Gpu, shape: Shape, changes: dict[str, str]) -> ForwardPlan:
-    """The forward's plan with these changes. Raises ValueError for a tile that no forward has."""
+    """The forward's plan with these changes; of a length or group that exceeds all tiles, all of them. Raises
+    ValueError for a tile that no forward has."""
     sizes = shape.n, shape.d, shape.vocab
-    config = _config(gpu, shape, changes["tile"]) if "tile" in changes else None
-    plan = forward.plan(gpu, *sizes, config=config)
-    grid, config = plan.gemm, plan.config
-    if "length" in changes:
-        length = int(changes["length"])
-        windows = ceil_div(ceil_div(shape.vocab, config.cluster_rows), length)
-        runs = ceil_div(shape.n, config.cluster_columns) * windows
-        clusters = min(gpu.sms // config.cluster_size, runs)
-        grid = grid._replace(windows=windows, tiles_per_window=length, clusters=clusters)
-    grid = grid._replace(**{name: int(changes[name]) for name in ("group", "paced") if name in changes})
-    return dataclasses.replace(plan, gemm=grid)
+    config = _config(gpu, shape, changes["tile"]) if "tile" in changes else forward.plan(gpu, *sizes).config
+    window = int(changes.get("length", 0)) * config.cluster_rows
+    # The plan's own tiles are chosen without a window.
+    plan = forward.plan(gpu, *sizes, Limits(window), config)
+    grid = plan.gemm
+    if "group" in changes:
+        grid = grid._replace(group=min(int(changes["group"]), ceil_div(shape.n, config.cluster_columns)))
+    return dataclasses.replace(plan, gemm=grid._replace(paced=int(changes.get("paced", grid.paced))))
 
 
 def _config(gpu: Gpu, shape: Shape, text: str) -> KernelConfig:
@@ -107,7 +111,7 @@ def rows(
         row |= {name: getattr(grid, name) for name in ("windows", "tiles_per_window", "group", "paced")}
         row |= {"chosen": i == 1, "ms": round(ms, 4), "floor_ms": round(floor_ms, 4)}
         row["ratio"] = round(statistics.median(ratios), 4)
-        row["error"] = round(statistics.pstdev(ratios) / turns**0.5, 4)
+        row["error"] = round(statistics.stdev(ratios) / turns**0.5, 4)
         if behind:
             row["sustained_ms"] = round(behind[i].ms, 4)
             row["sustained_floor_ms"] = round(behind[0].ms, 4)
@@ -122,13 +126,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shapes", nargs="+", default=["forward"], help="as of bench.run (%(default)s)")
     add("--tries", nargs="+", required=True, help="what to change in the plan, each beside it")
     add("--seconds", type=float, default=1.0, help="timed seconds of all turns (%(default)s)")
-    add("--turns", type=positive, default=10, help="(%(default)s)")
+    add("--turns", type=positive, default=10, help="two or more (%(default)s)")
     add("--sustained", type=float, metavar="SECONDS", help="time each call back to back too, for so long")
     add("--out", type=new_file, required=True, help="JSON file for the results, written after each shape")
     args = parser.parse_args(argv)
     try:
         args.shapes = [shape for text in args.shapes for shape in parse(text)]
         args.tries = [tried(text) for text in args.tries]
+        if args.turns < 2:
+            raise ValueError(f"--turns: got {args.turns}, want at least 2, whose times give an error")
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -138,6 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     device = torch.device("cuda", torch.cuda.current_device())
     command = f"python3 -m bench.forwards {shlex.join(sys.argv[1:] if argv is None else argv)}"
+    gpu = gpu_of(device).serving((), "forward")
+    try:
+        for shape, changes in itertools.product(args.shapes, args.tries):
+            planned(gpu, shape, changes)
+    except ValueError as error:
+        sys.exit(f"bench.forwards: {error}")
     origin, results = provenance(device, command), []
     for shape in args.shapes:
         for row in rows(shape, args.tries, device, args.seconds, args.turns, args.sustained):

@@ -88,7 +88,7 @@ class Gemm:
     with what is in the ring. At its end a cluster adds the steps of the runs and tiles that it did not have,
     so that others do not wait for it. Only the load warp of a cluster's first CTA does this; the other CTAs
     follow through the ring. It affects speed alone, in part by the power that DRAM takes from the MMAs: after
-    PATIENCE failed polls a cluster stops pacing, so nothing depends on all clusters being resident.
+    PATIENCE failed polls a cluster stops waiting, so nothing depends on all clusters being resident.
 
     Hazards. A CTA must not end while others of its cluster may still signal its barriers: the load warp's
     producer_tail waits for the last releases. TMA fills what lies outside A and B with zeros; epilogues
@@ -339,16 +339,16 @@ def _add_steps(progress: cute.Tensor, steps: Int32):
 
 @cute.jit
 def _look(progress: cute.Tensor) -> Int32:
-    """Nothing waits for the number until it is used."""
+    """The steps counted so far. The load is started here, and the warp waits for it where it is used."""
     return cute.arch.load(progress.iterator, Int32, sem="relaxed", scope="gpu")
 
 
 @cute.jit
 def _keep_pace(progress: cute.Tensor, enough: Int32, seen: Int32, patience: Int32) -> Int32:
-    """Wait until `progress`, which was `seen` last, is at least `enough`.
+    """Wait until `progress` is at least `enough`. seen: what an earlier look found.
 
     It is polled up to `patience` times. Returns `patience`, or 0 if all polls failed, for instance because
-    another kernel holds SMs and not all clusters are resident: this cluster then stops pacing.
+    another kernel holds SMs and not all clusters are resident: this cluster then stops waiting.
     """
     looks = Int32(0)
     while seen < enough and looks < patience:

@@ -18,7 +18,8 @@ from cute_lce.arguments import COMPUTED_ROWS
 from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import AT_ONCE, LANES, adjacent, load_chunks, store_chunks
 
-WARPS = 32
+WARPS = LANES
+"""A lane adds up, or finds, a warp's count."""
 THREADS = WARPS * LANES
 BLOCKS = 128
 """The most blocks: each reads all targets."""

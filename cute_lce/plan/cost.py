@@ -58,7 +58,7 @@ LAUNCH_CLOCKS = 9400
 LEAST_GROUP = 2
 """Columns of tiles that share a forward's window even if they do not fit L2: one would share it with none."""
 MANY_GROUPS = 5
-"""Groups of columns from which on a last one may be of any size (tuning/h200_tries.json)."""
+"""With more than so many a last group may be of any size (bench/results/tuning/h200_tries.json)."""
 SCATTERED, SCATTERED_GROUPS, SCATTERED_SHARE = 1.5, 2, 0.75
 """Times a forward's tiles take where more columns than those of so many groups, or than this share of L2
 holds (a guess), are computed at once. Of h200_kernels.json's forwards, those with 66 columns of 192 tokens
@@ -91,9 +91,9 @@ def _longer(one: float, other: float, power: int = TOGETHER) -> float:
 @functools.lru_cache(maxsize=1024)
 def grouped(columns: int, most: int, clusters: int) -> int:
     """Columns of a group: all, if these are at most `most`. Else, from half of that on, the largest divisor
-    of the clusters, which then are at the same rows of the weight all the time, if there are more than
-    MANY_GROUPS or what is left over for the last is none or at least half of one; and without such a divisor,
-    groups are equal."""
+    of the clusters, which then are at the same rows of the weight all the time, if there are more groups
+    than MANY_GROUPS, or what is left over for the last is none or at least half of one; and without such a
+    divisor, groups are equal."""
     if columns <= most:
         return max(1, columns)
     for each in range(most, max(1, (most - 1) // 2), -1):

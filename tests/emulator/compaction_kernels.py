@@ -69,9 +69,9 @@ def _gathers(program: Emulated, seed: int) -> bool:
     for what, first, tokens in calls:
         if not is_right(what, run(what, first, tokens, seed=seed), first):
             return False
-    # A thread counts a token of each 512, eight at once: any of these may be the last one, and the first one
-    # of a block.
-    thousands = (600, 1100, 1700, 2300, 3000, 3300, 3700, 4200, 4700, 5400)
+    # A thread counts a token of each 1024, eight at once: any of these may be the last one, and the first one
+    # of a block, of which some handle more than 1024 tokens.
+    thousands = (600, 1100, 2300, 3300, 4200, 5400, 6300, 7400, 8300)
     for n, without in [*((70, (name,)) for name in everything), *((n, everything) for n in thousands)]:
         what = Tokens(VALID["all"](n) if n > 600 else at_random(n), 8)
         if not is_right(what, run(what, seed=seed, without=without), without=without):

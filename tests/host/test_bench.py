@@ -210,8 +210,18 @@ def test_forwards_times_changed_plans(monkeypatch):
     assert forwards.planned(gpu, shape, {"group": "9"}).gemm == plan.gemm._replace(group=9)
     with pytest.raises(ValueError, match=r"got tile=193x1, want one of .*128x2x192"):
         forwards.planned(gpu, shape, {"tile": "193x1"})
-    with pytest.raises(ValueError, match="got windows in windows=3, want tile, length, group, paced"):
-        forwards.tried("windows=3")
+    whole = forwards.planned(gpu, shape, {"length": "99999", "group": "99999"}).gemm
+    assert (whole.windows, whole.tiles_per_window, whole.group) == (1, 1024, 158)
+    for text, want in {
+        "windows=3": "some of tile, length, group, paced, each once",
+        "group=3,group=5": "some of tile, length, group, paced, each once",
+        "group": "got group= in group, want a positive number",
+        "length=0": "got length=0 in length=0, want a positive number",
+        "group=-3": "got group=-3 in group=-3, want a positive number",
+        "paced=7": "got paced=7 in paced=7, want 0 or 1",
+    }.items():
+        with pytest.raises(ValueError, match=want):
+            forwards.tried(text)
 
     class Sleeping:
         def __init__(self, operands, loss, request, plan):
