@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import shlex
 import statistics
 import sys
@@ -80,17 +79,16 @@ def _config(gpu: Gpu, shape: Shape, text: str) -> KernelConfig:
 
 def rows(
     shape: Shape,
-    tries: Sequence[dict[str, str]],
+    plans: Sequence[ForwardPlan],
     device: torch.device,
     seconds: float,
     turns: int,
     sustained: float | None,
 ) -> Iterator[dict[str, object]]:
-    """A row for the plan, and one for each try. seconds: of all turns; sustained: of a call in a round."""
+    """A row for each plan, of which the first is what is chosen. seconds: of all turns; sustained: of a call
+    in a round."""
     inputs = make_inputs(shape, torch.bfloat16, "untrained", device)
     operands = Operands(inputs.hidden, inputs.weight, inputs.target)
-    gpu = gpu_of(device).serving((), "forward")
-    plans = [planned(gpu, shape, changes) for changes in ({}, *tries)]
 
     def call(plan: ForwardPlan) -> Callable[[], object]:
         prepared = KernelForward(operands, LOSS, Request(), plan)
@@ -146,13 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"python3 -m bench.forwards {shlex.join(sys.argv[1:] if argv is None else argv)}"
     gpu = gpu_of(device).serving((), "forward")
     try:
-        for shape, changes in itertools.product(args.shapes, args.tries):
-            planned(gpu, shape, changes)
+        # Of all shapes before any is timed.
+        plans = [[planned(gpu, shape, changes) for changes in ({}, *args.tries)] for shape in args.shapes]
     except ValueError as error:
         sys.exit(f"bench.forwards: {error}")
     origin, results = provenance(device, command), []
-    for shape in args.shapes:
-        for row in rows(shape, args.tries, device, args.seconds, args.turns, args.sustained):
+    for shape, of_shape in zip(args.shapes, plans, strict=True):
+        for row in rows(shape, of_shape, device, args.seconds, args.turns, args.sustained):
             results.append({**row, **origin})
             print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         write(args.out, results)

@@ -15,7 +15,7 @@ from cute_lce.kernels import pdl, schedule
 from cute_lce.kernels.rows import Compacted, computed, is_whole
 
 SMEM_ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
-PATIENCE = 256  # failed polls of `progress` after which a cluster stops pacing
+PATIENCE = 256  # failed polls of `progress` after which a cluster stops waiting
 SLACK = 8  # one in SLACK clusters may be a step behind
 LOOKED = 3  # k tiles of one tile, at most, that a cluster loads between a look at `progress` and a wait
 

@@ -229,10 +229,10 @@ def test_forwards_times_changed_plans(monkeypatch):
 
     monkeypatch.setattr(forwards, "KernelForward", Sleeping)
     monkeypatch.setattr(forwards, "Floor", lambda *arguments: lambda: time.sleep(2e-4))
-    monkeypatch.setattr(forwards, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(forwards, "make_inputs", lambda *arguments: Inputs(*map(torch.zeros, (1, 1, 1, 1))))
-    tries = [{"group": "40"}, {"group": "2", "paced": "0"}]
-    found: list[dict[str, Any]] = list(forwards.rows(shape, tries, CPU, 0.02, 3, 1e-3))
+    tries = {}, {"group": "40"}, {"group": "2", "paced": "0"}
+    plans = [forwards.planned(gpu, shape, changes) for changes in tries]
+    found: list[dict[str, Any]] = list(forwards.rows(shape, plans, CPU, 0.02, 3, 1e-3))
     assert [(row["group"], row["paced"], row["chosen"]) for row in found] == [
         (plan.gemm.group, 1, True),
         (40, 1, False),
