@@ -70,7 +70,8 @@ def _gathers(program: Emulated, seed: int) -> bool:
         if not is_right(what, run(what, first, tokens, seed=seed), first):
             return False
     # A thread counts a token of each 1024, eight at once: any of these may be the last one, and the first one
-    # of a block, of which some handle more than 1024 tokens. Random ones differ in what warps have counted.
+    # of a block, of which some handle more than 1024 tokens. If all are valid, full warps count the same, and
+    # a shuffle that gives a lane its own hides; random ones differ.
     thousands = (600, 1100, 2300, 3300, 4200, 5400, 6300, 7400, 8300, 9600, 11100)
     more = [
         *((at_random(70), (name,)) for name in everything),
