@@ -301,6 +301,15 @@ def test_a_graph_keeps_what_fits_for_other_numbers_of_tokens(workspace: int, kee
         assert all("Eq(" not in str(guard.expr) for guard in env.guards), "made for one n alone"
 
 
+@pytest.mark.parametrize("window", [0, 64, 256, 1000, 300000])
+def test_a_graph_accepts_what_a_call_of_its_sizes_does(window: int):
+    draw = random.Random(4)
+    for _ in range(40):
+        problem = some_problem(draw)
+        least = schedule.least_workspace(H200, problem, "recompute", Limits(window))
+        assert schedule.kept_of_any(H200, problem, problem, 0, Limits(window, least)) == 0
+
+
 def some_problem(draw: random.Random) -> Problem:
     d, vocab = draw.choice((128, 256, 768, 2880, 4096)), draw.choice((4000, 32768, 50257, 131072))
     needs = draw.choice(((True, True), (True, True), (True, False), (False, True)))
