@@ -271,8 +271,7 @@ def kept_of_any(gpu: Gpu, known: Problem, problem: Problem, kept: int, limits: L
     n, vocab = problem.n, problem.vocab
     if limits.workspace and problem.wants_gradient:
         # No backward has less than the narrowest stripe of dlogits.
-        narrowest = min(limits.window or STRIPE_MULTIPLE, known.vocab)
-        columns = narrowest if problem.need_dweight else 0
+        columns = min(limits.window or STRIPE_MULTIPLE, known.vocab) if problem.need_dweight else 0
         least = max(forward_bytes(problem, 0), backward_bytes(problem._replace(need_dinput=False), columns))
         if limits.workspace < least:
             raise refuse_workspace("recompute", limits.workspace, least)

@@ -23,13 +23,14 @@ from cute_lce.ops.select import implementation
 from cute_lce.plan import backward, candidates, cost, forward, grad_in_forward, schedule
 from cute_lce.plan.memory import (
     DEFAULT_WORKSPACE,
+    SmallWorkspace,
     forward_bytes,
     keeping_bytes,
     reserved_bytes,
     usable,
     workspace_for,
 )
-from cute_lce.plan.problem import MIB, NO_LIMITS, Limits, Problem
+from cute_lce.plan.problem import KIB, MIB, NO_LIMITS, Limits, Problem
 from tests import forked
 from tests.device import forget_plans, planned_for
 
@@ -308,6 +309,8 @@ def test_a_graph_accepts_what_a_call_of_its_sizes_does(window: int):
         problem = some_problem(draw)
         least = schedule.least_workspace(H200, problem, "recompute", Limits(window))
         assert schedule.kept_of_any(H200, problem, problem, 0, Limits(window, least)) == 0
+        with pytest.raises(SmallWorkspace, match="workspace_mb"):
+            schedule.kept_of_any(H200, problem, problem, 0, Limits(window, KIB))
 
 
 def some_problem(draw: random.Random) -> Problem:
