@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_lce import reference
+from cute_lce.streaming.products import sums_narrow
 
 # ----------------------------------------------------------------------------------------------------------
 # The one comparison
@@ -82,8 +83,11 @@ class Case:
 
     @property
     def multiplies_narrow(self) -> bool:
-        """Whether dlogits are rounded to the operands' dtype, as CUDA's products of narrow operands want."""
-        return self.input.device.type == "cuda" and self.input.dtype in (torch.bfloat16, torch.float16)
+        """Whether dlogits are rounded to the operands' dtype, as products of narrow operands want: CUDA's, or
+        a CPU's that has instructions for them."""
+        device_type, dtype = self.input.device.type, self.input.dtype
+        on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        return on_gpu or sums_narrow(device_type, dtype)
 
     def baseline(
         self, dloss: Tensor | float = 1.0, reduction: str = "mean", *, rounded_dlogits: bool | None = None

@@ -36,12 +36,17 @@ def valid_rows(target: Tensor, ignore_index: int) -> Tensor | None:
     return (~ignored).nonzero().squeeze(1) if ignored.any() else None
 
 
-def without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
-    """hidden with zeros in the rows of ignored (n, 1), in a copy: a nan there would make dweight nan, even if
-    its dlogits are 0. On a CPU, where only valid rows are computed, hidden itself."""
-    if computes_some_rows(hidden.device.type):
-        return hidden
-    return hidden.masked_fill(ignored, 0)
+def without_ignored(values: Tensor, ignored: Tensor) -> Tensor:
+    """values (n, k) with a valid row in the place of each row of ignored (n, 1), in a copy; zeros if all are.
+
+    A nan in an ignored row would make dweight nan, even if its dlogits are 0. Zeros would, where a weight is
+    infinite. On a CPU, where only valid rows are computed, values itself.
+    """
+    if computes_some_rows(values.device.type) or not len(values):
+        return values
+    first = ignored.to(torch.uint8).argmin(0)
+    valid_row = values.index_select(0, first).masked_fill(ignored.all(), 0)
+    return torch.where(ignored, valid_row, values)
 
 
 def of_all_rows(
