@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import ops, options
+from . import environment, ops
 from .arguments import Operands
 from .logit_term import LogitTerm, as_number
 from .options import ComputeOptions, LossOptions, TermOptions, check_positive, has_terms
@@ -164,7 +164,7 @@ def linear_cross_entropy(
             assertion there.
     """
     if workspace_mb is None:
-        workspace_mb = options.DEFAULT_WORKSPACE_MB
+        workspace_mb = environment.WORKSPACE_MB
     values = reduction, ignore_index, logit_scale, schedule, workspace_mb, window
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
     terms = label_smoothing, as_number(softcap), z_loss

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import ops, options
+from . import environment, ops
 from .arguments import Operands
 from .functional import ON_ONE_DEVICE, check_types, named_over_group
 from .implementation import StatsOperands
@@ -80,7 +80,7 @@ def linear_logprob(
     streaming path serves "keep".
     """
     if workspace_mb is None:
-        workspace_mb = options.DEFAULT_WORKSPACE_MB
+        workspace_mb = environment.WORKSPACE_MB
     check_types(input, linear_weight, target)
     names = tuple(outputs) if isinstance(outputs, list) else outputs
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)

@@ -8,14 +8,12 @@ instead.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
 
 import torch
 
+from . import environment
 from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
 
@@ -252,8 +250,6 @@ class ComputeOptions(_ComputeFields):
                 )
             # This is also false for nan.
             if not 0 < workspace_mb < float("inf"):
-                if WRONG_VARIABLE and math.isnan(workspace_mb):
-                    raise ValueError(WRONG_VARIABLE)
                 raise ValueError(f"workspace_mb: got {workspace_mb}, want a positive number of MiB or None")
             workspace_mb = min(workspace_mb, MOST_WORKSPACE_MB)
         if window is not None:
@@ -275,29 +271,11 @@ class ComputeOptions(_ComputeFields):
         return Limits(window=0 if self.window is None else self.window, workspace=workspace)
 
 
-def _workspace_mb_of_environment() -> tuple[float | None, str]:
-    """(CUTE_LCE_WORKSPACE_MB, which stands for the workspace_mb of calls that give none; what is wrong with
-    it). None: it is not set; nan, which every call refuses: it is wrong."""
-    text = os.environ.get("CUTE_LCE_WORKSPACE_MB", "")
-    if not text:
-        return None, ""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text), ""
-    return math.nan, (
-        f"CUTE_LCE_WORKSPACE_MB: got {text!r}, want a positive number of MiB, or no such variable"
-    )
-
-
-# Read once: a graph that was compiled with it would not see a change.
-DEFAULT_WORKSPACE_MB, WRONG_VARIABLE = _workspace_mb_of_environment()
-
-
 def with_default_workspace(compute: ComputeOptions) -> ComputeOptions:
     """The options with the process's default for a workspace_mb that is not given."""
-    if compute.workspace_mb is not None or DEFAULT_WORKSPACE_MB is None:
+    if compute.workspace_mb is not None or environment.WORKSPACE_MB is None:
         return compute
-    return compute._replace(workspace_mb=DEFAULT_WORKSPACE_MB)
+    return compute._replace(workspace_mb=environment.WORKSPACE_MB)
 
 
 class CallOptions(TypedDict, total=False):

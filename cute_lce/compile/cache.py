@@ -48,6 +48,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import environment
 from ..plan.kernels import Key
 from . import driver
 from .trace import trace
@@ -80,7 +81,7 @@ def get(key: Key) -> Callable[..., None]:
 
 def cache_dir() -> Path:
     """The folder of compiled kernels."""
-    explicit = os.environ.get("CUTE_LCE_CACHE_DIR")
+    explicit = environment.cache_dir()
     if explicit:
         return Path(os.path.expanduser(explicit))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce"
