@@ -22,6 +22,7 @@ from ..ops.prepared import cache, key_of, remember
 from ..ops.select import implementation
 from ..options import ComputeOptions, LossOptions
 from ..plan.problem import Problem
+from ..scalars import python_number
 from . import ops, ranks
 from .collectives import ctas_of
 from .tensor import Shard, ShardedPasses
@@ -42,9 +43,10 @@ class Spread(NamedTuple):
 
 def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: Any, sm_margin: Any) -> Spread:
     """The arguments, checked as far as that needs no tensors. Raises TypeError and ValueError by name."""
+    vocab_start, sequence_dim, sm_margin = map(python_number, (vocab_start, sequence_dim, sm_margin))
     if tp_group is None:
         given = {"vocab_start": vocab_start is not None, "sequence_dim": sequence_dim is not None}
-        given["grad_input"] = grad_input != "reduced"
+        given["grad_input"] = not isinstance(grad_input, str) or grad_input != "reduced"
         given["sm_margin"] = sm_margin is not None
         name = next(name for name, is_given in given.items() if is_given)
         raise ValueError(f"{name}: got a value without tp_group, want it only with a tp_group")

@@ -67,6 +67,6 @@ def tokens_of(input: Tensor, target: Tensor, sequence_dim: int | None, group: Pr
     if target.shape not in (shape, every):
         raise ValueError(
             f"target: got shape {tuple(target.shape)}, want {tuple(every)} (whole) or {tuple(shape)} (slice)"
-            f" for input's shape {tuple(input.shape)} and sequence_dim={sequence_dim} over {ranks} ranks"
+            f" for input's shape {tuple(input.shape)} and sequence_dim={sequence_dim} over a group of {ranks}"
         )
     return Tokens(target.shape, dim, target.shape == every)
