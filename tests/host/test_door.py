@@ -18,6 +18,10 @@ from cute_lce import LinearCrossEntropy, LinearLogprob, linear_cross_entropy, li
 from cute_lce.scalars import python_number
 from tests.logit_terms import LogCap
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
 N, D, V, K, M = 4, 16, 37, 3, 5
 generator = torch.Generator().manual_seed(62)
 
@@ -30,10 +34,14 @@ def classes(*shape: int) -> Tensor:
     return torch.randint(V, shape, generator=generator)
 
 
-ONE = {"input": normal(N, D), "linear_weight": normal(V, D), "target": classes(N)}
-HEADS = {"input": normal(N, D), "linear_weight": normal(K, V, D), "target": classes(N, K)}
-LISTED = {**HEADS, "linear_weight": list(normal(K, V, D))}
-SAMPLED = {**ONE, "sampled_ids": classes(M)}
+ONE: dict[str, Any] = {
+    "input": normal(N, D),
+    "linear_weight": normal(V, D),
+    "target": torch.tensor([3, 0, 36, 7]),
+}
+HEADS: dict[str, Any] = {"input": normal(N, D), "linear_weight": normal(K, V, D), "target": classes(N, K)}
+LISTED: dict[str, Any] = {**HEADS, "linear_weight": list(normal(K, V, D))}
+SAMPLED: dict[str, Any] = {**ONE, "sampled_ids": classes(M)}
 LOSS = {"linear_bias": (V,), "weight": (V,), "token_weight": (N,), "denominator": ()}
 LOSSES = {"linear_bias": (K, V), "weight": (K, V), "token_weight": (N, K), "denominator": (K,)}
 
@@ -120,7 +128,10 @@ def every(convert: Callable[[Tensor], Any], value: Tensor | list[Tensor]) -> Any
 
 KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "ndarray": (Tensor.numpy, r"got ndarray, want .*: torch\.from_numpy\(\w+\) is one"),
-    "list": (lambda t: t.reshape(-1).tolist(), r"got list, want .*: torch\.as_tensor\(\w+\) is one"),
+    "list": (
+        lambda t: t.tolist() if t.dim() else [1.0],
+        r"got list, want .*: torch\.as_tensor\(\w+\) is one",
+    ),
     "str": (lambda t: "abc", "got str, want "),
     "nested": (nested, "got a nested tensor, want a dense tensor"),
     "jagged": (jagged, "got a nested tensor, want a dense tensor"),
@@ -152,7 +163,7 @@ def test_the_one_on_another_device_is_named():
 
 def test_a_module_refuses_what_it_makes_no_logits_of():
     for module in (LinearCrossEntropy(D, V), LinearCrossEntropy(D, V, softcap=2.0)):
-        with pytest.raises(TypeError, match="^input: got ndarray, want a torch.Tensor"):
+        with pytest.raises(TypeError, match="input: got ndarray"):
             module(ONE["input"].numpy())
 
 
@@ -160,7 +171,7 @@ def test_a_buffer_of_heads_is_refused_by_what_the_caller_gave():
     """(3, 3, 6) in float32: the second head lies 72 bytes behind the first."""
     weight = normal(3, 3, 6).requires_grad_()
     whole = torch.zeros(3, 3, 6)
-    call = {"input": normal(N, 6), "linear_weight": weight, "target": classes(N, 3) % 3}
+    call: dict[str, Any] = {"input": normal(N, 6), "linear_weight": weight, "target": classes(N, 3) % 3}
     with pytest.raises(
         ValueError, match=rf"shape \(3, 3, 6\), .* and address {whole.data_ptr():#x}, want"
     ) as error:
@@ -186,7 +197,7 @@ def test_one_head_is_counted_as_one():
 def test_a_log_q_alone_is_refused_by_its_name(given: str, missing: str):
     log_q = torch.zeros(M if given == "sampled_log_q" else N)
     with pytest.raises(ValueError, match=f"^{given}: got a tensor without a {missing}, want both or neither"):
-        cute_lce.sampled_linear_cross_entropy(**SAMPLED, **{given: log_q})
+        CALLS["sampled"].run(**SAMPLED, **{given: log_q})
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -246,47 +257,46 @@ NUMBERS: dict[Callable[..., Tensor], dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("call", "name"), [(call, name) for call, names in NUMBERS.items() for name in names]
-)
+@pytest.mark.parametrize(("call", "name"), [(call, name) for call in NUMBERS for name in NUMBERS[call]])
 def test_a_numpy_scalar_is_the_number_of_its_value(call: Callable[..., Tensor], name: str):
     number = NUMBERS[call][name]
     wanted = call(**{name: number})
-    kinds = (
-        (np.int64, np.uint8) if isinstance(number, int) else (np.float16, np.float32, np.float64, Fraction)
-    )
-    for kind in kinds:
+    floats = np.float16, np.float32, np.float64, Fraction
+    for kind in (np.int64, np.uint8) if isinstance(number, int) else floats:
         assert torch.equal(call(**{name: kind(number)}), wanted), kind
     if name not in ("window", "workspace_mb"):
         assert not torch.equal(call(), wanted)
 
 
 def test_a_term_of_your_own_has_numpy_fields():
-    assert torch.equal(of_loss(softcap=LogCap(np.float32(0.5))), of_loss(softcap=LogCap(0.5)))
-    assert LogCap(np.float16(0.5)).key == LogCap(0.5).key
-    with pytest.raises(TypeError, match="LogCap.cap: got bool, want a number"):
-        LogCap(np.bool_(True))
+    half: Any = np.float32(0.5)
+    yes: Any = np.bool_(True)
+    assert torch.equal(of_loss(softcap=LogCap(half)), of_loss(softcap=LogCap(0.5)))
+    assert LogCap(half).key == LogCap(0.5).key
+    with pytest.raises(TypeError, match=r"^LogCap\.cap: got bool, want a number"):
+        LogCap(yes)
 
 
 def test_numpy_bools_are_bools():
     weight, out = ONE["linear_weight"].clone().requires_grad_(), torch.zeros(V, D)
-    call = {**ONE, "linear_weight": weight}
+    call: dict[str, Any] = {**ONE, "linear_weight": weight}
+    yes: Any = np.bool_(True)
+    no: Any = np.bool_(False)
     gradients = []
-    for dummy in (np.bool_(True), np.bool_(False)):
+    for dummy in (yes, no):
         loss = linear_cross_entropy(**call, grad_weight_out=out, grad_weight_dummy=dummy)
         gradients += torch.autograd.grad(loss, weight, allow_unused=True)
     assert gradients[0] is not None
     assert gradients[1] is None
-    assert torch.equal(linear_cross_entropy(**ONE, grad_weight_dummy=np.bool_(False)), of_loss())
+    assert torch.equal(linear_cross_entropy(**ONE, grad_weight_dummy=no), of_loss())
     ids = ONE["target"][:1].repeat(3)
     losses = [
-        cute_lce.sampled_linear_cross_entropy(**ONE, sampled_ids=ids, remove_accidental_hits=kind(keeps))
-        for kind in (bool, np.bool_)
-        for keeps in (True, False)
+        cute_lce.sampled_linear_cross_entropy(**ONE, sampled_ids=ids, remove_accidental_hits=removes)
+        for removes in (True, False, yes, no)
     ]
     assert losses[:2] == losses[2:]
     assert losses[0] != losses[1]
-    stats = linear_logprob(**call, outputs=("entropy",), entropy_grad=np.bool_(False))
+    stats = linear_logprob(**call, outputs=("entropy",), entropy_grad=no)
     assert stats.entropy is not None
     assert not stats.entropy.requires_grad
     for name in ("logit_scale", "z_loss", "ignore_index", "denominator"):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cute_lce
 
 COMPILERS = ("cutlass", "nvidia_cutlass_dsl", "tvm_ffi", "cuda", "triton")
@@ -33,6 +35,7 @@ def test_import_loads_no_compiler_no_driver_and_no_framework():
     assert run("import cute_lce, torch; print(torch.cuda.is_initialized())").strip() == "False"
 
 
+@pytest.mark.timing
 def test_import_costs_little_more_than_torch():
     """Timed inside one process, after torch: what is left is the package's own. Its CPU time, which other
     processes disturb least, as a share of torch's, which depends on the machine as ours does."""
