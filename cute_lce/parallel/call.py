@@ -62,6 +62,8 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
         if not 0 <= vocab_start < 2**31:
             raise ValueError(f"vocab_start: got {vocab_start}, want at least 0 and less than 2**31")
         vocab_start = cast("int", vocab_start)
+    if isinstance(sequence_dim, bool) or not isinstance(sequence_dim, int | None):
+        raise TypeError(f"sequence_dim: got {type(sequence_dim).__name__}, want an int or None")
     if not isinstance(grad_input, str) or grad_input not in GRAD_INPUTS:
         raise ValueError(f"grad_input: got {grad_input!r}, want one of {', '.join(map(repr, GRAD_INPUTS))}")
     if grad_input == "partial" and sequence_dim is not None:
