@@ -48,6 +48,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import environment
 from ..plan.kernels import Key
 from . import driver
 from .trace import trace
@@ -58,7 +59,7 @@ _lock = threading.Lock()
 
 SOURCES = (
     *("kernels/**/*.py", "compile/*.py", "plan/kernels.py"),
-    *("arch.py", "arguments.py", "data_sheets.py", "logit_term.py", "maths.py", "widths.py"),
+    *("arch.py", "arguments.py", "data_sheets.py", "logit_term.py", "maths.py", "scalars.py", "widths.py"),
 )
 """Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
 CARRIED = Path(__file__).parent.parent / "carried"
@@ -80,7 +81,7 @@ def get(key: Key) -> Callable[..., None]:
 
 def cache_dir() -> Path:
     """The folder of compiled kernels."""
-    explicit = os.environ.get("CUTE_LCE_CACHE_DIR")
+    explicit = environment.cache_dir()
     if explicit:
         return Path(os.path.expanduser(explicit))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce"

@@ -195,6 +195,7 @@ def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 # Hits
 
 
+@pytest.mark.timing
 def test_a_hit_imports_no_cutlass_and_takes_well_under_a_second(filled: Path):
     before = only_file(filled).stat()
     found = [load(filled) for _ in range(3)]
