@@ -102,7 +102,7 @@ def _gradients(
     buffer = LogitsBuffer(n, ranges, hidden, acc)
     every_dlogits = None
     if out is None and holds_dlogits(saved.operands, request):
-        # oneDNN reads beyond a row's end and multiplies that with 0. The next row may be nan, so rows are apart.
+        # oneDNN reads beyond a row and multiplies that with 0. The next row may be nan, so rows are apart.
         every_dlogits = hidden.new_zeros((n, round_up(V, _MOST_READ)))[:, :V]
 
     upstream = torch.where(valid, grad_scale(dloss, saved.num_valid, loss), 0)

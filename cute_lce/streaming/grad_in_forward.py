@@ -19,7 +19,6 @@ from .rows import (
     of_all_rows,
     of_rows,
     reduce,
-    subtract_target,
     valid_rows,
     without_ignored,
 )
@@ -64,9 +63,10 @@ def _chunks(
     new_dweight = weight.new_empty if token_ranges else weight.new_zeros
     dweight = new_dweight((V, d), dtype=acc) if request.need_dweight else None
     buffer = LogitsBuffer(V, token_ranges, hidden, acc)
+    ignored = ~valid.unsqueeze(1)
+    hidden = without_ignored(hidden, ignored)
     for start, stop in token_ranges:
-        ignored = ~valid[start:stop].unsqueeze(1)
-        products = Products(without_ignored(hidden[start:stop], ignored), weight)
+        products = Products(hidden[start:stop], weight)
         logits = buffer.window(stop - start).view(stop - start, V)
         for low, high in ranges:
             mm(products.hidden, products.weight(low, high).mT, logits[:, low:high])
@@ -77,7 +77,7 @@ def _chunks(
         total = maths.exponential(logits, maximum.unsqueeze(1), torch.exp_, torch.Tensor.sub_).sum(1)
         row_max[start:stop], row_sum[start:stop] = maximum, total
         total = total.masked_fill(out_of_range[start:stop], torch.nan)
-        subtract_target(logits, classes[start:stop], total, 0, V)
+        logits.scatter_add_(1, column, -total.unsqueeze(1))
         scale = maths.product_gradient(1, loss)
         factor = torch.where(valid[start:stop], maths.softmax_factor(scale, total), 0).unsqueeze(1)
         if products.rounded:
@@ -89,11 +89,11 @@ def _chunks(
                 _sum_of_products(dinput[start:stop], dlogits[:, low:high], products.weight(low, high), low)
             if dweight is not None:
                 _sum_of_products(dweight[low:high], dlogits[:, low:high].mT, scaled_hidden, start)
-        if dinput is not None:
-            if not products.rounded:
-                dinput[start:stop].mul_(factor)
-            # 0 times an infinite weight is nan.
-            dinput[start:stop].masked_fill_(ignored, 0)
+        if dinput is not None and not products.rounded:
+            dinput[start:stop].mul_(factor)
+    if dinput is not None:
+        # 0 times an infinite weight is nan.
+        dinput.masked_fill_(ignored, 0)
     return (row_max, row_sum, target_logit), dinput, dweight
 
 

@@ -94,9 +94,10 @@ def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, copies:
     narrow = dtype.itemsize < acc
     rounded = narrow and multiplies_narrow(device_type)
     fixed = ROW_BYTES * n + (n * d * acc if problem.need_dinput else 0)
+    # Those of the rows that are not ignored, or with others in the place of those that are.
+    fixed += n * d * dtype.itemsize
     if device_type == "cpu":
-        # Those of the rows that are not ignored.
-        fixed += n * d * (dtype.itemsize + (acc if problem.need_dinput else 0))
+        fixed += n * d * acc if problem.need_dinput else 0
     fixed += V * d * acc if problem.need_dweight else 0
     fixed += _TERM_VECTORS * V * acc if copies else 0
     token = max(copies, 1) * V * acc + (V * dtype.itemsize if rounded else 0) + 2 * d * acc + ROW_BYTES
@@ -107,7 +108,6 @@ def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, copies:
 
 def _min(a: int, b: int) -> int:
     """min, without the guard that comparing symbolic integers makes."""
-    # Dynamo traces builtins of symbolic integers, but not torch.sym_min of two plain ones.
     return cast("int", torch.sym_min(a, b)) if _is_symbolic(a, b) else min(a, b)
 
 
@@ -116,7 +116,9 @@ def _max(a: int, b: int) -> int:
 
 
 def _is_symbolic(*sizes: int) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+    """Whether builtins would make a guard of these. Dynamo traces builtins without one."""
+    symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
+    return symbolic and not torch.compiler.is_dynamo_compiling()
 
 
 def _least_window(problem: Problem, window: int, device_type: str):
@@ -129,16 +131,19 @@ def _least_window(problem: Problem, window: int, device_type: str):
     return _min(_max(columns, _GPU_LEAST_COLUMNS), problem.vocab)
 
 
-def _least_chunk(n, device_type: str):
+def _least_chunk(problem: Problem, device_type: str):
     """Tokens of the shortest chunk."""
-    return _min(_CPU_LEAST_CHUNK if device_type == "cpu" else _GPU_LEAST_CHUNK, n)
+    if device_type == "cpu":
+        return _min(_CPU_LEAST_CHUNK, problem.n)
+    tokens = ceil_div(_GPU_LEAST_PRODUCTS, problem.vocab * problem.d * _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
+    return _min(_max(tokens, _GPU_LEAST_CHUNK), problem.n)
 
 
 def _least_of_chunks(problem: Problem, dtype: torch.dtype, device_type: str, window, copies: int = 0):
     """The least bytes of a workspace for grad_in_forward."""
     fixed, column, token = _chunk_costs(problem, dtype, device_type, copies)
     columns = _least_window(problem, window, device_type)
-    return fixed + column * columns + token * _least_chunk(problem.n, device_type)
+    return fixed + column * columns + token * _least_chunk(problem, device_type)
 
 
 def choose(
@@ -299,7 +304,7 @@ def chunks(
     problem = problem_of(operands, request)
     n, V = problem.n, problem.vocab
     window, workspace = request.limits
-    on_cpu, least = operands.hidden.device.type == "cpu", _least_chunk(n, operands.hidden.device.type)
+    on_cpu, least = operands.hidden.device.type == "cpu", _least_chunk(problem, operands.hidden.device.type)
     fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type, copies)
     if not window:
         # A window only bounds what 16-bit operands cost: the converted weight, or a product to be added.

@@ -90,16 +90,16 @@ def _refuse_targets(target: Tensor, out_of_range: Tensor, ignore_index: int, V: 
 
 
 def in_window(classes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Whether each row's class is in the window, and its column there as (n, 1), 0 if it is not."""
-    inside = (classes >= low) & (classes < high)
-    return inside, torch.where(inside, classes - low, 0).unsqueeze(1)
+    """Whether each row's class is in the window, and its column there as (n, 1), any if it is not."""
+    shifted = classes - low
+    column = shifted.clamp(0, high - low - 1)
+    return column == shifted, column.unsqueeze(1)
 
 
 def subtract_target(exponentials: Tensor, classes: Tensor, row_sum: Tensor, low: int, high: int) -> None:
     """exp(z - row_max) - row_sum * onehot, in place: row_sum times the softmax minus the onehot."""
     inside, column = in_window(classes, low, high)
-    onehot = torch.where(inside, row_sum, 0).unsqueeze(1)
-    exponentials.scatter_(1, column, maths.dlogits(exponentials.gather(1, column), onehot))
+    exponentials.scatter_add_(1, column, torch.where(inside, -row_sum, 0).unsqueeze(1))
 
 
 def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):
