@@ -51,6 +51,8 @@ def versions() -> dict[str, str | None]:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     found["cute_lce"] = f"sources {digest.hexdigest()[:12]}"
     found["commit"] = commit(ROOT)
+    if environment.IMPLEMENTATION != "auto":
+        found["implementation"] = environment.IMPLEMENTATION
     return found
 
 
