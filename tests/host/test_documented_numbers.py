@@ -773,10 +773,44 @@ STEP_NAMES = {
 }
 
 
+def streaming(file: str) -> Rows:
+    """Shape and dtype, eager torch in ms, and as multiples of it: peers, and ours by schedule and workspace."""
+    shapes = dict.fromkeys((r["n"], r["d"], r["vocab"], r["dtype"]) for r in records(file))
+    rows: Rows = []
+    for n, d, V, dtype in shapes:
+        mine = [r for r in records(file) if (r["n"], r["d"], r["vocab"], r["dtype"]) == (n, d, V, dtype)]
+        eager = min(r["ms"] for r in mine if r["provider"] == "torch_eager_fp32ce")
+        ours = [r for r in mine if r["provider"] == "cute_lce"]
+
+        def best(chosen: list[Record], eager: float = eager) -> Cell:
+            return f"{min(r['ms'] for r in chosen) / eager:.2f}" if chosen else None
+
+        peers = [
+            best([r for r in mine if r["provider"] == peer])
+            for peer in ("torch_compile", "liger_triton", "cce")
+        ]
+        by_schedule = [
+            best([r for r in ours if r["schedule"] == schedule and r["workspace_mb"] is None])
+            for schedule in ("auto", "recompute", "grad_in_forward")
+        ]
+        worst = max(ours, key=lambda r: r["ms"])
+        rows.append(
+            [
+                f"{n}, {d}, {V}, {dtype}",
+                f"{eager:.1f}",
+                *peers,
+                *by_schedule,
+                f"{worst['ms'] / eager:.2f}, {worst['schedule']}, {worst['workspace_mb'] or 'default'}",
+            ]
+        )
+    return rows
+
+
 TABLES: dict[str, Callable[[str], Rows]] = {
     function.__name__: function
     for function in (
         forward,
+        streaming,
         sustained,
         backward,
         frozen,
