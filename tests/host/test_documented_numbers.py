@@ -774,7 +774,7 @@ STEP_NAMES = {
 
 
 def streaming(file: str) -> Rows:
-    """Shape and dtype, eager torch in ms, and as multiples of it: peers, and ours by schedule and workspace."""
+    """Shape and dtype, eager torch in ms, and as multiples of it the peers and ours by schedule."""
     shapes = dict.fromkeys((r["n"], r["d"], r["vocab"], r["dtype"]) for r in records(file))
     rows: Rows = []
     for n, d, V, dtype in shapes:
