@@ -289,8 +289,8 @@ class ForwardOutputs(NamedTuple):
 
     workspace: 2 counters, the partials (number of partials of a row, n, 2), target_logit (n,), and 2 fp32 for
     each block of combine.
-    target_logit (n,) fp32: the targets' logits, nan of one that is no class of weight. Written of a shard, and
-    where a softcap or a LogitTerm is a term, whose slope a backward needs there.
+    target_logit (n,) fp32: the targets' logits, nan of one that is no class of weight. Written of a shard,
+    and where a softcap or a LogitTerm is a term, whose slope a backward needs there.
     shard: whether weight is a shard of the vocabulary (0 or 1); then loss and num_valid hold nothing of use,
     if they are written. Such a forward, if it keeps, is launched again with `finishes` 1 and merged
     statistics: it reads row_max, row_sum and target_logit, and completes what is kept.
