@@ -361,7 +361,7 @@ def test_given_ids_have_numbers_of_32_bits():
 def test_logits_of_a_small_cap_are_not_kept(cap):
     """Steps of fp16, in which distances between logits are kept, are too large for them."""
     operands = StatsOperands(
-        *(torch.empty(8, 8, dtype=BF16) for _ in "ab"), torch.zeros(8, dtype=torch.int64)
+        torch.empty(8, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16), torch.zeros(8, dtype=torch.int64)
     )
     options = StatsOptions(-100, 1.0, cap, 1.0, ("logprob", "entropy"))
     assert token_stats.keeps_logits(operands, options) is (cap >= 2.0**-12)
