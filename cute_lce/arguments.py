@@ -289,10 +289,11 @@ class ForwardOutputs(NamedTuple):
 
     workspace: 2 counters, the partials (number of partials of a row, n, 2), target_logit (n,), and 2 fp32 for
     each block of combine.
-    target_logit: 0: the vocabulary is whole. Else weight is a shard of it, whose target logits (n,) fp32 are
-    written there, nan where the target is in another; then loss and num_valid hold nothing of use, if they
-    are written. Such a forward, if it keeps, is launched again with `finishes` 1 and merged statistics: it
-    reads row_max, row_sum and target_logit, and completes what is kept.
+    target_logit (n,) fp32: the targets' logits, nan of one that is no class of weight. Written of a shard,
+    and where a softcap or a LogitTerm is a term, whose slope a backward needs there.
+    shard: whether weight is a shard of the vocabulary (0 or 1); then loss and num_valid hold nothing of use,
+    if they are written. Such a forward, if it keeps, is launched again with `finishes` 1 and merged
+    statistics: it reads row_max, row_sum and target_logit, and completes what is kept.
     """
 
     loss: Address
@@ -301,6 +302,7 @@ class ForwardOutputs(NamedTuple):
     num_valid: Address
     workspace: Address
     target_logit: Address = 0
+    shard: Int32 = 0
     finishes: Int32 = 0
 
 

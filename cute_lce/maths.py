@@ -7,6 +7,7 @@ is exact where it matters.
 """
 
 import math
+import struct
 from dataclasses import dataclass
 
 LOG2_E = 1.4426950408889634
@@ -109,12 +110,24 @@ def softcap_numbers(softcap, logit_scale, temperature):
     }
     return {
         "cap": cap,
-        "inverse_square": cap**-2,
+        "inverse_square": _inverse_square(_float32(cap)),
         "edge": edge,
         "edge_square": edge**2,
         "doubled": 2 * LOG2_E * inverse,
         **series,
     }
+
+
+def _inverse_square(cap):
+    """1 / cap^2 in float32, or a little less: `slope_of_capped` is nowhere negative up to the cap."""
+    inverse = _float32(cap**-2)
+    while _float32(cap * inverse) * cap > 1:
+        inverse = _float32(inverse * (1 - 2.0**-23))
+    return inverse
+
+
+def _float32(number):
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 def softcap_fits(softcap, logit_scale, temperature):

@@ -207,6 +207,35 @@ def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) ->
     return replace(case, input=hidden, linear_weight=weight, target=target)
 
 
+CAPS = 1e-5, 2e-5, 1e-4, 1e-2
+"""Small ones, of a few ulp of lse."""
+REACHES = torch.tensor([1.2, -0.7, 1.0, 0.3, 2.0, -3.0, 4.0, -5.0, 1.5, 6.0, -7.0, 8.0, 0.05, 14.0])
+"""Of a small cap, products of tokens and their targets: some tokens are confident, others saturated."""
+
+
+def near_a_cap(cap: float, dtype: torch.dtype, V: int = 137) -> Case:
+    """Targets' products are REACHES times the cap, and so are those of the fifth class behind each. Each
+    token has a feature of its own: there a class's row of dweight is the gradient by the token's logit."""
+    n, d = len(REACHES), 64
+    tokens, target = torch.arange(n), torch.arange(n) * 11 % V
+    weight = torch.zeros(V, d)
+    weight[:, :n] = torch.randn(V, n, generator=torch.Generator().manual_seed(3)) * cap
+    weight[target, tokens], weight[(target + 5) % V, tokens] = REACHES * cap, REACHES.flip(0) * cap
+    return Case(torch.eye(n, d).to(dtype), weight.to(dtype), target)
+
+
+def check_near_a_cap(case: Case, dweight: Tensor, expected: Tensor, factor: Tensor, kept: bool = False):
+    """At both classes of each token. Rounding a logit costs its slope what it costs 1, and not the sign, but
+    for that of the softmax's share. factor (n,): what the gradient by the capped logit is at most."""
+    tokens, V = torch.arange(len(case.target), device=dweight.device), len(case.linear_weight)
+    for name, classes in ("target", case.target), ("other", (case.target + 5) % V):
+        got, want = (each[classes, tokens].double() for each in (dweight, expected))
+        bound = want.abs() * 2.0 ** (-7 if kept else -8) + factor.double().abs() * 2.0**-20
+        assert bool(((got - want).abs() <= bound).all()), (name, got, want)
+        is_share = got.abs() <= factor.double().abs() * 2.0**-28
+        assert bool((is_share | (got * want >= 0)).all()), (name, got, want)
+
+
 def with_probability(case: Case, probability: float) -> Case:
     """Targets of about this probability; no more rows than half of the features, of which each has one."""
     n, (V, d) = len(case.target), case.linear_weight.shape

@@ -55,6 +55,10 @@ STATISTICS_OF = {
 SERVED = ("logprob", "lse", "topk_logprob", *STATISTICS_OF)
 """The numbers that kernels compute."""
 
+LEAST_KEPT_CAP = 2.0**-12
+"""Of kept logits: steps of fp16, of 2^-24 there, would be more than 2^-12 of a lesser softcap, and the slopes
+of logits near it not those of the logits."""
+
 T = TypeVar("T")
 
 _prepared: dict[tuple, Any] = {}
@@ -83,7 +87,10 @@ def keeps_logits(operands: StatsOperands, options: StatsOptions) -> bool:
     (kernels/kept_logits.py) is less than that of dlogits."""
     if keeps_exponentials(operands, options) or operands.hidden.dtype is not torch.bfloat16:
         return False
-    return not (options.label_smoothing and options.softcap is not None)
+    cap = options.softcap
+    if cap is not None and term_of(cap) is None and cap / options.temperature < LEAST_KEPT_CAP:
+        return False
+    return not (options.label_smoothing and cap is not None)
 
 
 def keeps_exponentials(operands: StatsOperands, options: StatsOptions) -> bool:
@@ -195,11 +202,16 @@ def forward(
     if topk is not None:
         topk_values = torch.empty((topk.shape.numel(),), dtype=torch.float32, device=device)
         loss = topk.added_to(loss, topk_values)
-    found = prepared.statistics(given, loss)
+    target_logit = None
+    if merge is not None or options.softcap is not None:
+        target_logit = torch.empty((n,), dtype=torch.float32, device=device)
+    found = prepared.statistics(given, loss, target_logit)
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
     assert row_sum is not None
-    own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, sums))
+    # Of a whole vocabulary without slopes nothing is read of the logit that logprob does not say.
+    target_logit = found.loss if target_logit is None else target_logit
+    own = RowSums(row_max, row_sum, target_logit, **_sums_of(operands, sums))
     total = sums.get("total") if asked.products is None else asked.products.total
     if topk is not None and topk_values is not None:
         own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
@@ -272,18 +284,22 @@ def _stats_of(own: RowSums, given: dict[str, Tensor | None], options: StatsOptio
     """The numbers that are asked for, and what a backward reads, but for what is kept. own: of the whole
     vocabulary. given: numbers that kernels gave, 0 in ignored rows."""
     saved = {"row_max": own.row_max, "row_sum": own.row_sum, "mean_gap": own.mean_gap}
+    logprob = given.get("logprob")
+    restores = options.saves_logits and options.softcap is None and logprob is not None
+    if options.saves_logits:
+        saved |= {"target_logit": own.target_logit, "topk_logit": own.topk_logit}
     done = {name: given[name] for name in options.outputs if given.get(name) is not None}
-    if len(done) == len(options.outputs) and not options.saves_logits:
+    if len(done) == len(options.outputs) and not restores:
         return Stats(**done, **saved)
     log_row_sum = own.row_sum.log()
-    logprob = given.get("logprob")
     if logprob is None:
         logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit)
     numbers = {"logprob": logprob}
-    if options.saves_logits or "lse" in options.outputs:
+    if "lse" in options.outputs:
         numbers["lse"] = maths.lse(log_row_sum, own.row_max)
-    if options.saves_logits:
-        saved |= {"target_logit": numbers["lse"] + logprob, "topk_logit": own.topk_logit}
+    if restores:
+        # For its distance from row_max alone (launch/entries.py), which a confident row has to the bit.
+        saved["target_logit"] = own.row_max + (log_row_sum + logprob)
     if own.mean_gap is not None:
         numbers["entropy"] = maths.entropy(log_row_sum, own.mean_gap)
     if own.total_gap is not None and own.weight is not None:

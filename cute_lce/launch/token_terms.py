@@ -366,11 +366,15 @@ def slopes(logit: Tensor | None, options: StatsOptions, tensors: Tensors) -> Ten
     """The derivative of a softcap, or of a LogitTerm, where it gave z, (n, ...) as logit; None: 1."""
     if options.softcap is None or logit is None:
         return None
-    capped = logit * options.temperature
-    if tensors.row_scale is not None:
-        capped /= tensors.row_scale.view(-1, *[1] * (logit.dim() - 1))
-    term = term_of(options.softcap)
-    return maths.cap_slope(capped / options.softcap) if term is None else slope_of(term, capped)
+    term, scale = term_of(options.softcap), tensors.row_scale
+    if scale is not None:
+        scale = scale.view(-1, *[1] * (logit.dim() - 1))
+    if term is None:
+        # The largest z, as the kernels round it, so that the slope there is 0, and nowhere less.
+        cap = options.softcap / options.temperature
+        return maths.cap_slope(logit / (cap if scale is None else scale * cap))
+    z = logit * options.temperature
+    return slope_of(term, z if scale is None else z / scale)
 
 
 def _of_kept_alone(dloss: Tensor, saved: StatsSaved, options: StatsOptions, request: Request) -> Gradient:

@@ -27,8 +27,8 @@ from tests.emulated import token_stats
 from tests.emulated.forward import ignoring
 from tests.emulated.ranks import ranks
 from tests.emulated.token_stats import PLAIN, Numbers, repeating
-from tests.logit_terms import LogCap
-from tests.numerics import Case, assert_close, jumping, random_case
+from tests.logit_terms import LogCap, Tanh
+from tests.numerics import CAPS, Case, assert_close, check_near_a_cap, jumping, near_a_cap, random_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 full = pytest.mark.emulator_full
@@ -212,6 +212,18 @@ def test_a_cap_of_shards(arch, dtype, softcap):
     keeps = softcap > 0 or dtype is BF16
     launched = check(numbers, arch, [128, 72], compute=ComputeOptions("keep" if keeps else "auto", 64))
     assert sum("Finish" in name for name in launched) == 2 * keeps
+
+
+@each_of(("sm_90a", BF16))
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=full)], ids=["softcap", "own"])
+def test_the_slope_near_a_small_cap_of_shards(arch, dtype, own):
+    """The logit that the shards have exchanged, which is but a few ulp of lse."""
+    for cap in CAPS:
+        case = near_a_cap(cap, dtype)
+        numbers = Numbers(case, softcap=Tanh(cap).key if own else cap)
+        _, gradients, _ = run(numbers, arch, [70, 67])
+        _, exact = token_stats.by_torch(numbers, torch.float64, rounded=False)
+        check_near_a_cap(case, gradients["dweight"], exact["dweight"], numbers.upstream["logprob"])
 
 
 @full

@@ -18,7 +18,7 @@ from cute_lce import TokenStats, linear_cross_entropy
 from tests.device import accepted
 from tests.gpu.test_forward import device_case
 from tests.logit_terms import Knee, LogCap, SoftPlus, Tanh
-from tests.numerics import FLOORS, assert_close, relative_error
+from tests.numerics import CAPS, FLOORS, assert_close, check_near_a_cap, near_a_cap, relative_error
 
 # A test reads what it asked for: no field is None.
 linear_logprob: Any = cute_lce.linear_logprob
@@ -512,6 +512,46 @@ def test_a_term_of_ones_own(dtype, term, schedule):
     for name, one, want, other in zip(("loss", "dinput", "dweight"), found, expected, plain, strict=True):
         rounding = 0.0 if name == "loss" else 2 * 2.0**-8
         assert_close(name, one, want, other.to(one.dtype), rounding=rounding)
+
+
+@dtypes
+@pytest.mark.parametrize("schedule", ["recompute", "keep"])
+@pytest.mark.parametrize("term", ["softcap", "LogitTerm"])
+@pytest.mark.parametrize("cap", CAPS)
+def test_the_slope_near_a_small_cap(dtype, schedule, term, cap):
+    """Whose logits are but a few ulp of lse; of a loss, and of numbers with ids and a temperature each."""
+    case = near_a_cap(cap, dtype, V).to("cuda")
+    n = len(case.target)
+    softcap = cap if term == "softcap" else Tanh(cap)
+    ids = torch.stack([case.target, (case.target + 5) % V], dim=1)
+    temperature = torch.linspace(0.3, 3, n, device="cuda")
+    upstream = torch.linspace(-2, 3, 3 * n, device="cuda").view(n, 3)
+
+    def losses(function, leaves):
+        return function(*leaves, case.target, softcap=softcap, reduction="none")
+
+    def numbers(function, leaves):
+        outputs = {"outputs": ("logprob", "topk_logprob")} if function is linear_logprob else {}
+        options = {"softcap": softcap, "temperature": temperature, "topk_ids": ids, **outputs}
+        found = function(*leaves, case.target, **options)
+        return torch.cat([found.logprob.unsqueeze(1), found.topk_logprob], dim=1)
+
+    for call, mine, given, by in (
+        (losses, linear_cross_entropy, upstream[:, 0], reference.linear_cross_entropy),
+        (numbers, linear_logprob, upstream, reference.linear_logprob),
+    ):
+        found = []
+        for function, wide in ((mine, dtype), (by, torch.float64), (by, FP32)):
+            leaves = [each.detach().to(wide).requires_grad_() for each in (case.input, case.linear_weight)]
+            if function is linear_cross_entropy:
+                function = functools.partial(function, schedule=schedule)
+            value = call(function, leaves)
+            found.append((value.detach(), torch.autograd.grad(value, leaves[1], given.to(value.dtype))[0]))
+        (value, dweight), (want, expected), (plain, _) = found
+        assert_close("numbers", value, want, plain)
+        factor = given.abs() if call is losses else given.abs().sum(1) / temperature
+        # Of numbers "auto" keeps what it can.
+        check_near_a_cap(case, dweight, expected, factor, schedule == "keep" or call is numbers)
 
 
 @dtypes

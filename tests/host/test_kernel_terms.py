@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_lce import linear_cross_entropy, linear_logprob
+from cute_lce import linear_cross_entropy, linear_logprob, maths
 from cute_lce.arch import Gpu
 from cute_lce.implementation import StatsOperands, StatsOptions
-from cute_lce.launch import KERNELS, token_stats
+from cute_lce.launch import KERNELS, token_stats, token_terms
 from cute_lce.logit_term import kernel_term
 from cute_lce.ops import select
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key, MultiplyKey
@@ -355,3 +355,43 @@ def test_given_ids_have_numbers_of_32_bits():
     assert not fits((2**24 + 1, 1), 1000)
     assert not fits((2**20, 2**11), 1000)
     assert not fits((2**24, 1), 2**18)
+
+
+@pytest.mark.parametrize("cap", [30.0, 2.0**-12, 2.0**-13, 1e-5])
+def test_logits_of_a_small_cap_are_not_kept(cap):
+    """Steps of fp16, in which distances between logits are kept, are too large for them."""
+    operands = StatsOperands(
+        torch.empty(8, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16), torch.zeros(8, dtype=torch.int64)
+    )
+    options = StatsOptions(-100, 1.0, cap, 1.0, ("logprob", "entropy"))
+    assert token_stats.keeps_logits(operands, options) is (cap >= 2.0**-12)
+    assert token_stats.keeps(operands, options) is (cap >= 2.0**-12)
+    warmer = options._replace(softcap=2 * cap, temperature=2.0)
+    assert token_stats.keeps(operands, warmer) is (cap >= 2.0**-12)
+    assert token_stats.keeps(operands, options._replace(outputs=("logprob",)))
+    assert token_stats.keeps(operands, options._replace(softcap=LogCap(cap).key))
+
+
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.1, 3, 50)], ids=["one", "each"])
+def test_slopes_of_logits_at_the_cap(temperature):
+    """0, and never less: of kernels, whose FMA does not round the product, and of a backward's targets."""
+    number = temperature if isinstance(temperature, float) else 1.0
+    each = None if isinstance(temperature, float) else temperature
+    for power in range(-500, 600, 13):
+        cap = 10.0 ** (power / 100)
+        if not maths.softcap_fits(cap, -0.9, number):
+            continue
+        numbers = maths.softcap_numbers(cap, -0.9, number)
+        highest, inverse_square = (torch.tensor(numbers[name]) for name in ("cap", "inverse_square"))
+        slope = maths.slope_of_capped(highest, inverse_square, lambda a, b, c: a.double() * b.double() + c)
+        assert 0 <= slope < 2.0**-22, cap
+        tensors = token_terms.Tensors(None, None, None if each is None else each.reciprocal())
+        z = highest.expand(50) if tensors.row_scale is None else highest * tensors.row_scale
+        options = StatsOptions(-100, -0.9, cap, number, ("logprob",))
+        for own in (z, -z, torch.stack([z, -z], dim=1)):
+            found = token_terms.slopes(own, options, tensors)
+            assert found is not None
+            assert found.shape == own.shape
+            assert not found.any(), cap
+            half = token_terms.slopes(own / 2, options, tensors)
+            torch.testing.assert_close(half, torch.full_like(own, 0.75))

@@ -129,8 +129,8 @@ class Forward:
         # Finish adds up what blocks have found.
         arrived = None if self.keeps else space.arrived
         # By the operands' tokens.
-        shard = Int32(outputs.target_logit != 0)
-        shard_logit = vector(Float32, outputs.target_logit, everything)
+        shard = outputs.shard
+        logit_out = vector(Float32, outputs.target_logit, everything)
         row_max = vector(Float32, outputs.row_max, everything)
         row_sum = vector(Float32, outputs.row_sum, everything)
         tensors = ForwardTensors(
@@ -150,7 +150,7 @@ class Forward:
             target=target,
             partials=space.partials,
             target_logit=space.target_logit,
-            shard_logit=shard_logit,
+            logit_out=logit_out,
             row_max=row_max,
             row_sum=row_sum,
             losses=vector(Float32, outputs.loss, everything),
@@ -173,6 +173,8 @@ class Forward:
                 if cutlass.const_expr(slabs is not None):
                     self._total_gaps(combined, whole, slabs, stream)
             if shard == 0 or outputs.finishes != 0:
+                address = Int64(cutlass.select_(shard != 0, outputs.target_logit, Int64(0)))
+                shard_logit = vector(Float32, address, everything)
                 own = kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum
                 self.finish(*own, total_tensors(combined), stream)
         else:
