@@ -39,7 +39,7 @@ class SlabSums:
     @cute.jit
     def __call__(self, tensors: SlabTensors, stream: cuda.CUstream):
         rows, columns = tensors.matrix.shape
-        units = cute.ceil_div(rows, tensors.slab) * _wide(columns)
+        units = _slabs(rows, tensors.slab) * _wide(columns)
         self.kernel(tensors).launch(
             grid=(cute.ceil_div(units, BLOCK_WARPS), 1, 1),
             block=(LANES * BLOCK_WARPS, 1, 1),
@@ -138,7 +138,7 @@ class AddSlabs:
     def _total(self, tensors: AddTensors, own: Int32) -> Float64:
         """Of a column, in each of its lanes."""
         columns, total = cute.size(tensors.out), Float64(0.0)
-        slabs = cute.ceil_div(computed(tensors.of), tensors.slab)
+        slabs = _slabs(computed(tensors.of), tensors.slab)
         if own < columns:
             for number in cutlass.range(cute.arch.lane_idx() // ABREAST, slabs, LANES // ABREAST, unroll=8):
                 partials = numbers(tensors.partials + 4 * (Int64(number) * columns), columns)
@@ -148,6 +148,11 @@ class AddSlabs:
         return total
 
 
+def _slabs(rows: Int32, slab: Int32) -> Int32:
+    """cute.ceil_div cannot be traced where one branch has a constant and the other a variable."""
+    return (rows + slab - 1) // slab
+
+
 def _wide(columns: Int32) -> Int32:
     """Warps that a slab's columns take."""
-    return cute.ceil_div(columns, LANES * ELEMENTS)
+    return (columns + LANES * ELEMENTS - 1) // (LANES * ELEMENTS)
