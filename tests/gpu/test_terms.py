@@ -189,8 +189,8 @@ SOME = 90, 93
 )
 @pytest.mark.parametrize("shape", [*SHAPES, (2100, 1536, 20000)], ids=lambda shape: "-".join(map(str, shape)))
 def test_the_kernels_keep(dtype, shape, names):
-    """All columns, and some of them where the workspace holds no more; a second backward gives the same, up to
-    rounding where it computes kept logits again."""
+    """All columns, and some of them where the workspace holds no more. A second backward gives the same, but
+    for rounding where kept logits are computed again."""
     n, d, V = shape
     case = device_case(n, d, V, dtype)
     if n > 1:
@@ -206,7 +206,7 @@ def test_the_kernels_keep(dtype, shape, names):
     one, other = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in "ab")
     assert one.any()
     if "label_smoothing" in names:
-        assert relative_error(other, one) < 0.005
+        assert relative_error(other, one) < 0.01
     else:
         assert torch.equal(one, other)
 
