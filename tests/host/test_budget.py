@@ -25,8 +25,8 @@ from cute_lce.plan.memory import (
     DEFAULT_WORKSPACE,
     SmallWorkspace,
     forward_bytes,
+    forward_compaction_bytes,
     keeping_bytes,
-    reserved_bytes,
     usable,
     workspace_for,
 )
@@ -110,7 +110,7 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu, some: slice):
             for budget in (0, *budgets(draw, least)):
                 limits = Limits(workspace=budget)
                 _, kept = schedule.choose(gpu, problem, wanted, limits)
-                reserved = reserved_bytes(problem, kept)
+                reserved = forward_compaction_bytes(problem, kept)
                 sizes = problem.n, problem.d, problem.vocab
                 first = forward.plan(gpu, *sizes, limits, kept=kept, reserved=reserved)
                 seconds = cost.forward_seconds(gpu, problem, first)
