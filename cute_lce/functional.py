@@ -101,9 +101,9 @@ def linear_cross_entropy(
             fastest ("grad_in_forward" only in eager calls without grad_weight_out); on the streaming path
             "recompute", or "keep" if workspace_mb is given.
             Terms restrict the kernels: with both label_smoothing and a softcap they recompute, and "keep" is
-            refused; with both label_smoothing and class weights they keep only in bfloat16, and in float16
-            the streaming path serves "keep". It also serves "grad_in_forward" with a softcap,
-            label_smoothing, a linear_bias or a z_loss.
+            refused; with label_smoothing they keep only in bfloat16, and in float16 the streaming path serves
+            "keep". It also serves "grad_in_forward" with a softcap, label_smoothing, a linear_bias or a
+            z_loss.
             If nothing needs a gradient, every schedule is a forward that keeps nothing.
         workspace_mb: the most that the call, including its backward, may allocate beyond its results (the
             loss and the gradients), in MiB (2**20 bytes). The kernels' "grad_in_forward" uses the gradients'

@@ -69,8 +69,8 @@ def linear_logprob(
     Returns:
         TokenStats with the fields that outputs names; the others are None.
 
-    Where logits are kept, for the gradient of an entropy or more than 256 ids of a token, an eager call's
-    backward overwrites and frees them, unless hooks on saved tensors had them; another one of a retained
+    Where logits are kept, for the gradient of an entropy, of lse or of ids, an eager call's backward
+    overwrites and frees them, unless hooks on saved tensors had them; another one of a retained
     graph recomputes, with other roundings.
 
     Errors are as in linear_cross_entropy; a temperature that requires a gradient is refused. Any combination

@@ -184,13 +184,11 @@ def z_loss_upstream(dloss, lse, coefficient):
 LEAST_SHARE = 2.0**-12
 """What the softmax's coefficient in a row's gradient is taken to be, over the onehot's, where it is less than
 that and the row's exponentials are kept: an error of as much, below that of a 16-bit number."""
-LEAST_SOFTMAX = 2.0**-24
-"""The same where a backward forms the onehots' entries (launch/entries.py), over the largest onehot's."""
 
 
-def softmax_coefficient(onehot, beside, lse_slope, lse):
+def softmax_coefficient(onehot, lse_slope, lse):
     """The softmax's in the gradient of a row's loss, in which a onehot has the coefficient `onehot`."""
-    return lse * lse_slope + (onehot + beside)
+    return lse * lse_slope + onehot
 
 
 def logprob(log_row_sum, row_max, logit):

@@ -55,7 +55,6 @@ _TERMS = (
     "test_own_terms",
     "test_softcap",
     "test_kept_logits",
-    "test_entries",
 )
 
 

@@ -14,7 +14,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey
-from ..plan.memory import forward_compacts, keep_workspace_bytes, reserved_bytes
+from ..plan.memory import forward_compaction_bytes, forward_compacts, keep_workspace_bytes
 from ..plan.problem import Problem, round_up
 from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, readable, template
 from .packing import Packing
@@ -100,9 +100,8 @@ class KernelForward:
         half, needs = hidden.dtype is torch.float16, request.statistics
         self.keeps_logits = kept > 0 and "kept_logits" in loss.terms
         sizes = n, round_up(d, 8), weight.shape[0]
-        smoothed = "products" in loss.terms
-        problem = Problem(*sizes, half, needs, needs, self.keeps_logits, smoothed=smoothed)
-        beside = {"kept": kept, "reserved": reserved_bytes(problem, kept)}
+        problem = Problem(*sizes, half, needs, needs, self.keeps_logits)
+        beside = {"kept": kept, "reserved": forward_compaction_bytes(problem, kept)}
         gpu = gpu_of(device).serving(loss.terms, "keep" if kept else "forward")
         chosen = plan or forward_plan.plan(gpu, *sizes, request.limits, **beside)
         dtypes = dtype_name(hidden.dtype), dtype_name(target.dtype)

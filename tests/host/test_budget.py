@@ -24,8 +24,8 @@ from cute_lce.plan.memory import (
     DEFAULT_WORKSPACE,
     SmallWorkspace,
     forward_bytes,
+    forward_compaction_bytes,
     keeping_bytes,
-    reserved_bytes,
     usable,
     workspace_for,
 )
@@ -57,8 +57,7 @@ def problems(count: int, seed: int) -> Iterator[Problem]:
         n, d, V = (int(2 ** draw.uniform(*ends)) for ends in ((0, 16), (0, 10), (5, 18)))
         needs = draw.choice((*NEEDS, (True, True), (False, False)))
         kind = {"keeps_logits": i % 5 in (1, 2), "overwrites": i % 5 == 2}
-        sums = {"need_dbias": i % 3 == 1 and any(needs), "smoothed": i % 5 in (0, 4) and i % 2 == 0}
-        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, **kind, **sums)
+        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, **kind, need_dbias=i % 3 == 1 and any(needs))
 
 
 def budgets(draw: random.Random, least: int) -> list[int]:
@@ -109,7 +108,7 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu, some: slice):
             for budget in (0, *budgets(draw, least)):
                 limits = Limits(workspace=budget)
                 _, kept = schedule.choose(gpu, problem, wanted, limits)
-                reserved = reserved_bytes(problem, kept)
+                reserved = forward_compaction_bytes(problem, kept)
                 sizes = problem.n, problem.d, problem.vocab
                 first = forward.plan(gpu, *sizes, limits, kept=kept, reserved=reserved)
                 seconds = cost.forward_seconds(gpu, problem, first)
@@ -315,8 +314,6 @@ def some_problem(draw: random.Random) -> Problem:
     d, vocab = draw.choice((128, 256, 768, 2880, 4096)), draw.choice((4000, 32768, 50257, 131072))
     needs = draw.choice(((True, True), (True, True), (True, False), (False, True)))
     kinds = {"keeps_logits": draw.random() < 0.3, "shard": draw.random() < 0.2}
-    if not kinds["keeps_logits"]:
-        kinds["smoothed"] = draw.random() < 0.2
     kinds["need_dbias"] = draw.random() < 0.2
     return Problem(int(2 ** draw.uniform(6, 15)), d, vocab, draw.random() < 0.3, *needs, **kinds)
 

@@ -181,7 +181,6 @@ KEPT = [
     (linear_logprob, {"softcap": 30.0, "temperature": torch.ones(40)}, ("softcap", "row_scale")),
     (linear_cross_entropy, {"softcap": LogCap(3.0), "z_loss": 1e-4}, (OWN, "proportion")),
     (linear_logprob, {"temperature": torch.ones(40)}, ("row_scale",)),
-    (linear_cross_entropy, {"label_smoothing": 0.1}, ("products", "proportion")),
     (linear_logprob, {"outputs": ("logprob", "entropy"), "entropy_grad": False}, ("entropy",)),
 ]
 
@@ -198,15 +197,13 @@ KEPT = [
         "cap temperatures",
         "own z_loss",
         "temperatures",
-        "smoothing",
         "entropy",
     ],
 )
 def test_what_the_kernels_keep(asked, call, terms, forward):
-    """Of all columns the backward is that of a call without terms, but for what smoothing adds."""
+    """Of all columns the backward is that of a call without terms."""
     train(call, schedule="keep", **terms)
-    shared = ("shared",) if "label_smoothing" in terms else ()
-    assert [key.terms for key in asked.keys] == [forward, shared]
+    assert [key.terms for key in asked.keys] == [forward, ()]
     assert asked.keys[0].keeps
 
 
@@ -218,7 +215,9 @@ KEPT_LOGITS = [
         ("class_weight", "total"),
         (GIVEN, "uniform", "class_weight"),
     ),
+    (linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 1e-4}, ("total",), (GIVEN, "uniform")),
     (linear_logprob, {"outputs": ("entropy", "logprob")}, ("entropy",), (GIVEN, "gap")),
+    (linear_logprob, {"outputs": ("lse", "logprob"), "softcap": 30.0}, ("softcap",), ("softcap", GIVEN)),
     (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs")}, ("squares",), (GIVEN,)),
     (
         linear_logprob,
@@ -228,9 +227,15 @@ KEPT_LOGITS = [
     ),
     (
         linear_logprob,
-        {"outputs": ("topk_logprob", "logprob"), "topk_ids": torch.zeros(40, 257, dtype=torch.int64)},
-        ("topk",),
+        {"outputs": ("topk_logprob", "argmax"), "topk_ids": torch.zeros(40, 256, dtype=torch.int32)},
+        ("argmax", "topk"),
         (GIVEN, "topk"),
+    ),
+    (
+        linear_logprob,
+        {"outputs": ("lse", "entropy", "logprob"), "entropy_grad": False},
+        ("entropy",),
+        (GIVEN,),
     ),
     (
         linear_logprob,
@@ -244,7 +249,7 @@ KEPT_LOGITS = [
 @pytest.mark.parametrize(
     ("call", "terms", "forward", "backward"),
     KEPT_LOGITS,
-    ids=["weighted smoothing", "entropy", "squares", "topk", "many ids", "bias"],
+    ids=["weighted smoothing", "smoothing", "entropy", "lse", "squares", "topk", "ids", "beside", "bias"],
 )
 @pytest.mark.parametrize("schedule", ["auto", "keep"])
 def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, backward):
@@ -258,42 +263,14 @@ def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, bac
 
 
 @pytest.mark.parametrize(
-    ("terms", "forward", "backward"),
-    [
-        ({"outputs": ("lse", "logprob")}, ("proportion",), ("entries",)),
-        ({"outputs": ("lse", "logprob"), "softcap": 30.0}, ("softcap", "proportion"), ("entries",)),
-        (
-            {"outputs": ("lse",), "linear_bias": torch.ones(300, dtype=BF16, requires_grad=True)},
-            ("linear_bias", "proportion"),
-            (GIVEN, "entries", "bias_gradient"),
-        ),
-        (
-            {"outputs": ("topk_logprob", "argmax"), "topk_ids": torch.zeros(40, 256, dtype=torch.int32)},
-            ("argmax", "proportion", "topk"),
-            ("entries",),
-        ),
-        (
-            {"outputs": ("lse", "entropy", "logprob"), "entropy_grad": False},
-            ("entropy", "proportion"),
-            ("entries",),
-        ),
-    ],
-)
-def test_exponentials_of_which_entries_are_formed(asked, terms, forward, backward):
-    train(linear_logprob, schedule="keep", **terms)
-    assert [key.terms for key in asked.keys] == [forward, backward]
-    assert asked.keys[0].keeps
-
-
-@pytest.mark.parametrize(
     ("options", "kept"),
     [
         ({"z_loss": 1e-4, "outputs": ("logprob", "lse")}, 131072),
-        ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 131072),
+        ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, LOGITS),
         ({"softcap": 30.0}, 131072),
         ({"softcap": 30.0, "label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 0),
-        ({"softcap": 30.0, "outputs": ("lse",)}, 131072),
-        ({"outputs": ("lse", "topk_logprob")}, 131072),
+        ({"softcap": 30.0, "outputs": ("lse",)}, LOGITS),
+        ({"outputs": ("lse", "topk_logprob")}, LOGITS),
         ({"outputs": ("lse", "log_sum_sq_probs")}, LOGITS),
         ({"outputs": ("logprob", "entropy")}, LOGITS),
     ],
@@ -310,22 +287,6 @@ def test_auto_keeps_what_it_can(asked, options, kept, workspace):
     limits = Limits(workspace=workspace)
     problem = Problem(8192, 4096, 131072, need_dbias=True)
     found = token_stats.choose(problem, operands, given, "auto", "mean", limits)
-    assert found == ("keep" if kept else "recompute", kept)
-
-
-@pytest.mark.parametrize(("smoothing", "mib", "kept"), [(0.0, 1, 4097), (0.1, 1, 0), (0.1, 6, 4097)])
-def test_sums_of_rows_have_room_beside_what_is_smoothed(asked, smoothing, mib, kept):
-    """Some 4 MiB, more than all that is kept of few tokens."""
-    operands = StatsOperands(
-        torch.empty(7, 8192, dtype=BF16),
-        torch.empty(4097, 8192, dtype=BF16),
-        torch.zeros(7, dtype=torch.int64),
-    )
-    options = StatsOptions(-100, 1.0, None, 1.0, ("logprob", "total_nll") if smoothing else ("logprob",))
-    options = options._replace(label_smoothing=smoothing)
-    found = token_stats.choose(
-        Problem(7, 8192, 4097), operands, options, "auto", "mean", Limits(workspace=mib << 20)
-    )
     assert found == ("keep" if kept else "recompute", kept)
 
 
