@@ -266,20 +266,6 @@ def test_a_frozen_head_under_an_adapter(first: str):
     assert mine(input_ids=ids, labels=labels).logits is not None
 
 
-@pytest.mark.parametrize(
-    "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str
-)
-def test_an_adapter_at_the_head_is_refused(options: dict[str, Any], llama: Any):
-    (ids, labels), options = tokens(), {"target_modules": ["q_proj"], **options}
-    with pytest.raises(TypeError, match=r"^LlamaForCausalLM\.lm_head: got peft\..*, want an nn\.Linear"):
-        patch(with_adapter(llama, **options))
-    model = copy.deepcopy(llama)
-    patch(model)
-    later = with_adapter(model, **options)
-    with pytest.raises(ValueError, match=r"^lm_head: got peft\..* in place of what was patched"):
-        later(input_ids=ids, labels=labels)
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Two processes
 
