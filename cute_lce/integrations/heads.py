@@ -147,8 +147,8 @@ def _check_copy(weight: Tensor, columns: int, name: str, compute: ComputeOptions
     limit = with_default_workspace(compute).limits.workspace or DEFAULT_WORKSPACE
     if size > limit:
         raise ValueError(
-            f"workspace_mb: got {round(limit / MIB, 4):g}, want at least {-(-size // MIB)} for the copy of {name}'s "
-            f"weight that its adapter takes; else {WAY_OUT}"
+            f"workspace_mb: got {round(limit / MIB, 4):g}, want at least {-(-size // MIB)} for the copy of "
+            f"{name}'s weight that its adapter takes; else {WAY_OUT}"
         )
 
 

@@ -392,9 +392,7 @@ def _forward(patch: _Patch, original: Callable, *args: Any, **kwargs: Any) -> An
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
-@torch.compiler.disable(
-    reason="train_only=False: only without fullgraph can a call see what Trainer asks for"
-)
+@torch.compiler.disable(reason="train_only: got False in evaluation, want True there, or fullgraph=False")
 def _wants_predictions() -> bool:
     """Whether this call is made by a Trainer's prediction_step that wants more than the loss."""
     frame = sys._getframe()

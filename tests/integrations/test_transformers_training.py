@@ -143,6 +143,50 @@ def test_a_trainer_in_bfloat16(llama: Any, tmp_path: Path):
     assert mine(ids, labels=labels).logits is not None
 
 
+class Asking(Trainer):
+    """A subclass with a prediction_step of its own."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+@pytest.mark.parametrize("kind", [Trainer, Asking])
+def test_a_trainer_that_asks_for_predictions(kind: Any, llama: Any, tmp_path: Path):
+    """With train_only=False: logits for predict and metrics, none for a loss alone."""
+    mine, theirs = copy.deepcopy(llama), copy.deepcopy(llama)
+    patch(mine, train_only=False)
+    data: Any = chats()[:4]
+    shapes = []
+    mine.lm_head.register_forward_hook(hook := lambda module, args, output: shapes.append(output.dim()))
+    hook.__module__ = "torch.distributed.fsdp"
+
+    def metrics(found: Any) -> dict[str, float]:
+        return {"sum": float(abs(found.predictions).sum())}
+
+    def made(model: Any, **options: Any) -> Any:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+        return kind(model, arguments, eval_dataset=data, **options)
+
+    found, want = (made(model).predict(data).predictions for model in (mine, theirs))
+    assert found.shape == (4, 9, 96)
+    assert (found == want).all()
+    assert shapes == [3]
+    found, want = (made(model, compute_metrics=metrics).evaluate() for model in (mine, theirs))
+    assert found["eval_sum"] == pytest.approx(want["eval_sum"], rel=1e-6)
+    assert shapes == [3, 3]
+    losses = [made(model).evaluate()["eval_loss"] for model in (mine, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert shapes == [3, 3, 0]
+
+
+def test_compiled_evaluation_without_logits(llama: Any):
+    """A whole graph cannot see who asks, and says so."""
+    model, (ids, labels) = copy.deepcopy(llama).eval(), tokens()
+    patch(model, train_only=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"train_only: got False .* fullgraph=False"):
+        torch.compile(model, backend="eager", fullgraph=True)(ids, labels=labels)
+
+
 @pytest.mark.gpu
 def test_a_trainer_on_a_gpu(llama: Any, tmp_path: Path):
     mine, theirs = copy.deepcopy(llama), copy.deepcopy(llama)
