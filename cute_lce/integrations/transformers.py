@@ -214,25 +214,27 @@ def patch(
 
     Loss and gradients equal those of the model's own loss, ForCausalLMLoss, including the head's bias, scales
     and soft cap of the logits, `num_items_in_batch`, `shift_labels` and `ignore_index`, except that in 16
-    bits the logits are not rounded. If every label is ignored the loss is 0, where the model's own is nan.
+    bits the logits are not rounded. If every label is ignored, or the count is 0, loss and gradients are 0,
+    where the model's own are nan or inf.
 
     Args:
-        model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear without
-            an adapter. It may be under FSDP2 (fully_shard) already, or come under it, DDP or torch.compile
+        model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear, or
+            PEFT's LoRA, modules_to_save or trainable_token_indices of one. It may be under FSDP2 (fully_shard) already, or come under it, DDP or torch.compile
             later. What its forward does between head and loss is read from its source.
         train_only: whether calls in evaluation mode stay unchanged and have logits. False: calls with labels
-            have no logits in evaluation either.
+            have no logits in evaluation either, unless a Trainer's prediction_step asks for predictions.
         schedule, workspace_mb: as in cute_lce.linear_cross_entropy, for every call.
 
     A call with labels then has no logits: a mapping has no key `logits`, a tuple has None there. A call
     without labels, such as generate's, is unchanged.
 
     Raises:
-        TypeError: another model, a head that is not a plain nn.Linear (an adapter, a quantised layer), or a
-            train_only that is not a bool.
+        TypeError: another model, another head (a quantised layer, another kind of adapter), or a train_only
+            that is not a bool.
         ValueError: a model that is patched already, whose loss is not ForCausalLMLoss, or whose forward was
-            replaced or does something unknown with the logits; the message names it. A later call raises it
-            if head or loss were replaced after patch.
+            replaced or does something unknown with the logits; a workspace_mb too small for the copy of the
+            weight that an adapter at the head needs; the message names it. A later call raises it if the
+            class's forward, the head or the loss were replaced after patch: unpatch, and patch again.
     """
     if not isinstance(train_only, bool):
         raise TypeError(f"train_only: got {type(train_only).__name__}, want a bool")

@@ -132,7 +132,8 @@ def checked_call(
     check_outputs(wanted.outputs)
     if type(wanted.temperature_number) in (int, float) and wanted.temperature_number == 0:
         raise ValueError(
-            "temperature: got 0, want a number from 1e-30 to 1e30; or ask for the output 'argmax'"
+            f"temperature: got {wanted.temperature_number}, want a positive number; for temperature 0 ask "
+            "for the output 'argmax'"
         )
     check_divisor("temperature", wanted.temperature_number)
     if not isinstance(wanted.entropy_grad, bool):

@@ -22,9 +22,9 @@ from tests.integrations.language_models import Found, make, tokens
 from tests.numerics import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-LORA = {"target_modules": ["q_proj", "lm_head"]}
-SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-TOKENS = {"target_modules": ["q_proj"], "trainable_token_indices": [5, 90, 7]}
+LORA: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"]}
+SAVED: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+TOKENS: dict[str, Any] = {"target_modules": ["q_proj"], "trainable_token_indices": [5, 90, 7]}
 
 
 def with_adapter(name: str, options: dict[str, Any], *more: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra integrations)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra integrations)")
@@ -183,7 +184,7 @@ def test_compiled_evaluation_without_logits(llama: Any):
     """A whole graph cannot see who asks, and says so."""
     model, (ids, labels) = copy.deepcopy(llama).eval(), tokens()
     patch(model, train_only=False)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"train_only: got False .* fullgraph=False"):
+    with pytest.raises(Unsupported, match=r"train_only: got False .* fullgraph=False"):
         torch.compile(model, backend="eager", fullgraph=True)(ids, labels=labels)
 
 
