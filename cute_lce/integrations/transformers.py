@@ -219,8 +219,9 @@ def patch(
 
     Args:
         model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear, or
-            PEFT's LoRA, modules_to_save or trainable_token_indices of one. It may be under FSDP2 (fully_shard) already, or come under it, DDP or torch.compile
-            later. What its forward does between head and loss is read from its source.
+            PEFT's LoRA, modules_to_save or trainable_token_indices of one. It may be under FSDP2
+            (fully_shard) already, or come under it, DDP or torch.compile later. What its forward does between
+            head and loss is read from its source.
         train_only: whether calls in evaluation mode stay unchanged and have logits. False: calls with labels
             have no logits in evaluation either, unless a Trainer's prediction_step asks for predictions.
         schedule, workspace_mb: as in cute_lce.linear_cross_entropy, for every call.
