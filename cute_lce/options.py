@@ -65,6 +65,11 @@ class LossOptions(_LossFields):
             _check_choice("reduction", reduction, REDUCTIONS)
         logit_scale, ignore_index = python_number(logit_scale), python_number(ignore_index)
         # By its type first: a tensor is compared element by element, and True equals 1.
+        if isinstance(logit_scale, torch.Tensor):
+            raise TypeError(
+                f"logit_scale: got {type(logit_scale).__name__}, want a number; to learn a scale, "
+                "multiply the hidden states by it"
+            )
         if type(logit_scale) is not float or logit_scale != NO_SCALE:
             _check_finite("logit_scale", logit_scale)
         if ignore_index is None:

@@ -84,7 +84,13 @@ def check_tensors(operands: Operands) -> None:
     if linear_weight.dtype is not input.dtype:
         raise TypeError(f"linear_weight: got {linear_weight.dtype}, want input's dtype, {input.dtype}")
     if target.dtype not in TARGET_DTYPES:
-        raise TypeError(f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32")
+        message = f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32"
+        if target.is_floating_point():
+            message += (
+                "; for class probabilities label_smoothing, or linear_logprob's topk_logprob of the classes "
+                "that have some"
+            )
+        raise TypeError(message)
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight: got shape {tuple(linear_weight.shape)}, want (V, d)")
     V, d = linear_weight.shape
