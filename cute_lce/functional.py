@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from . import ops, options
 from .arguments import Operands
 from .logit_term import LogitTerm, as_number
-from .options import ComputeOptions, LossOptions, TermOptions, check_positive, has_terms
+from .options import ComputeOptions, LossOptions, TermOptions, check_positive, has_terms, is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
+_denominator_op = torch.ops.cute_lce.denominator.default
 
 
 def linear_cross_entropy(
@@ -199,7 +200,7 @@ def linear_cross_entropy(
     if spread is not None:
         if not plain:
             check_types(input, linear_weight, target)
-        if has_terms(terms) or tensors != _NO_TENSORS:
+        if not plain or has_terms(terms) or tensors != _NO_TENSORS:
             from .parallel import public
 
             check_types(input, linear_weight, target)
@@ -280,6 +281,8 @@ def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:
     if denominator is None or isinstance(denominator, Tensor):
         return denominator
     check_positive("denominator", denominator, or_zero=True)
+    if is_traced():
+        return _denominator_op(denominator, input)
     return input.new_full((), denominator, dtype=torch.float64)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
+from .symbolic import differs, may_hold
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
@@ -43,7 +44,7 @@ class Field(NamedTuple):
 class _LossFields(NamedTuple):
     reduction: Annotated[str, Field("str", "str", static=True)] = "mean"
     ignore_index: Annotated[int, Field("SymInt?", "SymInt", static=False)] = IGNORE_INDEX
-    logit_scale: Annotated[float, Field("float", "float", static=False)] = NO_SCALE
+    logit_scale: Annotated[float, Field("Scalar", "float", static=False)] = NO_SCALE
 
 
 class LossOptions(_LossFields):
@@ -65,7 +66,7 @@ class LossOptions(_LossFields):
         if type(reduction) is not str or reduction not in REDUCTIONS:
             _check_choice("reduction", reduction, REDUCTIONS)
         # By its type first: a tensor is compared element by element, and True equals 1.
-        if type(logit_scale) is not float or logit_scale != NO_SCALE:
+        if is_traced() or type(logit_scale) is not float or logit_scale != NO_SCALE:
             _check_finite("logit_scale", logit_scale)
         if ignore_index is None:
             ignore_index = IGNORE_INDEX
@@ -83,7 +84,7 @@ class LossOptions(_LossFields):
     @property
     def terms(self) -> tuple[str, ...]:
         """The names of the numbers that are no default: kernels are compiled for them."""
-        return () if self.logit_scale == NO_SCALE else ("logit_scale",)
+        return ("logit_scale",) if differs(self.logit_scale, NO_SCALE) else ()
 
     @property
     def static(self) -> Any:
@@ -92,9 +93,9 @@ class LossOptions(_LossFields):
 
 
 class _TermFields(NamedTuple):
-    label_smoothing: Annotated[float, Field("float", "float", static=False)] = 0.0
-    softcap: Annotated[float | None, Field("float?", "float?", static=False)] = None
-    z_loss: Annotated[float, Field("float", "float", static=False)] = 0.0
+    label_smoothing: Annotated[float, Field("Scalar", "float", static=False)] = 0.0
+    softcap: Annotated[float | None, Field("Scalar?", "float?", static=False)] = None
+    z_loss: Annotated[float, Field("Scalar", "float", static=False)] = 0.0
 
 
 class TermOptions(_TermFields):
@@ -116,7 +117,7 @@ class TermOptions(_TermFields):
         z_loss: float = 0.0,
     ) -> TermOptions:
         _check_number("label_smoothing", label_smoothing)
-        if not 0 <= label_smoothing <= 1:
+        if not (may_hold(label_smoothing >= 0) and may_hold(label_smoothing <= 1)):
             raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
         _check_finite("z_loss", z_loss)
         softcap = as_number(softcap)
@@ -131,6 +132,11 @@ class TermOptions(_TermFields):
     def _replace(self, **changes: Any) -> TermOptions:
         return TermOptions(**{**self._asdict(), **changes})
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a term."""
+        return self.softcap is not None or len(self.numbers) > 1
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied with a term itself: another process does not know its key."""
         given = {**self._asdict(), "softcap": term_of(self.softcap) or self.softcap}
@@ -140,9 +146,9 @@ class TermOptions(_TermFields):
     def numbers(self) -> tuple[str, ...]:
         """Those of each token that the loss is made of (implementation.RowLoss)."""
         names = ["logprob"]
-        if self.label_smoothing != 0:
+        if differs(self.label_smoothing, 0):
             names.append("total_nll")
-        if self.z_loss != 0:
+        if differs(self.z_loss, 0):
             names.append("lse")
         return tuple(names)
 
@@ -150,28 +156,52 @@ class TermOptions(_TermFields):
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name}: got {type(value).__name__}, want a number")
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+    if not is_traced() and isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{name}: got {value}, want a number that is a float, or in the range of int64")
+
+
+is_traced = torch.compiler.is_dynamo_compiling
+"""Whether dynamo runs this code, which sees a symbol as the number that it is of. The ops check numbers again
+where symbols can be told, and values where they have them."""
 
 
 def _check_finite(name: str, value: Any) -> None:
     _check_number(name, value)
-    if not float("-inf") < value < float("inf"):
+    if is_traced():
+        return
+    if not (may_hold(value > float("-inf")) and may_hold(value < float("inf"))):
         raise ValueError(f"{name}: got {value}, want a finite number")
 
 
 def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
     """Raise TypeError for what is no number, ValueError for one that is not positive (or 0) and finite."""
     _check_number(name, value)
-    if not 0 < value < float("inf") and not (or_zero and value == 0):
+    if is_traced():
+        return
+    least = may_hold(value >= 0 if or_zero else value > 0)
+    if not (least and may_hold(value < float("inf"))):
         raise ValueError(f"{name}: got {value}, want a positive, finite number{' or 0' if or_zero else ''}")
 
 
 def check_divisor(name: str, value: Any) -> None:
     """check_positive, and ValueError for what float32 logits cannot be divided by."""
     check_positive(name, value)
-    if not LEAST_DIVISOR <= value <= 1 / LEAST_DIVISOR:
+    if is_traced():
+        return
+    if not (may_hold(value >= LEAST_DIVISOR) and may_hold(value <= 1 / LEAST_DIVISOR)):
         raise ValueError(f"{name}: got {value}, want a number from 1e-30 to 1e30")
+
+
+def check_value(name: str, value: float) -> None:
+    """Raise ValueError, by its argument's name, for a number that no such argument takes. name: of an op's."""
+    if name == "temperature_number":
+        check_divisor("temperature", value)
+    elif name == "softcap" and term_of(value) is None:
+        check_divisor("softcap", value)
+    elif name == "label_smoothing":
+        TermOptions(label_smoothing=value)
+    else:
+        _check_finite(name, value)
 
 
 NO_TERMS = TermOptions()

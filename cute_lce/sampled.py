@@ -93,7 +93,7 @@ def sampled_linear_cross_entropy(
         target_log_q = target_log_q.reshape(-1)
     given = SampledOperands(*flat, sampled_ids, linear_bias, sampled_log_q, target_log_q)
     how = SampledOptions(options.ignore_index, logit_scale, remove_accidental_hits, window)
-    losses = sampled.sampled(*given, *how)[0]
+    losses = sampled.losses(*given, *how)
     valid = is_valid(flat.target, options.ignore_index)
     if token_weight is not None:
         losses = losses * token_weight.reshape(-1).to(losses.dtype).masked_fill(~valid, 0)

@@ -69,7 +69,7 @@ TOKEN_STATS_BACKWARD = (
     f"token_stats_backward({UPSTREAM}, {OPERANDS}, {SAVED}, {OPTIONS}, {LIMITS}, {NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
 )
-_TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
+_TERMS = ", ".join(f"{field.inner} {name}" for name, field in fields(TermOptions).items())
 TOKEN_LOSS_GRADIENTS = (
     f"token_loss_gradients({OPERANDS}, Tensor? target_weight, Tensor? token_weight, SymInt ignore_index, "
     f"float logit_scale, {_TERMS}, {LIMITS}, {NEEDED}, bool total)"
@@ -300,7 +300,8 @@ class StatsFunction(torch.autograd.Function):
         if how.destination is None and _is_plain(how, others):
             return _by_operands(*run(needed[:2], None))
         if how.destination is None:
-            found = token_stats_backward(
+            found = inner.call(
+                token_stats_backward,
                 *(placed_as(each, saved.row_max) for each in upstream),
                 *operands,
                 *saved,
