@@ -18,7 +18,7 @@ import torch
 
 from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
-from .symbolic import differs, may_hold
+from .symbolic import differs, is_known
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
@@ -117,7 +117,7 @@ class TermOptions(_TermFields):
         z_loss: float = 0.0,
     ) -> TermOptions:
         _check_number("label_smoothing", label_smoothing)
-        if not (may_hold(label_smoothing >= 0) and may_hold(label_smoothing <= 1)):
+        if has_value(label_smoothing) and not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
         _check_finite("z_loss", z_loss)
         softcap = as_number(softcap)
@@ -161,34 +161,33 @@ def _check_number(name: str, value: object) -> None:
 
 
 is_traced = torch.compiler.is_dynamo_compiling
-"""Whether dynamo runs this code, which sees a symbol as the number that it is of. The ops check numbers again
-where symbols can be told, and values where they have them."""
+"""Whether dynamo runs this code, to which a symbol looks like any number."""
+
+
+def has_value(number: Any) -> bool:
+    """Whether a number can be compared. The ops look at it where it is a symbol, and again when they run."""
+    return not is_traced() and is_known(number)
 
 
 def _check_finite(name: str, value: Any) -> None:
     _check_number(name, value)
-    if is_traced():
-        return
-    if not (may_hold(value > float("-inf")) and may_hold(value < float("inf"))):
+    if has_value(value) and not float("-inf") < value < float("inf"):
         raise ValueError(f"{name}: got {value}, want a finite number")
 
 
 def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
     """Raise TypeError for what is no number, ValueError for one that is not positive (or 0) and finite."""
     _check_number(name, value)
-    if is_traced():
+    if not has_value(value):
         return
-    least = may_hold(value >= 0 if or_zero else value > 0)
-    if not (least and may_hold(value < float("inf"))):
+    if not 0 < value < float("inf") and not (or_zero and value == 0):
         raise ValueError(f"{name}: got {value}, want a positive, finite number{' or 0' if or_zero else ''}")
 
 
 def check_divisor(name: str, value: Any) -> None:
     """check_positive, and ValueError for what float32 logits cannot be divided by."""
     check_positive(name, value)
-    if is_traced():
-        return
-    if not (may_hold(value >= LEAST_DIVISOR) and may_hold(value <= 1 / LEAST_DIVISOR)):
+    if has_value(value) and not LEAST_DIVISOR <= value <= 1 / LEAST_DIVISOR:
         raise ValueError(f"{name}: got {value}, want a number from 1e-30 to 1e30")
 
 

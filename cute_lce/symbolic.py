@@ -30,34 +30,31 @@ def is_symbolic(number: Any) -> bool:
     return isinstance(number, SYMBOLS)
 
 
+def is_known(number: Any) -> bool:
+    """Whether a number has a value while it is traced, by which a comparison guards the graph."""
+    return not isinstance(number, SYMBOLS) or number.node.has_hint()
+
+
 def differs(number: Any, none: float) -> bool:
-    """Whether a number is not the one that means that there is no such term; one of which nothing is known
-    is not."""
-    if isinstance(number, SYMBOLS):
-        return not _guard_or_false(number == none)
-    return isinstance(number, TensorNumber) or number != none
-
-
-def is_below(number: Any, bound: float) -> bool:
-    """number < bound; not of a symbol of which nothing is known."""
-    if isinstance(number, SYMBOLS):
-        return _guard_or_false(number < bound)
-    return number < bound
+    """Whether a number is not the one that means that there is no such term; one that is not known is not."""
+    return isinstance(number, TensorNumber) or not is_known(number) or bool(number != none)
 
 
 def may_hold(condition: Any) -> bool:
-    """A comparison's result; True where nothing is known."""
-    if isinstance(condition, torch.SymBool):
-        return not _guard_or_false(torch.sym_not(condition))
-    return bool(condition)
+    """A comparison of sizes; True where nothing is known."""
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    # It imports sympy, which a process that traces has.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
 
 
 def example_of(number: Any) -> Any:
     """What a number is while it is traced; UNKNOWN where that is not known, any other as it is."""
-    if isinstance(number, SYMBOLS):
-        hint = number.node.hint
-        return UNKNOWN if hint is None else float(hint)
-    return number
+    if not isinstance(number, SYMBOLS):
+        return number
+    return float(number.node.hint) if number.node.has_hint() else UNKNOWN
 
 
 def as_tensor(number: Any, device: torch.device | None = None) -> Tensor:
@@ -80,10 +77,3 @@ def same_shape(shape: Any, want: Any) -> bool:
         else:
             torch._check(size == other)
     return True
-
-
-def _guard_or_false(condition: Any) -> bool:
-    # It imports sympy, which a process that traces has.
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(condition)

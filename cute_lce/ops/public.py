@@ -54,7 +54,8 @@ def _denominator(number: float, like: Tensor) -> Tensor:
     check_positive("denominator", number, or_zero=True)
     if not is_symbolic(number):
         return like.new_full((), number, dtype=torch.float64)
-    torch._check(number >= 0)
+    if isinstance(number, torch.SymInt):
+        torch._check(number >= 0)
     return as_tensor(number, like.device)
 
 
