@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from . import ops, options
 from .arguments import Operands
 from .logit_term import LogitTerm, as_number
-from .options import ComputeOptions, LossOptions, TermOptions, check_positive, has_terms, is_traced
+from .options import ComputeOptions, LossOptions, TermOptions, check_positive, has_terms
+from .symbolic import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,7 +18,7 @@ import torch
 
 from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
-from .symbolic import differs, is_known
+from .symbolic import differs, is_known, is_traced
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
@@ -158,10 +158,6 @@ def _check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}: got {type(value).__name__}, want a number")
     if not is_traced() and isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{name}: got {value}, want a number that is a float, or in the range of int64")
-
-
-is_traced = torch.compiler.is_dynamo_compiling
-"""Whether dynamo runs this code, to which a symbol looks like any number."""
 
 
 def has_value(number: Any) -> bool:

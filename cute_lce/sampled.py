@@ -12,6 +12,7 @@ from .ops import checks, sampled, terms
 from .options import MOST_WINDOW, LossOptions
 from .streaming.rows import is_valid
 from .streaming.sampled import SampledOperands, SampledOptions
+from .symbolic import holds
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,7 +116,7 @@ def _check(
         raise TypeError(f"sampled_ids: got {type(ids).__name__}, want a torch.Tensor")
     if ids.is_nested:
         raise ValueError("sampled_ids: got a nested tensor, want a dense tensor")
-    if ids.dim() != 1 or ids.shape[0] == 0:
+    if ids.dim() != 1 or not holds(ids.shape[0] > 0):
         raise ValueError(f"sampled_ids: got shape {tuple(ids.shape)}, want (m,), at least one class")
     checks.check_term("sampled_ids", ids, tuple(ids.shape), checks.TARGET_DTYPES, hidden)
     if (sampled_log_q is None) != (target_log_q is None):

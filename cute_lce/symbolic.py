@@ -40,9 +40,13 @@ def differs(number: Any, none: float) -> bool:
     return isinstance(number, TensorNumber) or not is_known(number) or bool(number != none)
 
 
+is_traced = torch.compiler.is_dynamo_compiling
+"""Whether dynamo runs this code, to which a symbol looks like any number."""
+
+
 def may_hold(condition: Any) -> bool:
     """A comparison of sizes; True where nothing is known."""
-    if not isinstance(condition, torch.SymBool):
+    if not is_traced() and not isinstance(condition, torch.SymBool):
         return bool(condition)
     # It imports sympy, which a process that traces has.
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -64,16 +68,21 @@ def as_tensor(number: Any, device: torch.device | None = None) -> Tensor:
     return tensor if device is None else tensor.to(device)
 
 
+def holds(condition: Any) -> bool:
+    """A comparison of sizes. Where only the data knows them it holds, and is asserted in the graph."""
+    if not may_hold(condition):
+        return False
+    if is_traced() or isinstance(condition, torch.SymBool):
+        torch._check(condition)
+    return True
+
+
 def same_shape(shape: Any, want: Any) -> bool:
-    """Whether two shapes are equal. Of sizes that only the data knows that is asserted in the graph."""
+    """Whether two shapes are equal, as `holds` says of each dimension."""
     if len(shape) != len(want):
         return False
+    # Not a generator, of which torch.compile would make a graph's break.
     for size, other in zip(shape, want, strict=True):
-        if isinstance(size, int) and isinstance(other, int):
-            if size != other:
-                return False
-        elif not may_hold(size == other):
+        if not holds(size == other):
             return False
-        else:
-            torch._check(size == other)
     return True

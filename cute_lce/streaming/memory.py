@@ -12,6 +12,7 @@ from ..implementation import Request, StatsOperands, StatsOptions
 from ..logit_term import term_of
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import MIB, Limits, Problem
+from ..symbolic import holds
 from .products import accumulate_dtype, multiplies_narrow
 
 # Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
@@ -173,19 +174,19 @@ def _choose(
             )
         if workspace:
             fixed, column, token = _chunk_costs(problem, dtype, device.type, copies)
-            least = fixed + column * _least_window(V, window) + token * min(_LEAST_CHUNK, n)
-            if workspace < least:
+            least = fixed + column * _least_window(V, window) + token * _min(_LEAST_CHUNK, n)
+            if not holds(least <= workspace):
                 raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not problem.wants_gradient):
         return "recompute", 0
     fixed, column = _costs(problem, dtype, device.type, copies)
     least = fixed + column * _least_window(V, window)
-    if workspace and workspace < least:
+    if workspace and not holds(least <= workspace):
         raise refuse_workspace(schedule, workspace, least)
-    if schedule != "keep" or not problem.wants_gradient or n == 0:
+    if schedule != "keep" or not problem.wants_gradient or (type(n) is int and n == 0):
         return "recompute", 0
-    kept = ((workspace or DEFAULT_WORKSPACE) - least) // (n * accumulate_dtype(dtype).itemsize)
+    kept = ((workspace or DEFAULT_WORKSPACE) - least) // (_max(n, 1) * accumulate_dtype(dtype).itemsize)
     # All of V, or whole windows; whether it is all is a number, 0 or 1, since a branch would be a guard.
     everything = _max(_min(kept - V + 1, 1), 0)
     kept = _min(kept, V) // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE + everything * (V % _WINDOW_MULTIPLE)
