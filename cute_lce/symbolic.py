@@ -54,6 +54,11 @@ def may_hold(condition: Any) -> bool:
     return guard_or_true(condition)
 
 
+def is_sure(condition: Any) -> bool:
+    """A comparison of sizes; False where nothing is known."""
+    return not may_hold(torch.sym_not(condition))
+
+
 def example_of(number: Any) -> Any:
     """What a number is while it is traced; UNKNOWN where that is not known, any other as it is."""
     if not isinstance(number, SYMBOLS):

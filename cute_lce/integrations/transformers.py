@@ -21,6 +21,7 @@ from transformers.loss import loss_utils
 
 from ..functional import linear_cross_entropy
 from ..options import IGNORE_INDEX, ComputeOptions
+from ..symbolic import holds
 from .forward_source import Tail, read, value_of, written
 from .hooks import check_hooks
 
@@ -389,7 +390,7 @@ def _loss(input: Tensor, weight: Tensor, call: _Call, **options: Any) -> Tensor:
     if target is None:
         target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
     hidden, target = input.flatten(0, -2), target.reshape(-1).to(input.device)
-    if hidden.shape[0] != target.shape[0]:
+    if not holds(hidden.shape[0] == target.shape[0]):
         raise ValueError(
             f"labels: got {target.shape[0]} beside {hidden.shape[0]} hidden states at the head, want as many "
             "(logits_to_keep leaves some out)"
