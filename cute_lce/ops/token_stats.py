@@ -166,7 +166,22 @@ def _check(operands: StatsOperands, ignore_index: int) -> None:
         check_targets(Operands(*operands[:3]), LossOptions("none", ignore_index))
 
 
-@inner.define(TOKEN_STATS, fake_token_stats)
+def check_format(example: tuple, arguments: tuple) -> None:
+    """Raise ValueError for numbers of which another path keeps, in a format of its own, than of those that a
+    graph was traced with. Both: the arguments of token_stats, or of that over a group."""
+    operands, traced = StatsOperands(*arguments[:_TENSORS]), options_of(example[_TENSORS:])[0]
+    given, (_, _, kept_columns, *_) = options_of(arguments[_TENSORS:])
+    if not kept_columns:
+        return
+    if statistics(operands, traced, "keep") is not statistics(operands, given, "keep"):
+        raise ValueError(
+            f"softcap: got {given.softcap} with logit_scale={given.logit_scale} and temperature="
+            f"{given.temperature} in a graph that was compiled for numbers of which kernels keep, want "
+            "schedule 'recompute', or numbers whose quotients are ordinary ones in float32"
+        )
+
+
+@inner.define(TOKEN_STATS, fake_token_stats, check_format)
 def token_stats(*arguments):
     operands = StatsOperands(*arguments[:_TENSORS])
     options, (window, workspace, kept_columns) = options_of(arguments[_TENSORS:])

@@ -263,7 +263,7 @@ def _fake_forward(*arguments):
     )
 
 
-@inner.define(SHARDED_STATS, _fake_forward)
+@inner.define(SHARDED_STATS, _fake_forward, whole.check_format)
 def sharded_token_stats(*arguments):
     operands = StatsOperands(*arguments[:_OPERANDS])
     how, _ = _how_of(arguments[_OPERANDS:])
