@@ -188,7 +188,7 @@ def check_divisor(name: str, value: Any) -> None:
 
 
 def check_value(name: str, value: float) -> None:
-    """Raise ValueError, by its argument's name, for a number that no such argument takes. name: of an op's."""
+    """Raise ValueError for a number that is out of its argument's range. name: of an op's argument."""
     if name == "temperature_number":
         check_divisor("temperature", value)
     elif name == "softcap" and term_of(value) is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 SYMBOLS = (torch.SymFloat, torch.SymInt)
 UNKNOWN = 0.5
-"""Stands for a number of which nothing is known while it is traced: in every number's range, and no default."""
+"""Stands for a number of which nothing is known while it is traced: in every one's range, and no default."""
 
 
 class TensorNumber(NamedTuple):
@@ -86,8 +86,4 @@ def same_shape(shape: Any, want: Any) -> bool:
     """Whether two shapes are equal, as `holds` says of each dimension."""
     if len(shape) != len(want):
         return False
-    # Not a generator, of which torch.compile would make a graph's break.
-    for size, other in zip(shape, want, strict=True):
-        if not holds(size == other):
-            return False
-    return True
+    return all([holds(size == other) for size, other in zip(shape, want, strict=True)])

@@ -1,7 +1,7 @@
 """The inner ops: their bodies, which call the implementation, and their fake functions.
 
-An op whose arguments have numbers has a twin, NAME_with_numbers, which gets those that torch.compile traces as
-symbols as tensors on the CPU, and reads them on the host.
+An op whose arguments have numbers has a twin, NAME_with_numbers: numbers that torch.compile traces as symbols
+are tensors on the CPU there, which it reads on the host.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Twin(NamedTuple):
 
     def named(self, numbers: tuple, arguments: tuple) -> tuple:
         """The op's arguments with TensorNumbers in the places of those that are tensors."""
-        arguments = [*arguments]
+        named = [*arguments]
         for tensor, position in zip(numbers, self.positions, strict=True):
             if tensor is not None:
-                arguments[position] = TensorNumber(arguments[position], tensor)
-        return tuple(arguments)
+                named[position] = TensorNumber(named[position], tensor)
+        return tuple(named)
 
 
 twins: dict[Any, Twin] = {}

@@ -59,9 +59,7 @@ def _denominator(number: float, like: Tensor) -> Tensor:
     return as_tensor(number, like.device)
 
 
-inner.library.define(
-    "denominator(Scalar number, Tensor like) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+inner.library.define("denominator(Scalar number, Tensor like) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 inner.library.impl("denominator", _denominator, "CompositeImplicitAutograd")
 inner.library.define(schemas.PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
 inner.library.impl("fused_linear_cross_entropy", _fused_linear_cross_entropy, "CompositeImplicitAutograd")
