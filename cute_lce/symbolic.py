@@ -75,10 +75,11 @@ def as_tensor(number: Any, device: torch.device | None = None) -> Tensor:
 
 def holds(condition: Any) -> bool:
     """A comparison of sizes. Where only the data knows them it holds, and is asserted in the graph."""
+    if type(condition) is bool and not is_traced():
+        return condition
     if not may_hold(condition):
         return False
-    if is_traced() or isinstance(condition, torch.SymBool):
-        torch._check(condition)
+    torch._check(condition)
     return True
 
 
