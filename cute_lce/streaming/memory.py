@@ -12,6 +12,7 @@ from ..implementation import Request, StatsOperands, StatsOptions
 from ..logit_term import term_of
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import MIB, Limits, Problem, ceil_div, round_up
+from ..symbolic import holds, is_sure
 from .products import ADDS_WIDE, accumulate_dtype, multiplies_narrow, sums_narrow
 
 # Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
@@ -23,7 +24,7 @@ _CPU_CHUNK_BYTES = 128 * MIB
 _GPU_CHUNK_BYTES = 1024 * MIB
 _WINDOW_MULTIPLE = 64
 _LEAST_CHUNK = 16
-# Of tensor cores narrower windows and shorter chunks spend more time on sums in memory and on launches than on
+# On tensor cores narrower windows and shorter chunks take more time for sums in memory and launches than for
 # products: at least so many columns and so many multiplications in a window, so many tokens in a chunk.
 _GPU_LEAST_COLUMNS = 2048
 _GPU_LEAST_PRODUCTS = 10**11
@@ -211,8 +212,8 @@ def _choose(
     window, workspace = limits
     if schedule == "grad_in_forward" and problem.wants_gradient and not copies:
         # Sums over chunks want float32 products, which take longer than keeping everything does.
-        fits = _bytes_with_dlogits(problem, dtype, limits) <= (workspace or DEFAULT_WORKSPACE)
-        if sums_narrow(device.type, dtype) and fits:
+        whole = _bytes_with_dlogits(problem, dtype, limits)
+        if sums_narrow(device.type, dtype) and is_sure(whole <= (workspace or DEFAULT_WORKSPACE)):
             return "keep", V
     if schedule == "auto" and (workspace or device.type != "cpu" or dtype.itemsize < 4):
         schedule = "keep"
@@ -225,7 +226,7 @@ def _choose(
             )
         if workspace:
             least = _least_of_chunks(problem, dtype, device.type, window, copies)
-            if workspace < least:
+            if not holds(least <= workspace):
                 raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not problem.wants_gradient):
@@ -233,11 +234,11 @@ def _choose(
     fixed, column = _costs(problem, dtype, device.type, copies)
     least_window = _least_window(problem, dtype, window, device.type)
     least = fixed + column * least_window
-    if workspace and workspace < least:
+    if workspace and not holds(least <= workspace):
         raise refuse_workspace(schedule, workspace, least)
-    if schedule != "keep" or not problem.wants_gradient or n == 0:
+    if schedule != "keep" or not problem.wants_gradient or (type(n) is int and n == 0):
         return "recompute", 0
-    logits = n * accumulate_dtype(dtype).itemsize
+    logits = _max(n, 1) * accumulate_dtype(dtype).itemsize
     if device.type != "cpu" and not window:
         # What is kept saves less time than wider windows do.
         least = fixed + column * _min(_max(GPU_LOGITS_BYTES // logits, least_window), V)
@@ -249,7 +250,7 @@ def _choose(
     return ("recompute", 0) if type(kept) is int and kept == 0 else ("keep", kept)
 
 
-def holds_dlogits(operands: Operands, request: Request) -> bool:
+def holds_dlogits(operands: Operands | StatsOperands, request: Request) -> bool:
     """Whether a CPU's backward holds the rounded dlogits of all columns, beside the kept logits of all. Each
     gradient is then one sum, which the CPU rounds once."""
     dtype, problem = operands.hidden.dtype, problem_of(operands, request)
@@ -276,7 +277,7 @@ def windows(operands: Operands | StatsOperands, request: Request, copies: int = 
         window = (CPU_LOGITS_BYTES if device_type == "cpu" else GPU_LOGITS_BYTES) // max(logits, 1)
         fixed, column = _costs(problem, dtype, device_type, copies)
         spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
-        if holds_dlogits(operands, request):
+        if not copies and holds_dlogits(operands, request):
             spare -= problem.n * problem.vocab * dtype.itemsize
         window = min(window, spare // max(column, 1)) // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE
         window = max(window, _least_window(problem, dtype, 0, device_type), 1)
