@@ -9,12 +9,11 @@ import functools
 import re
 import subprocess
 import sysconfig
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from cute_lce.plan.kernels import Key
-from tests.tracing import trace
+from tests import store
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,13 @@ def check_no_local_memory(key: Key) -> None:
 @functools.cache
 def kernels(key: Key) -> dict[str, Kernel]:
     """Compile a key; its kernels by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        module = trace(key, f"--keep-ptx --keep-cubin --dump-dir {folder}")
-        cubin = Path(folder, "module.cubin")
-        cubin.write_bytes(module.__cubin__)
-        usage, sass = (_cuobjdump(flag, str(cubin)) for flag in ("-res-usage", "-sass"))
-    target = re.search(r"\.target (\S+)", module.__ptx__)
+    folder = store.compiled(key)
+    ptx = (folder / store.PTX).read_text()
+    usage, sass = (_cuobjdump(flag, str(folder / store.CUBIN)) for flag in ("-res-usage", "-sass"))
+    target = re.search(r"\.target (\S+)", ptx)
     assert target
     texts = {
-        "ptx": _by_name(module.__ptx__, r"\.visible \.entry (\w+)"),
+        "ptx": _by_name(ptx, r"\.visible \.entry (\w+)"),
         "usage": _by_name(usage, r" Function (\w+):"),
         "sass": _by_name(sass, r"Function : (\w+)"),
     }
