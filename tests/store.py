@@ -57,10 +57,11 @@ def folder() -> Path:
     return path
 
 
-def compiled(key: Key) -> Path:
-    """The folder of a key's files, which `export` writes."""
+def compiled(key: Key, launches: tuple[str, ...] = ()) -> Path:
+    """The folder of a key's files, which `export` writes. launches: see tracing.trace."""
     name = cache.file_name(key)  # A hash of the key, of the package's sources and of all versions.
-    return entry([name, _own()], lambda path: export(trace(key, options(path)), path))
+    identity = name, _own(), *launches
+    return entry(identity, lambda path: export(trace(key, options(path), launches), path))
 
 
 def options(path: Path) -> str:

@@ -106,10 +106,9 @@ LONG = {
     r"compiled/test_sm100.py::.*(128 tokens|192 tokens|single|two pairs|sm_100f)": "Those of more clusters.",
     r"compiled/test_terms.py::test_terms_of_wide_tiles_spill_nothing\[(1x192|2x128)": "Those of two tiles.",
     r"compiled/test_terms.py::test_no_wide_tile_of_terms_spills\[(softcap|total)": "Those of two more terms.",
-    (
-        r"compiled/test_terms.py::test_what_spare_warps_do_spills_nothing"
-        r"\[.*(-coefficients-gap-kept|-topk-kept|0-coefficients-gap-unif|3-coefficients-gap-unif)"
-    ): "Those of fewer terms at once.",
+    r"compiled/test_terms.py::test_what_spare_warps_do_spills_nothing\[sm_\w+-\d-coefficients": (
+        "Those of fewer terms at once."
+    ),
 }
 """Regular expressions of ids, behind tests/: what the cases are there to find."""
 

@@ -36,9 +36,9 @@ class Kernel:
         return re.findall(pattern, self.ptx)
 
 
-def check_no_local_memory(key: Key) -> None:
+def check_no_local_memory(key: Key, launches: tuple[str, ...] = ()) -> None:
     """No kernel of a key spills or has a stack; which does, and by how much, is in the error."""
-    found = {kernel.name: kernel for kernel in kernels(key).values()}
+    found = {kernel.name: kernel for kernel in kernels(key, launches).values()}
     spilled = {
         name: f"{kernel.usage['STACK']} bytes of stack, {len(kernel.local_accesses)} loads and stores of it"
         for name, kernel in found.items()
@@ -48,9 +48,10 @@ def check_no_local_memory(key: Key) -> None:
 
 
 @functools.cache
-def kernels(key: Key) -> dict[str, Kernel]:
-    """Compile a key; its kernels by name."""
-    folder = store.compiled(key)
+def kernels(key: Key, launches: tuple[str, ...] = ()) -> dict[str, Kernel]:
+    """Compile a key; its kernels by name. launches: of a backward the attributes of Backward whose kernels
+    are asked for, since each takes seconds; (): all."""
+    folder = store.compiled(key, launches)
     ptx = (folder / store.PTX).read_text()
     usage, sass = (_cuobjdump(flag, str(folder / store.CUBIN)) for flag in ("-res-usage", "-sass"))
     target = re.search(r"\.target (\S+)", ptx)
@@ -78,6 +79,12 @@ def kernel(key: Key, of: str) -> Kernel:
     found = [kernel for name, kernel in kernels(key).items() if of in name]
     assert len(found) == 1, (of, list(kernels(key)))
     return found[0]
+
+
+def gemms(key: Key, launches: tuple[str, ...] = ()) -> list[Kernel]:
+    """Those of `kernels` that are GEMMs, in the order in which the host function launches them."""
+    found = [kernel for name, kernel in kernels(key, launches).items() if "Gemm" in name]
+    return sorted(found, key=lambda kernel: int(kernel.name.rsplit("_", 1)[1]))
 
 
 def _by_name(text: str, heading: str) -> dict[str, str]:
