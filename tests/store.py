@@ -1,20 +1,18 @@
 """What tests compile, on disk: each thing once, whichever of pytest-xdist's workers needs it first.
 
 An entry is a folder whose name is a hash of everything that its content depends on. Its lock is held while
-it is made: another worker that needs it waits, and finds it complete. Entries stay for later sessions; those
-that none has used for three days are deleted.
+it is made: another worker that needs it waits, and finds it complete. Entries stay for later sessions, up to
+MOST_BYTES of those that were used last.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from cute_lce.compile import cache
 from cute_lce.plan.kernels import Key
 from tests.tracing import trace
 
-KEPT_SECONDS = 3 * 24 * 3600
+MOST_BYTES = 2 << 30
 PTX, CUBIN, OBJECT = "module.ptx", "module.cubin", "host.o"
 """The files of what was compiled: device code, and the host function with it."""
 FUNCTION = "stored"
@@ -36,25 +34,38 @@ def entry(identity: Iterable[str], make: Callable[[Path], None]) -> Path:
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.is_dir():
+            # Beside it, so that what is renamed is complete. What fails leaves nothing.
             with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as making:
-                make(Path(making))
-                os.rename(making, path)
-                os.mkdir(making)  # For TemporaryDirectory to delete.
-    os.utime(path)
+                content = Path(making, "content")
+                content.mkdir()
+                make(content)
+                content.rename(path)
+    os.utime(path.with_suffix(".lock"))
     return path
 
 
 @functools.cache
 def folder() -> Path:
-    """That of all entries, the user's own; emptied of old ones."""
+    """That of all entries, the user's own; without the oldest ones."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce_tests"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in path.iterdir():
-        # Another session may be about to do the same.
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - old.stat().st_mtime > KEPT_SECONDS:
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+    delete_oldest(path, MOST_BYTES)
     return path
+
+
+def delete_oldest(path: Path, most: int) -> None:
+    """Delete the entries that were used before the last `most` bytes of them."""
+    total = 0
+    for old in sorted(path.glob("*.lock"), key=_used, reverse=True):
+        total += sum(file.stat().st_size for file in old.with_suffix("").glob("*"))
+        if total > most:
+            # Another session may be about to do the same.
+            shutil.rmtree(old.with_suffix(""), ignore_errors=True)
+            old.unlink(missing_ok=True)
+
+
+def _used(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def compiled(key: Key, launches: tuple[str, ...] = ()) -> Path:

@@ -1,5 +1,5 @@
-"""The long sweep of tests/compiled and tests/emulated (`make test-emulator-full`), besides what is marked
-`emulator_full` where it stands.
+"""The long sweep of the tests in FOLDERS (`make test-emulator-full`), besides what is marked `emulator_full`
+where it stands.
 
 By default a test has those of its cases that bring a value of a parameter which no case before has: each
 value is in one, with values of the others in turn. The remaining cases find a fault that needs two values at
@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 
-FOLDERS = ("tests/compiled/", "tests/emulated/")
+FOLDERS = (
+    *("tests/compiled/", "tests/emulated/"),
+    # In these each case of a product takes a second.
+    *("tests/host/test_doctor.py", "tests/host/test_memory_streaming.py"),
+)
 LONG = {
     # Emulated backwards, and gradients of forwards.
     r"emulated/test_backward.py::test_shapes\[(33-127-136-32-|41-200-129-112-)": (
