@@ -27,7 +27,7 @@ FUNCTION = "stored"
 """The host function's name in OBJECT."""
 
 
-def entry(identity: Iterable[str], make: Callable[[Path], None]) -> Path:
+def entry(identity: Iterable[object], make: Callable[[Path], object]) -> Path:
     """The folder of what `make` writes into an empty one. identity: everything that it depends on."""
     name = hashlib.sha256(repr(tuple(identity)).encode()).hexdigest()[:32]
     path = folder() / name
