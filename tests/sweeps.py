@@ -11,6 +11,7 @@ LONG has cases that alone compile kernels of their own, which takes 6 to 17 s of
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -131,10 +132,15 @@ def beyond_each_value(items: Sequence[pytest.Function]) -> list[pytest.Function]
     for cases in tests.values():
         values = {case: set(enumerate(map(repr, case.callspec.params.values()))) for case in cases}
         left = set().union(*values.values())
+        used: Counter[tuple[int, str]] = Counter()
         while left and cases:
-            # The first of those that bring most.
-            chosen = max(cases, key=lambda case: len(values[case] & left))
+            # The first of those that bring most, with values of the others that few have.
+            chosen = max(
+                cases,
+                key=lambda case: (len(values[case] & left), -sum(used[each] for each in values[case])),
+            )
             left -= values[chosen]
+            used.update(values[chosen])
             cases = [case for case in cases if case is not chosen]
         found += cases
     return found

@@ -60,7 +60,8 @@ class Case:
 
 
 def test_by_default_each_value_of_a_parameter_is_in_a_case():
-    every: list[Any] = [Case("f", a=a, b=b) for a in range(2) for b in "xyz"] + [Case("g", a=1)]
+    every: list[Any] = [Case("f", a=a, b=b) for a in range(2) for b in "xyzw"] + [Case("g", a=1)]
     long = sweeps.beyond_each_value(every)
     short = [each for each in every if each not in long]
-    assert [tuple(each.callspec.params.values()) for each in short] == [(0, "x"), (0, "z"), (1, "y"), (1,)]
+    found = [tuple(each.callspec.params.values()) for each in short]
+    assert found == [(0, "x"), (0, "z"), (1, "y"), (1, "w"), (1,)]
