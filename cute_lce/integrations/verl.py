@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..logprob import linear_logprob
+from ..symbolic import holds, is_sure
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,9 +98,10 @@ def linear_cross_entropy(
 
 def _of_each_token(temperature: Tensor, labels: Tensor) -> Tensor:
     """(N,), in float32 if it was not floating. Raises ValueError for another number of elements."""
-    if temperature.numel() not in (1, labels.shape[0]):
+    count = temperature.numel()
+    if not (is_sure(count == 1) or holds(count == labels.shape[0])):
         raise ValueError(
-            f"temperature: got {temperature.numel()} elements, want one, or one for each of "
+            f"temperature: got {count} elements, want one, or one for each of "
             f"{labels.shape[0]} tokens (repeat a sequence's for its tokens)"
         )
     temperature = temperature.reshape(-1).expand(labels.shape[0])
