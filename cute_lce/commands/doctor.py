@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..compile import cache, driver
+from ..compile import cache, driver, machine
 from ..measure import isolated
 from ..plan.kernels import carried
-from .compile import cores
 from .info import describe_cache, describe_carried, devices
 from .terminal import positive
 
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_jobs() -> int:
-    return min(cores(), MOST_JOBS)
+    return min(machine.cores(), MOST_JOBS)
 
 
 def examine(seconds: float, jobs: int) -> Iterator[Line]:

@@ -93,28 +93,33 @@ def get_all(keys: Sequence[Key], others: Others = None) -> list[Callable[..., No
     return functions  # pyright: ignore[reportReturnType]
 
 
+def missing(keys: Iterable[Key]) -> list[Key]:
+    """Those of the keys that the folder lacks. Raises OSError as `check` does."""
+    check()
+    folder = cache_dir()
+    with _private(folder) as descriptor:
+        return [key for key in keys if not _is_whole(folder / file_name(key), descriptor)]
+
+
 def compile_all(keys: Sequence[Key], jobs: int) -> Iterator[Key]:
-    """Compile what the folder lacks of the keys in `jobs` processes; gives each key as it is there.
+    """Compile keys that are `missing` in `jobs` processes, 0: in this one; gives each as it is there.
 
     Raises what `get` raises.
     """
     folder = cache_dir()
-    check()
-    missing = []
-    with _private(folder) as descriptor:
-        for key in keys:
-            if _is_whole(folder / file_name(key), descriptor):
-                yield key
-            else:
-                missing.append(key)
-    elsewhere = [key for key in missing if not is_users_own(key) and not (folder / file_name(key)).exists()]
-    done = set()
-    for key in _workers(folder).compile_all(elsewhere, min(jobs, len(elsewhere))):
-        done.add(key)
-        yield key
-    for key in missing:
-        if key not in done:
+    _linker()
+    pending, pool = dict.fromkeys(keys), _workers(folder)
+    while pending:
+        elsewhere = [
+            key for key in pending if not is_users_own(key) and not (folder / file_name(key)).exists()
+        ]
+        for key in pool.compile_all(elsewhere, min(jobs, len(elsewhere))):
+            del pending[key]
+            yield key
+        # What went wrong with one in a worker goes wrong here, and is raised.
+        for key in pool.failed(pending) or [*pending]:
             _build_here(key, folder / file_name(key))
+            del pending[key]
             yield key
 
 
@@ -140,22 +145,23 @@ def _get(key: Key, others: Others = None) -> Callable[..., None]:
 
 def _fill(keys: Sequence[Key], others: Others) -> None:
     """Have the keys' functions in memory."""
-    missing = [key for key in dict.fromkeys(keys) if not _is_carried(key)]
-    if not missing:
+    absent = [key for key in dict.fromkeys(keys) if not _is_carried(key)]
+    if not absent:
         return
     folder = cache_dir()
     _create(folder)
-    missing = [key for key in missing if not _is_stored(key, folder)]
-    if not missing:
+    absent = [key for key in absent if not _is_stored(key, folder)]
+    if not absent:
         return
     _refuse_unwritable(folder)
+    _linker()
     # What cannot be loaded is there, and is replaced here.
-    elsewhere = [key for key in missing if not is_users_own(key) and not (folder / file_name(key)).exists()]
+    elsewhere = [key for key in absent if not is_users_own(key) and not (folder / file_name(key)).exists()]
     if elsewhere and machine.compile_jobs() != 0:
         more = dict.fromkeys(others() if others else ())
         rest = [key for key in more if key not in elsewhere and not is_users_own(key) and not carries(key)]
         _workers(folder).wait(elsewhere, rest)
-    for key in missing:
+    for key in absent:
         _load_or_build(key, folder / file_name(key))
 
 
@@ -415,19 +421,15 @@ def _sweep(folder: Path) -> None:
 def build(key: Key, path: Path, owner: str = "") -> None:
     """Compile into `path`, which is complete as soon as it exists. owner: in its temporary folder's name."""
     _sweep(path.parent)
+    compiler = _linker()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{TEMPORARY}{owner}") as folder:
         compiled = Path(folder, "kernel.o")
         trace(key).export_to_c(str(compiled), function_name="kernel", export_only_tvm_ffi_symbols=True)
         linked = Path(folder, "kernel.so")
-        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
         try:
             subprocess.run(
                 [*compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True
             )
-        except FileNotFoundError:
-            raise RuntimeError(
-                f"{compiler[0]}: not found; a C compiler links the compiled kernels (set CC)"
-            ) from None
         except subprocess.CalledProcessError as error:
             raise RuntimeError(
                 f"{shlex.join(compiler)}: could not link {compiled}: {error.stderr}"
@@ -435,6 +437,14 @@ def build(key: Key, path: Path, owner: str = "") -> None:
         linked.write_bytes((library := linked.read_bytes()) + _seal(path.name, library))
         linked.chmod(0o600)
         os.replace(linked, path)
+
+
+def _linker() -> list[str]:
+    """The command that links. Raises RuntimeError if it is not there."""
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"{compiler[0]}: not found; a C compiler links the compiled kernels (set CC)")
+    return compiler
 
 
 def _forget() -> None:

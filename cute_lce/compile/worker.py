@@ -10,6 +10,7 @@ ends with its input, or with its parent.
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import json
 import os
@@ -84,6 +85,9 @@ class Work:
 
     def hear(self, message: dict[str, Any]) -> None:
         with self.changed:
+            if "first" in message:
+                # Somebody tries again.
+                self.dropped.clear()
             self.first += [key for key in message.get("first", ()) if key not in self.first]
             others = message.get("then", ())
             self.then = [*others, *(key for key in self.then if key not in set(others))]
@@ -112,6 +116,7 @@ class Compiler:
 
         self._cache, self._locks, self._parent = cache, locks, parent
         self._folder, self._owner = Path(settings["folder"]), settings["owner"]
+        self._shares = settings["shares"]
         module, _, name = settings["trace"].partition(":")
         cache.trace = getattr(importlib.import_module(module), name)
 
@@ -149,7 +154,7 @@ class Compiler:
         if path.exists():
             return "there"
         try:
-            lock = self._locks.acquire(path)
+            lock = self._locks.acquire(path) if self._shares else contextlib.nullcontext()
         except OSError as error:
             self._fail(name, error, work)
             return "dropped"

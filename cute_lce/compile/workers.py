@@ -26,9 +26,8 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ class Workers:
         """
         missing = [key for key in others if not self._path(key).exists()]
         count = machine.jobs(len(wanted) + len(missing))
-        if not wanted or not count or not self.is_usable:
+        if not wanted or not count or not self.is_usable or not self._can_share(wanted[0]):
             return
         with self._changed:
             self._ensure(_Role.FRONT, 1)
@@ -99,10 +98,16 @@ class Workers:
         """Compile keys in `count` workers; gives each as its file is there. Ends as `wait` does."""
         if not keys or not count or not self.is_usable:
             return
+        shares = self._can_share(keys[0])
         with self._changed:
-            self._ensure(_Role.FRONT, count)
-            self._tell({"first": list(keys)})
+            self._ensure(_Role.FRONT, count, shares)
+            for i, worker in enumerate(self._workers):
+                worker.tell({"first": list(keys if shares else keys[i :: len(self._workers)])})
         yield from self._arrivals(keys, shows=False)
+
+    def failed(self, keys: Iterable[Key]) -> list[Key]:
+        """Those that a worker could not compile."""
+        return [key for key in keys if self._name_of(key) in self._failed]
 
     def end(self) -> None:
         """End all workers, each of which drops what it is at."""
@@ -127,14 +132,25 @@ class Workers:
     def _path(self, key: Key) -> Path:
         return self.folder / self._name_of(key)
 
+    def _can_share(self, key: Key) -> bool:
+        """Whether there are locks, by which workers and other processes share kernels."""
+        try:
+            lock = locks.acquire(self._path(key))
+        except locks.Unsupported as error:
+            _logger.info("%s: kernels are compiled once for each process", error)
+            return False
+        if lock is not None:
+            lock.release()
+        return True
+
     # What follows is called with the condition's lock held, but for `_arrivals` and the workers' threads.
 
-    def _ensure(self, role: str, count: int) -> None:
+    def _ensure(self, role: str, count: int, shares: bool = True) -> None:
         """Have so many workers of a role."""
         alive = sum(worker.role == role for worker in self._workers)
         for _ in range(count - alive):
             try:
-                worker = _Worker(role, {**self._settings, "fills": role == _Role.REST})
+                worker = _Worker(role, {**self._settings, "fills": role == _Role.REST, "shares": shares})
             except OSError as error:
                 self._give_up(str(error))
                 return
@@ -194,7 +210,7 @@ class Workers:
                     counted, before, files = now, files, _count(self.folder)
                     self._finished = now if files != before else self._finished
                 with self._changed:
-                    if missing.keys() <= self._failed or not self.is_usable:
+                    if not self._failed.isdisjoint(missing) or not self.is_usable:
                         break
                     if now - self._finished >= PATIENCE:
                         _logger.warning("no kernel has been compiled for %.0f s: this process does", PATIENCE)
@@ -279,7 +295,7 @@ class _Worker:
 
     def __init__(self, role: str, settings: dict[str, Any]):
         self.role, self.ready, self.is_ended, self.current = role, False, False, None
-        self.owner = f"{uuid.uuid4().hex[:12]}-"
+        self.owner = f"{os.urandom(6).hex()}-"
         self._backlog: list[bytes] = []
         self.process = subprocess.Popen(
             [sys.executable, "-Wignore", str(PROGRAM)],
@@ -329,7 +345,7 @@ class _Worker:
                 except ValueError:
                     # It is another program than ours.
                     self.kill()
-                    return
+                    break
 
     def end(self) -> None:
         self.is_ended = True
