@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Tests compile what they ask for and nothing else; those of workers set it.
+os.environ["CUTE_LCE_COMPILE_JOBS"] = "0"
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too.

@@ -31,6 +31,8 @@ IDLE_SECONDS = 30.0
 CALM_SECONDS = 2.0
 """After which, if nobody waits, a worker that fills takes the lowest priority for the rest of its life: a
 process without privileges cannot have a higher one again."""
+LEFT_SECONDS = 1.0
+"""In which the rest leave the first key that is waited for to the front."""
 POLL = 0.05
 HARD_SECONDS = 10.0
 """After which one that is to end does so whatever it is at."""
@@ -76,7 +78,8 @@ class Work:
     """What there is to do, in its order; a thread adds to it."""
 
     def __init__(self, fills: bool):
-        self.fills, self.is_over = fills, False
+        self.fills, self.is_over, self._is_rest, self._asked = fills, False, fills, 0.0
+        self._is_read = True
         self.first: list[Any] = []
         self.then: list[Any] = []
         self.dropped: set[str] = set()
@@ -85,9 +88,11 @@ class Work:
 
     def hear(self, message: dict[str, Any]) -> None:
         with self.changed:
+            self._is_read = False
             if "first" in message:
                 # Somebody tries again.
                 self.dropped.clear()
+                self._asked = time.monotonic()
             self.first += [key for key in message.get("first", ()) if key not in self.first]
             others = message.get("then", ())
             self.then = [*others, *(key for key in self.then if key not in set(others))]
@@ -96,6 +101,22 @@ class Work:
             if "waiting" in message:
                 self._set_waiting(message["waiting"])
             self.changed.notify_all()
+
+    def keys(self) -> list[Any]:
+        """In the order in which to try them."""
+        with self.changed:
+            first, self._is_read = self.first, True
+            if self._is_rest and time.monotonic() - self._asked < LEFT_SECONDS:
+                first = first[1:]
+            return [*first, *(self.then if self.fills else ())]
+
+    def forget(self, keys: set[Any], seconds: float) -> None:
+        """These are there, or cannot be; then wait for others, which may have come meanwhile."""
+        with self.changed:
+            self.first = [key for key in self.first if key not in keys]
+            self.then = [key for key in self.then if key not in keys]
+            if self._is_read:
+                self.changed.wait(seconds)
 
     def _set_waiting(self, somebody: bool) -> None:
         if self._calm is not None:
@@ -123,9 +144,7 @@ class Compiler:
     def run(self, work: Work) -> None:
         idle = time.monotonic()
         while not work.is_over:
-            with work.changed:
-                keys = [*work.first, *(work.then if work.fills else ())]
-            left, took = [], False
+            keys, left, took = work.keys(), [], False
             for key in keys:
                 state = self._try(key, work)
                 if state == "busy":
@@ -133,17 +152,12 @@ class Compiler:
                 elif state == "done":
                     took = True
                     break
-            with work.changed:
-                if not took:
-                    tried = set(keys) - set(left)
-                    work.first = [key for key in work.first if key not in tried]
-                    work.then = [key for key in work.then if key not in tried]
-                if took or left:
-                    idle = time.monotonic()
-                elif time.monotonic() - idle >= IDLE_SECONDS:
-                    return
-                if not took:
-                    work.changed.wait(POLL if left else 1.0)
+            if took or left:
+                idle = time.monotonic()
+            elif time.monotonic() - idle >= IDLE_SECONDS:
+                return
+            if not took:
+                work.forget(set(keys) - set(left), POLL if left else LEFT_SECONDS)
 
     def _try(self, key: Any, work: Work) -> str:
         """ "there" or "dropped", "busy" where another compiles it, or "done"."""

@@ -133,7 +133,7 @@ def test_equal_keys_have_equal_names():
 
 
 def test_versions_sources_and_host_are_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    fresh = cache._environment.__wrapped__
+    fresh = cache.environment.__wrapped__
     before = fresh()
     with monkeypatch.context() as patch:
         for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
@@ -205,7 +205,7 @@ def test_a_hit_imports_no_cutlass_and_takes_well_under_a_second(filled: Path):
 
 
 def test_a_hit_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache, "_build", None)
+    monkeypatch.setattr(cache, "build", None)
     function = cache.get(KEY)
     shutil.rmtree(folder)
     assert cache.get(KEY) is function, "the second look finds it in memory"
@@ -254,7 +254,7 @@ def test_a_spoiled_file_is_a_miss_and_is_replaced(
         where.with_suffix(".new").write_bytes(good)
         os.replace(where.with_suffix(".new"), where)
 
-    monkeypatch.setattr(cache, "_build", build)
+    monkeypatch.setattr(cache, "build", build)
     with caplog.at_level(logging.WARNING, "cute_lce"):
         assert callable(cache.get(KEY))
     assert builds == [KEY]
@@ -268,7 +268,7 @@ def test_another_keys_file_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPat
     path = only_file(folder)
     path.rename(folder / f"{cache._digest(other)}.so")
     called = []
-    monkeypatch.setattr(cache, "_build", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(cache, "build", lambda *arguments: called.append(arguments))
     with pytest.raises(RuntimeError, match="just compiled and cannot be loaded"):
         cache.get(other)
     assert len(called) == 1
@@ -291,7 +291,7 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch):
     def build(key: Key, path: Path) -> None:
         raise AssertionError(f"{path}: compiled")
 
-    monkeypatch.setattr(cache, "_build", build)
+    monkeypatch.setattr(cache, "build", build)
 
 
 def refusal(path: Path, mode: str, mend: str, owner: int | None = None) -> str:
@@ -387,7 +387,7 @@ def test_what_was_checked_is_what_is_loaded(which: str, folder: Path, monkeypatc
         path.write_bytes(b"not a library")
         return seal(name, library)
 
-    monkeypatch.setattr(cache, "_build", None)
+    monkeypatch.setattr(cache, "build", None)
     monkeypatch.setattr(cache, "_seal", exchange)
     assert callable(cache.get(KEY))
 

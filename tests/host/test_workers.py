@@ -34,11 +34,12 @@ import os, sys, time, types
 sys.path.insert(0, {str(ROOT)!r})
 stub = sys.modules["cute_lce"] = types.ModuleType("cute_lce")
 stub.__path__ = [{str(ROOT / "cute_lce")!r}]
-from cute_lce.compile import cache, workers
+from cute_lce.compile import cache, machine, workers
 from cute_lce.plan.kernels import MergeKey, MultiplyKey
 from tests.host import slow_trace
 workers.TRACE, cache.trace = "tests.host.slow_trace:trace", slow_trace.trace
 cache._load_bytes = lambda name, library: lambda: 7
+machine.cores, machine.free_memory = lambda: 8, lambda: 1 << 40
 A, B, C, D = KEYS = [MultiplyKey("sm_90a", f"of {{name}}") for name in "abcd"]
 """
 CALL = "print(cache.get(A, lambda: [B, C])(), flush=True)\n"
@@ -140,6 +141,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(cache, "trace", slow_trace.trace)
     monkeypatch.setattr(workers, "TRACE", "tests.host.slow_trace:trace")
     monkeypatch.setattr(workers, "_here", None)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 40)
     yield make
     workers.end()
 
@@ -434,7 +437,7 @@ def test_without_locks_the_caller_compiles(here: Any, monkeypatch: pytest.Monkey
 def test_without_locks_a_list_is_divided(here: Any, monkeypatch: pytest.MonkeyPatch):
     place = here()
     monkeypatch.setattr(workers.Workers, "_can_share", lambda self, key: False)
-    assert set(cache.compile_all(KEYS, 2)) == set(KEYS)
+    assert set(cache.compile_all(cache.missing(KEYS), 2)) == set(KEYS)
     log = slow_trace.log(place.trace)
     assert place.begun == Counter(map(repr, KEYS))
     assert len({line["pid"] for line in log}) == 2
