@@ -504,14 +504,13 @@ def test_no_folder_can_be_there(
 # Processes
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.emulator_full)])
-def test_processes_at_once(count: int, tmp_path: Path):
+def test_processes_at_once(tmp_path: Path):
     """All of them miss; each gets its function, and one good file and nothing else is left."""
     folder = tmp_path / "does" / "not" / "exist yet"
-    processes = [start(folder) for _ in range(count)]
+    processes = [start(folder) for _ in range(2)]
     # All of them are waited for, whoever was first.
     imported = [finish(process)[0] for process in processes]
-    assert any(imported)
+    assert sum(imported) == 1, "one compiled it"
     only_file(folder)
     assert not load(folder)[0]
 
