@@ -43,7 +43,7 @@ def planned_for(
     with contextlib.ExitStack() as stack:
         stack.callback(forget_device)
         modules = launch.forward, launch.backward, launch.choose, launch.grad_in_forward, launch.merge
-        for module in (*modules, launch.multiply):
+        for module in (*modules, launch.multiply, launch.needed):
             stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
         if functions is not None:
             stack.enter_context(mock.patch.object(cache, "_functions", functions))

@@ -56,6 +56,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each subject; 1 if one of them failed."""
+    machine.compile_by_itself()
     failed = 0
     for line in examine(args.seconds, args.jobs):
         print(line, flush=True)

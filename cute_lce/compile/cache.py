@@ -1,6 +1,7 @@
 """Compiled kernels by key: a call's key is looked up in memory, among the package's own, then in a folder.
 
-What none of them holds is compiled (trace.py) and stored in memory and in the folder. A file is a shared
+What none of them holds is compiled (trace.py) and stored in memory and in the folder: by workers, together with
+what calls of its kind need next, or here (workers.py). A file is a shared
 library that the host's C compiler (`cc`, or what CC names) links from the object that the DSL exports.
 Loading it needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so the first call of a
 second process does not import cutlass.
@@ -9,9 +10,10 @@ A file's name is a hash of everything that it depends on: the key, the versions 
 toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture; of its CPUs any will
 do (baseline.py), so that machines may share the folder. A file is written under a temporary name and renamed
 when it is complete. It ends in a hash of its name and content; a file whose hash does not match (truncated,
-altered, copied from another name) is a miss and is replaced. Any number of processes may share a folder: each
-one that misses compiles, all write the same content, and the last rename wins. Stale temporary folders are
-deleted by the first compile an hour later.
+altered, copied from another name) is a miss and is replaced. Any number of processes may share a folder:
+whoever compiles a key holds its lock (locks.py), and others wait for the file. Where they do not, all write
+the same content, and the last rename wins. Stale temporary folders are deleted by the first compile an hour
+later.
 
 The package's own, under the same names, are those that a wheel carries (cute_lce/commands/wheel.py);
 installed from sources it has none. Whoever may write them may write the package's sources.

@@ -38,6 +38,12 @@ def compile_jobs() -> int | None:
     return number
 
 
+def compile_by_itself() -> None:
+    """Have this process and its children compile by themselves, unless the user says otherwise: nothing is to
+    run beside what they measure."""
+    os.environ.setdefault(VARIABLE, "0")
+
+
 def cores(root: Path = Path("/")) -> int:
     """Cores that this process may use, by its affinity and its cgroups; at least 1.
 
