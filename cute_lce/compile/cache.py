@@ -1,8 +1,8 @@
 """Compiled kernels by key: a call's key is looked up in memory, among the package's own, then in a folder.
 
-What none of them holds is compiled (trace.py) and stored in memory and in the folder: by workers, together with
-what calls of its kind need next, or here (workers.py). A file is a shared
-library that the host's C compiler (`cc`, or what CC names) links from the object that the DSL exports.
+What none of them holds is compiled (trace.py) and stored in memory and in the folder: by workers, together
+with what calls of its kind need next, or here (workers.py). A file is a shared library that the host's C
+compiler (`cc`, or what CC names) links from the object that the DSL exports.
 Loading it needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so the first call of a
 second process does not import cutlass.
 
@@ -60,7 +60,7 @@ _lock, _building = threading.Lock(), threading.Lock()
 Others = Callable[[], Iterable[Key]] | None
 
 SOURCES = (
-    *("kernels/**/*.py", "compile/*.py", "plan/kernels.py"),
+    *("kernels/**/*.py", "compile/trace.py", "compile/baseline.py", "compile/cache.py", "plan/kernels.py"),
     *("arch.py", "arguments.py", "data_sheets.py", "logit_term.py", "maths.py", "widths.py"),
 )
 """Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
@@ -168,7 +168,7 @@ def _fill(keys: Sequence[Key], others: Others) -> None:
 
 
 def _workers(folder: Path) -> workers.Workers:
-    return workers.workers_of(Path(os.path.abspath(folder)), environment(), file_name)
+    return workers.workers_of(Path(os.path.abspath(folder)), agreement(), file_name)
 
 
 def _is_carried(key: Key) -> bool:
@@ -314,12 +314,22 @@ def environment() -> str:
     versions = [
         f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     ]
-    sources = hashlib.sha256()
-    package = Path(__file__).parent.parent
-    for path in source_files(package):
-        sources.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    sources = _digest_of(source_files(Path(__file__).parent.parent))
     toolkit, _ = driver.toolkit()
-    return repr((versions, toolkit, sources.hexdigest(), platform.system(), platform.machine()))
+    return repr((versions, toolkit, sources, platform.system(), platform.machine()))
+
+
+@functools.cache
+def agreement() -> str:
+    """What a worker and its parent must have in common: the environment, and how they talk."""
+    return environment() + _digest_of(sorted(Path(__file__).parent.glob("*.py")))
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    digest, package = hashlib.sha256(), Path(__file__).parent.parent
+    for path in files:
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _digest(key: Key) -> str:

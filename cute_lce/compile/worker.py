@@ -223,9 +223,9 @@ def main() -> None:
     stub.__path__ = [str(Path(__file__).resolve().parents[1])]
     from cute_lce.compile import cache
 
-    here = cache.environment()
-    if here != settings["environment"]:
-        parent.say(refused=f"got {here}, want {settings['environment']}: sources or packages have changed")
+    here = cache.agreement()
+    if here != settings["agreement"]:
+        parent.say(refused=f"got {here}, want {settings['agreement']}: sources or packages have changed")
         return
     work = Work(settings["fills"])
     arguments = parent, work, Path(settings["folder"]), settings["owner"]

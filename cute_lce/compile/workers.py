@@ -59,13 +59,13 @@ _LAUNCHERS_PREFIXES = ("MASTER_", "TORCHELASTIC_")
 class Workers:
     """The workers of this process for a folder of kernels.
 
-    folder: absolute. environment: what files depend on beside their keys, which a worker must agree with.
-    name_of: a key's file name.
+    folder: absolute. agreement: the versions of all that parent and worker have in common. name_of: the name
+    of a key's file.
     """
 
-    def __init__(self, folder: Path, environment: str, name_of: Callable[[Key], str]):
+    def __init__(self, folder: Path, agreement: str, name_of: Callable[[Key], str]):
         self.folder, self.is_usable = folder, _is_interpreter()
-        self._settings = {"folder": str(folder), "environment": environment, "trace": TRACE}
+        self._settings = {"folder": str(folder), "agreement": agreement, "trace": TRACE}
         self._name_of, self._changed = name_of, threading.Condition()
         self._workers: list[_Worker] = []
         self._failed: set[str] = set()
@@ -181,6 +181,12 @@ class Workers:
             self._leader = leader
         return True
 
+    def _step_down(self) -> None:
+        """Let another process lead, if there are no workers here."""
+        if self._leader is not None and not self._workers:
+            self._leader.close()
+            self._leader = None
+
     def _usual(self) -> float:
         """Seconds that a kernel takes."""
         return sum(self._seconds) / len(self._seconds) if self._seconds else USUAL_SECONDS
@@ -189,6 +195,7 @@ class Workers:
         if self.is_usable:
             _logger.info("no process can be started that compiles (%s): this one does", why)
         self.is_usable = False
+        self._step_down()
 
     def _arrivals(self, wanted: Sequence[Key], shows: bool = True) -> Iterator[Key]:
         """Each key as its file is there, until all are or no more can be expected."""
@@ -278,9 +285,7 @@ class Workers:
             worker.close()
             if not worker.ready and not worker.is_ended:
                 self._give_up(f"{sys.executable} ended with {worker.process.returncode}")
-            if self._leader is not None and not self._workers:
-                self._leader.close()
-                self._leader = None
+            self._step_down()
             self._changed.notify_all()
 
 
@@ -400,7 +405,7 @@ _here: Workers | None = None
 _here_lock = threading.Lock()
 
 
-def workers_of(folder: Path, environment: str, name_of: Callable[[Key], str]) -> Workers:
+def workers_of(folder: Path, agreement: str, name_of: Callable[[Key], str]) -> Workers:
     """This process's for a folder; those for another one end."""
     global _here
     with _here_lock:
@@ -408,7 +413,7 @@ def workers_of(folder: Path, environment: str, name_of: Callable[[Key], str]) ->
             _here.end()
             _here = None
         if _here is None:
-            _here = Workers(folder, environment, name_of)
+            _here = Workers(folder, agreement, name_of)
         return _here
 
 
