@@ -10,6 +10,17 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST_ARGS ?=
 
+# $(call run-tests,COMMAND,TESTS,ARGUMENTS): pytest by COMMAND of the TESTS that a marker expression names. Those that compare
+# times run first, one after the other; the others then with ARGUMENTS, whose closing line counts both. Status 5: there are none.
+define run-tests
+@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT; \
+$(1) -m "timing and $(2)" --reports-out "$$folder/timing" -q $(PYTEST_ARGS) $(if $(3),-n 0); timed=$$?; \
+$(1) -m "not timing and $(2)" --reports-in "$$folder/timing" $(3) $(PYTEST_ARGS); others=$$?; \
+if [ $$timed -ne 0 ] && [ $$timed -ne 5 ]; then exit $$timed; fi; \
+if [ $$others -eq 5 ] && [ $$timed -eq 0 ]; then exit 0; fi; \
+exit $$others
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint types test-gpu test-gpu-multi test-emulator-full bench wheel figures docs clean
 
@@ -28,7 +39,7 @@ demo: $(STAMP)  ## train a small language model with the fused loss and beside i
 	$(BIN)/python -m examples.train_lm $(DEMO_ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu and not gpu_multi and not emulator_full" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(call run-tests,$(ONE_THREAD) $(BIN)/python -m pytest,not gpu and not gpu_multi and not emulator_full,-n $(WORKERS) --dist loadgroup)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,7 +53,7 @@ check: lint types  ## lint, types, then the tests, whose closing line comes last
 
 test-gpu:  ## run the tests that need a GPU with the python3 that is there; installs nothing
 	@$(PYTHON) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "test-gpu: $(PYTHON) has torch %s, which sees no CUDA device" % torch.__version__)'
-	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(call run-tests,$(PYTHON) -m pytest,gpu)
 
 test-gpu-multi:  ## run the tests that need several GPUs, on all that are there; installs nothing
 	@$(PYTHON) -c 'import torch, sys; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else "test-gpu-multi: $(PYTHON) has torch %s, which sees %d CUDA devices" % (torch.__version__, n))'

@@ -55,7 +55,8 @@ class Case:
         inputs = make_inputs(shape, torch.bfloat16, "untrained", device)
         gemms = floor.Floor(inputs.hidden, inputs.weight, backward, frozen)
         hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
-        given = {} if row["workspace_mb"] is None else {"workspace_mb": row["workspace_mb"]}
+        options = {name: row.get(name) for name in ("workspace_mb", "softcap")}
+        given = {name: option for name, option in options.items() if option is not None}
         if backward:
             hidden.requires_grad_(frozen != "hidden")
             weight.requires_grad_(frozen != "weight")

@@ -2,7 +2,8 @@
 
 Each checkout runs in a process of its own, and both take turns on the GPU: in a turn one of them times its
 call and the floor, cuBLAS's GEMMs, in alternation, while the other waits. What heats the GPU, or lowers its
-clock, does so to both. Of the other checkout only linear_cross_entropy with `workspace_mb` is used.
+clock, does so to both. Of the other checkout only linear_cross_entropy with `workspace_mb` and `softcap` is
+used.
 
     git worktree add --detach /tmp/before 4f78a72
     python3 -m bench.checkouts --other /tmp/before 4f78a72 --out h100_rows.json
@@ -116,6 +117,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--other", nargs=2, metavar=("PATH", "COMMIT"), help="the checkout to compare with, and its name")
     add("--shapes", nargs="+", default=["forward", "backward"], help="as of bench.run (%(default)s)")
     add("--workspace-mb", nargs="+", type=positive, help="of forward + backward (the tables' own; else none)")
+    add("--softcap", type=float, help="of every call (none)")
     add("--seconds", type=float, default=0.1, help="timed seconds of a turn (%(default)s)")
     add("--turns", type=positive, default=9, help="of each checkout (%(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
@@ -148,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         contextlib.closing(Worker(ROOT, args.device)) as new,
     ):
         for row in rows(args.shapes, args.workspace_mb):
+            if args.softcap is not None:
+                row["softcap"] = args.softcap
             found = compare(row, old, new, args.seconds, args.turns)
             result = {**row, "old": commit, **found, **records.provenance(torch.device(args.device), command)}
             results.append(result)

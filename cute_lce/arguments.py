@@ -66,48 +66,10 @@ TERMS: dict[str, dict[str, Any]] = {
         "topk_units": Int32,
         "topk_blocks": Int32,
     },
-    "proportion": {
-        "target_weight": Address,
-        "onehot": Float32,
-        "beside": Float32,
-        "lse_slope": Float32,
-        "onehot_ratio": Address,
-    },
+    "proportion": {"target_weight": Address, "lse_slope": Float32, "onehot_ratio": Address},
     "coefficients": {"row_factor": Address},
     "gap": {"gap": Address},
     "uniform": {"uniform": Address},
-    "products": {
-        "weight_sums": Address,
-        "weight_partials": Address,
-        "weight_slab": Int32,
-        "weight_beside": Int32,
-        "bias_sum": Address,
-        "target_product": Address,
-        "total": Address,
-    },
-    "shared": {
-        **dict.fromkeys(("shared", "dlogprob", "dlse", "dtotal", "onehot_ratio", "row_scale"), Address),
-        **dict.fromkeys(("dlogprob_stride", "dlse_stride", "dtotal_stride"), Int64),
-        "classes": Float32,
-        "product_scale": Float32,
-        "weight_sum": Address,
-        "hidden_sum": Address,
-        "hidden_partials": Address,
-        "hidden_slab": Int32,
-    },
-    "entries": {
-        "entries": Int32,
-        "entry_ids": Address,
-        "entry_logits": Address,
-        "entry_values": Address,
-        "entry_slopes": Address,
-        "target_logits": Address,
-        "target_values": Address,
-        "target_slopes": Address,
-        "entry_softmax": Address,
-        "entry_row_sum": Address,
-        "entries_before": Address,
-    },
     "bias_gradient": {"dbias": Address, "column_sums": Address, "with_dhidden": Int32},
     "kept_logits": {
         "kept_logits": Address,
@@ -138,14 +100,9 @@ units of TOPK_CLASSES classes, in these by blocks of TOPK_TOKENS tokens; tokens 
 compacted ones. topk_starts (units blocks + 1,) int32: where those of a unit and block begin. topk_values, of
 each entry: z, written by a forward; added to the gradient by x by a backward.
 
-Of a forward that keeps: proportion: in a row's gradient by z the onehot has the coefficient o = onehot
-target_weight, with target_weight (n,) or, at address 0, 1; and the softmax has o + beside + lse_slope lse.
-onehot_ratio (n,), the first over the second, is written where the token is valid. Else both are equal.
-products: total (n,), as total's without class weights, of the tokens' products with the sum of all
-classes' rows (kernels/total_gaps.py); and weight_sums (2, d), the sum of the kept classes' rows and that of
-all. bias_sum (1,) fp64: that of linear_bias; 0: there is none. Scratch: target_product (n,) fp64, a token's
-product with its target's row; weight_partials (slabs, d), of weight_slab classes each, of kept ones and of
-others. weight_beside: whether these are summed beside the GEMM (0 or 1).
+Of a forward that keeps exponentials: proportion: in a row's gradient by z the onehot has the coefficient
+target_weight (n,), or 1 at address 0; and the softmax has that and lse_slope lse. onehot_ratio (n,), the
+first over the second, is written where the token is valid. Else both are equal.
 
 Of a backward: coefficients: the gradient by x is, but for the rounding,
 
@@ -153,24 +110,8 @@ Of a backward: coefficients: the gradient by x is, but for the rounding,
 
 with slope 1, or of a softcap 1 - tanh^2, or a LogitTerm's, and coefficients of each token: `softmax` lies
 where else row_sum does, `target` where dloss does, gap and uniform (n,) are terms. In float16 they are at
-most HALF_SCALE, and row_factor (n,) multiplies the gradient; else it is 0. What was kept is multiplied by
-row_factor in any dtype, unless shared is a term.
-shared: of what was kept, the gradient by the upstream gradients of logprob, lse and total_nll: fp32 (n,) with
-strides (0: one number), zeros at address 0. The softmax has the coefficient -dlogprob + dlse + classes
-dtotal, or -dlogprob / onehot_ratio where the magnitude of that ratio is above 1, times the factor
-product_scale row_scale; without row_scale (n,), at address 0, product_scale. By the products of each kept
-class the gradient is more by shared (n,), which is -dtotal times that factor and which each launch of what
-was kept writes; weight_sum (d,) is the sum of these classes' rows. hidden_sum (d,), that of the tokens'
-hidden states times shared, is written by the first such launch that computes dweight; a token whose shared
-is 0 counts for nothing there, whatever it holds. Scratch: hidden_partials (slabs, d), of hidden_slab tokens
-each. shared, weight_sum and hidden_sum are 0 in a launch whose classes were not kept.
-entries: of what was kept, those of the target and of so many ids of each token, which launches of what was
-kept write (kernels/entries.py): entry_ids (n, entries) int32, beyond the vocabulary where there is none. Of
-each the logit z, the coefficient of its onehot in the gradient by z, 0 at address 0, and the slope, 1 at
-address 0: entry_logits, entry_values, entry_slopes (n, entries), and for targets target_logits,
-target_values, target_slopes (n,). entry_softmax (n,): the coefficient of the softmax; entry_row_sum (n,): the
-row's sum, since coefficients lie where else it does. entries_before (n, entries + 1), 16-bit scratch: at its
-end the launch restores what was kept; 0: it does not.
+most HALF_SCALE, and row_factor (n,) multiplies the gradient; else it is 0. Exponentials that were
+kept are multiplied by row_factor in any dtype.
 bias_gradient: dbias (V,), the gradient's sums over tokens: written by launches whose tokens are all or the
 first ones, else added to. with_dhidden: whether only by those that compute dhidden (0 or 1). column_sums:
 scratch, a number for each class of a launch and each slab of its tokens: as many as a Fragment has columns,
@@ -289,10 +230,11 @@ class ForwardOutputs(NamedTuple):
 
     workspace: 2 counters, the partials (number of partials of a row, n, 2), target_logit (n,), and 2 fp32 for
     each block of combine.
-    target_logit: 0: the vocabulary is whole. Else weight is a shard of it, whose target logits (n,) fp32 are
-    written there, nan where the target is in another; then loss and num_valid hold nothing of use, if they
-    are written. Such a forward, if it keeps, is launched again with `finishes` 1 and merged statistics: it
-    reads row_max, row_sum and target_logit, and completes what is kept.
+    target_logit (n,) fp32: the targets' logits, nan of one that is no class of weight. Written of a shard,
+    and where a softcap or a LogitTerm is a term, whose slope a backward needs there.
+    shard: whether weight is a shard of the vocabulary (0 or 1); then loss and num_valid hold nothing of use,
+    if they are written. Such a forward, if it keeps, is launched again with `finishes` 1 and merged
+    statistics: it reads row_max, row_sum and target_logit, and completes what is kept.
     """
 
     loss: Address
@@ -301,6 +243,7 @@ class ForwardOutputs(NamedTuple):
     num_valid: Address
     workspace: Address
     target_logit: Address = 0
+    shard: Int32 = 0
     finishes: Int32 = 0
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cute_lce import options
+from cute_lce import environment
 from cute_lce.commands import bench, compile, doctor, info, plan, report
 from cute_lce.commands.terminal import Refused
 
@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = _parser().parse_args(argv)
-            if options.WRONG_VARIABLE:
-                raise Refused(options.WRONG_VARIABLE)
+            if environment.REFUSED:
+                raise Refused("; ".join(environment.REFUSED))
             return args.run(args)
         finally:
             sys.stdout.flush()

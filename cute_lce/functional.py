@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import ops, options
+from . import environment, ops
 from .arguments import Operands
 from .logit_term import LogitTerm, as_number
-from .options import ComputeOptions, LossOptions, TermOptions, check_positive, has_terms
+from .ops import checks
+from .options import (
+    ComputeOptions,
+    LossOptions,
+    TermOptions,
+    check_kind,
+    check_positive,
+    has_terms,
+    is_number,
+)
+from .scalars import python_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -91,9 +101,9 @@ def linear_cross_entropy(
             fastest ("grad_in_forward" only in eager calls without grad_weight_out); on the streaming path
             "recompute", or "keep" if workspace_mb is given.
             Terms restrict the kernels: with both label_smoothing and a softcap they recompute, and "keep" is
-            refused; with both label_smoothing and class weights they keep only in bfloat16, and in float16
-            the streaming path serves "keep". It also serves "grad_in_forward" with a softcap,
-            label_smoothing, a linear_bias or a z_loss.
+            refused; with label_smoothing they keep only in bfloat16, and in float16 the streaming path serves
+            "keep". It also serves "grad_in_forward" with a softcap, label_smoothing, a linear_bias or a
+            z_loss.
             If nothing needs a gradient, every schedule is a forward that keeps nothing.
         workspace_mb: the most that the call, including its backward, may allocate beyond its results (the
             loss and the gradients), in MiB (2**20 bytes). The kernels' "grad_in_forward" uses the gradients'
@@ -164,47 +174,48 @@ def linear_cross_entropy(
             assertion there.
     """
     if workspace_mb is None:
-        workspace_mb = options.DEFAULT_WORKSPACE_MB
+        workspace_mb = environment.WORKSPACE_MB
     values = reduction, ignore_index, logit_scale, schedule, workspace_mb, window
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
     terms = label_smoothing, as_number(softcap), z_loss
     tensors: tuple[Any, Any, Any, Any] = linear_bias, weight, token_weight, denominator
     if ops.has_heads(linear_weight):
-        if over_group != ON_ONE_DEVICE:
+        if not is_on_one_device(over_group):
             raise _refuse_group(over_group)
-        given = _named(*values, *terms, *tensors, grad_weight_out, grad_weight_dummy)
+        numbers = map(python_number, (*values, *terms))
+        given = _named(*numbers, *tensors, grad_weight_out, python_number(grad_weight_dummy))
         return ops.linear_cross_entropy_of_heads(linear_cross_entropy, input, linear_weight, target, given)
     if not isinstance(linear_weight, Tensor):
-        raise TypeError(f"linear_weight: got {type(linear_weight).__name__}, want a torch.Tensor")
+        raise checks.no_tensor("linear_weight", linear_weight)
+    check_types(input, linear_weight, target)
+    has_tensors = is_any_given(tensors)
+    if has_tensors:
+        check_types_besides(linear_bias=linear_bias, weight=weight, token_weight=token_weight)
     plain = ops.is_plain_eager(input, linear_weight, target)
     if not plain and ops.is_distributed(input, linear_weight, target):
         from .parallel import dtensor
 
-        check_types(input, linear_weight, target)
         given = _named(*values, *terms, *tensors, grad_weight_out, grad_weight_dummy)
         operands, group = Operands(input, linear_weight, target), named_over_group(over_group)
         return dtensor.linear_cross_entropy(linear_cross_entropy, operands, group, given)
     loss, compute = _remembered_options(values) if plain else _options(*values)
     spread = None
-    if over_group != ON_ONE_DEVICE:
+    if not is_on_one_device(over_group):
         spread = _parallel().spread_of(*over_group)
     destination = None
     if grad_weight_out is not None or grad_weight_dummy is not False:
-        check_types(input, linear_weight, target)
         # Others, which have no addresses, are refused below.
         if all(t.layout is torch.strided and not t.is_nested for t in (input, linear_weight, target)):
             operands = Operands(input, linear_weight, target)
             destination = _destination(operands, grad_weight_out, grad_weight_dummy, plain)
         plain = True
     if spread is not None:
-        if not plain:
-            check_types(input, linear_weight, target)
-        if has_terms(terms) or tensors != _NO_TENSORS:
+        if has_terms(terms) or has_tensors:
             from .parallel import public
 
-            check_types(input, linear_weight, target)
             given = ops.TermTensors(*tensors[:3], denominator_of(denominator, input))
             operands = Operands(input, linear_weight, target)
+            terms = tuple(map(python_number, terms))
             return public.linear_cross_entropy(
                 operands, given, loss, terms, compute, spread, plain, destination
             )
@@ -213,8 +224,7 @@ def linear_cross_entropy(
         return _parallel().linear_cross_entropy(
             input, linear_weight, target, loss, compute, spread, watched=False, destination=destination
         )
-    if not plain or has_terms(terms) or tensors != _NO_TENSORS:
-        check_types(input, linear_weight, target)
+    if not plain or has_terms(terms) or has_tensors:
         operands = Operands(input, linear_weight, target)
         return call_with_terms(operands, tensors, loss, terms, compute, plain, destination)
     return ops.linear_cross_entropy(
@@ -228,9 +238,24 @@ _NAMES = (
     *("grad_weight_out", "grad_weight_dummy"),
 )
 """Arguments of a call: fields of the options, then of the terms, numbers and tensors, and a buffer's."""
-_NO_TENSORS = (None, None, None, None)
 ON_ONE_DEVICE = (None, None, None, "reduced", None)
 """The arguments about a group."""
+
+
+def is_on_one_device(over_group: tuple) -> bool:
+    """Whether none of them is given."""
+    tp_group, vocab_start, sequence_dim, grad_input, sm_margin = over_group
+    return (
+        (tp_group is None and vocab_start is None and sequence_dim is None and sm_margin is None)
+        and isinstance(grad_input, str)
+        and grad_input == "reduced"
+    )
+
+
+def is_any_given(tensors: tuple) -> bool:
+    """Whether one of four is not None; an array is compared with None element by element."""
+    first, second, third, fourth = tensors
+    return not (first is None and second is None and third is None and fourth is None)
 
 
 def _named(*given: Any) -> dict[str, Any]:
@@ -246,7 +271,10 @@ def named_over_group(over_group: tuple) -> dict[str, Any]:
 def _refuse_group(over_group: tuple) -> ValueError:
     """The error for several heads, by the name of the first that is given."""
     each = zip(named_over_group(over_group), over_group, ON_ONE_DEVICE, strict=True)
-    name, got, want = next(found for found in each if found[1] != found[2])
+    # By their types first: an array is compared element by element.
+    name, got, want = next(
+        (name, got, want) for name, got, want in each if type(got) is not type(want) or got != want
+    )
     got = "a group" if name == "tp_group" else repr(got)
     return ValueError(f"{name}: got {got} with several heads, want {want!r}: a group takes one head")
 
@@ -268,17 +296,29 @@ def call_with_terms(
     if plain:
         numbers = TermOptions(*terms)
         return ops.linear_cross_entropy_with_terms(operands, given, loss, numbers, compute, destination)
-    # Numbers are not looked at here: torch.compile would trace that.
-    named = dict(zip(TermOptions._fields, terms, strict=True))
+    # Numbers' values are not looked at here: torch.compile would trace that.
+    named = dict(zip(TermOptions._fields, map(python_number, terms), strict=True))
+    check_kinds(named)
     return _fused_linear_cross_entropy(
         *operands, **given._asdict(), **loss._asdict(), **named, **compute._asdict()
     )
+
+
+def check_kinds(numbers: dict[str, Any]) -> None:
+    """Raise TypeError for what is neither a number nor None, such as a NumPy scalar, which is an array to
+    torch.compile: it then leaves the call to Python."""
+    for name, number in numbers.items():
+        if number is not None:
+            check_kind(name, number)
 
 
 def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:
     """A denominator as a tensor. Raises TypeError and ValueError for a number that cannot be one."""
     if denominator is None or isinstance(denominator, Tensor):
         return denominator
+    denominator = python_number(denominator)
+    if not is_number(denominator):
+        raise checks.no_tensor("denominator", denominator, "a number, a torch.Tensor or None")
     check_positive("denominator", denominator, or_zero=True)
     return input.new_full((), denominator, dtype=torch.float64)
 
@@ -291,18 +331,23 @@ def _parallel() -> Any:
     return call
 
 
-def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.Destination:
+def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.Destination | None:
     """grad_weight_out and grad_weight_dummy, checked; plain: ops.is_plain_eager of the call's operands."""
     weight = operands.weight
+    dummy = python_number(dummy)
     if not isinstance(dummy, bool):
         raise TypeError(f"grad_weight_dummy: got {type(dummy).__name__}, want a bool")
+    if out is None and not dummy:
+        return None
     if out is None:
         raise ValueError("grad_weight_dummy: got True without grad_weight_out, want False")
     if not isinstance(out, Tensor):
-        raise TypeError(f"grad_weight_out: got {type(out).__name__}, want a torch.Tensor or None")
-    if out.is_nested or out.layout is not torch.strided:
-        what = "a nested tensor" if out.is_nested else f"layout {out.layout}"
-        raise ValueError(f"grad_weight_out: got {what}, want a dense tensor")
+        raise checks.no_tensor("grad_weight_out", out, "a torch.Tensor or None")
+    checks.check_dense("grad_weight_out", out)
+    if out.device != weight.device:
+        raise ValueError(
+            f"grad_weight_out: got device {out.device}, want linear_weight's device, {weight.device}"
+        )
     if not plain or not ops.is_plain_eager(out, out, out):
         raise ValueError(
             "grad_weight_out: got a call that something intercepts (torch.compile, a transform, a dispatch "
@@ -318,10 +363,6 @@ def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.
     if out.shape != weight.shape:
         raise ValueError(
             f"grad_weight_out: got shape {tuple(out.shape)}, want linear_weight's, {tuple(weight.shape)}"
-        )
-    if out.device != weight.device:
-        raise ValueError(
-            f"grad_weight_out: got device {out.device}, want linear_weight's device, {weight.device}"
         )
     if not ops.is_writable(out):
         raise ValueError(
@@ -340,9 +381,18 @@ def _destination(operands: Operands, out: Any, dummy: bool, plain: bool) -> ops.
 
 def check_types(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
     """Raise TypeError, by its name, for an operand that is no tensor."""
+    if isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor):
+        return
     for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
+            raise checks.no_tensor(name, value)
+
+
+def check_types_besides(**tensors: Any) -> None:
+    """The same of others, by their names, which may be None."""
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise checks.no_tensor(name, value, "a torch.Tensor or None")
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -293,12 +293,8 @@ class StatsOptions(NamedTuple):
 
     @property
     def saves_logits(self) -> bool:
-        """Whether a backward may read the logits of targets and of given ids: for the slope of a softcap, or
-        for what they are in kept exponentials (launch/entries.py)."""
-        differ = self.z_loss or "log_sum_sq_probs" in self.outputs
-        differ = differ or ("entropy" in self.outputs and self.entropy_grad)
-        others = not differ and ("lse" in self.outputs or "topk_logprob" in self.outputs)
-        return self.softcap is not None or others
+        """Whether a backward may read the logits of targets and of given ids: for the slope of a softcap."""
+        return self.softcap is not None
 
 
 class Stats(NamedTuple):
@@ -313,7 +309,6 @@ class Stats(NamedTuple):
     of kept logits (units, n) fp16; onehot_ratio: what was subtracted from that at the target, over the
     softmax, where it is not 1. target_logit: z of the target, where options.saves_logits; topk_logit (n,
     K): likewise of the ids, of use where they are classes. sorted_ids int32: these as the kernels take them.
-    weight_sum (d, padded): of the kept classes' rows, of what is smoothed.
     """
 
     logprob: Tensor | None = None
@@ -334,7 +329,6 @@ class Stats(NamedTuple):
     onehot_ratio: Tensor | None = None
     topk_logit: Tensor | None = None
     sorted_ids: Tensor | None = None
-    weight_sum: Tensor | None = None
 
 
 class StatsUpstream(NamedTuple):
@@ -359,7 +353,6 @@ class StatsSaved(NamedTuple):
     onehot_ratio: Tensor | None = None
     topk_logit: Tensor | None = None
     sorted_ids: Tensor | None = None
-    weight_sum: Tensor | None = None
 
 
 class RowLoss(NamedTuple):

@@ -19,6 +19,7 @@ from types import CodeType
 from typing import Any
 
 from .arguments import TERMS, Float32
+from .scalars import python_number
 
 MOST_FIELDS = 8
 FLOAT32_MAX = 2.0**128 - 2.0**104
@@ -119,7 +120,8 @@ def _fields(term: LogitTerm) -> tuple[float, ...]:
         raise TypeError(f"{name}: got a dataclass that is not frozen, want @dataclass(frozen=True)")
     values = {}
     for field in dataclasses.fields(term):  # pyright: ignore[reportArgumentType]
-        value = values[field.name] = getattr(term, field.name)
+        value = values[field.name] = python_number(getattr(term, field.name))
+        object.__setattr__(term, field.name, value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name}.{field.name}: got {type(value).__name__}, want a number")
         if not abs(value) <= sys.float_info.max or not field.init:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import ops, options
+from . import environment, ops
 from .arguments import Operands
-from .functional import ON_ONE_DEVICE, check_types, named_over_group
+from .functional import check_kinds, check_types, check_types_besides, is_on_one_device, named_over_group
 from .implementation import StatsOperands
 from .logit_term import LogitTerm, as_number
+from .ops.checks import no_tensor
 from .ops.logprob import Wanted
-from .options import ComputeOptions, LossOptions, TokenStats
+from .options import ComputeOptions, LossOptions, TokenStats, is_number
+from .scalars import python_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,8 +69,8 @@ def linear_logprob(
     Returns:
         TokenStats with the fields that outputs names; the others are None.
 
-    Where logits are kept, for the gradient of an entropy or more than 256 ids of a token, an eager call's
-    backward overwrites and frees them, unless hooks on saved tensors had them; another one of a retained
+    Where logits are kept, for the gradient of an entropy, of lse or of ids, an eager call's backward
+    overwrites and frees them, unless hooks on saved tensors had them; another one of a retained
     graph recomputes, with other roundings.
 
     Errors are as in linear_cross_entropy; a temperature that requires a gradient is refused. Any combination
@@ -80,12 +82,18 @@ def linear_logprob(
     streaming path serves "keep".
     """
     if workspace_mb is None:
-        workspace_mb = options.DEFAULT_WORKSPACE_MB
+        workspace_mb = environment.WORKSPACE_MB
     check_types(input, linear_weight, target)
+    check_types_besides(linear_bias=linear_bias, topk_ids=topk_ids)
     names = tuple(outputs) if isinstance(outputs, list) else outputs
     tensor, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     over_group = tp_group, vocab_start, sequence_dim, grad_input, sm_margin
-    cap = as_number(softcap)
+    number, cap, logit_scale, ignore_index, workspace_mb, window, entropy_grad = map(
+        python_number,
+        (number, as_number(softcap), logit_scale, ignore_index, workspace_mb, window, entropy_grad),
+    )
+    if tensor is None and not is_number(number):
+        raise no_tensor("temperature", temperature, "a number or a torch.Tensor")
     plain = ops.is_plain_eager(input, linear_weight, target)
     if not plain and ops.is_distributed(input, linear_weight, target):
         from .parallel import dtensor
@@ -105,7 +113,7 @@ def linear_logprob(
         }
         operands = Operands(input, linear_weight, target)
         return dtensor.linear_logprob(linear_logprob, operands, named_over_group(over_group), given)
-    if over_group != ON_ONE_DEVICE:
+    if not is_on_one_device(over_group):
         from .parallel import call, public
 
         found = public.linear_logprob(
@@ -118,6 +126,9 @@ def linear_logprob(
             plain,
         )
         return TokenStats(**dict(zip(names, found, strict=True)))
+    if not plain:
+        numbers = {"ignore_index": ignore_index, "logit_scale": logit_scale, "softcap": cap}
+        check_kinds({**numbers, "workspace_mb": workspace_mb, "window": window})
     run = ops.linear_logprob if plain else _fused_linear_logprob
     found = run(
         input,

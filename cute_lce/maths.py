@@ -7,6 +7,7 @@ is exact where it matters.
 """
 
 import math
+import struct
 from dataclasses import dataclass
 
 LOG2_E = 1.4426950408889634
@@ -109,12 +110,24 @@ def softcap_numbers(softcap, logit_scale, temperature):
     }
     return {
         "cap": cap,
-        "inverse_square": cap**-2,
+        "inverse_square": _inverse_square(_float32(cap)),
         "edge": edge,
         "edge_square": edge**2,
         "doubled": 2 * LOG2_E * inverse,
         **series,
     }
+
+
+def _inverse_square(cap):
+    """1 / cap^2 in float32, or a little less: `slope_of_capped` is nowhere negative up to the cap."""
+    inverse = _float32(cap**-2)
+    while _float32(cap * inverse) * cap > 1:
+        inverse = _float32(inverse * (1 - 2.0**-23))
+    return inverse
+
+
+def _float32(number):
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 def softcap_fits(softcap, logit_scale, temperature):
@@ -171,13 +184,11 @@ def z_loss_upstream(dloss, lse, coefficient):
 LEAST_SHARE = 2.0**-12
 """What the softmax's coefficient in a row's gradient is taken to be, over the onehot's, where it is less than
 that and the row's exponentials are kept: an error of as much, below that of a 16-bit number."""
-LEAST_SOFTMAX = 2.0**-24
-"""The same where a backward forms the onehots' entries (launch/entries.py), over the largest onehot's."""
 
 
-def softmax_coefficient(onehot, beside, lse_slope, lse):
+def softmax_coefficient(onehot, lse_slope, lse):
     """The softmax's in the gradient of a row's loss, in which a onehot has the coefficient `onehot`."""
-    return lse * lse_slope + (onehot + beside)
+    return lse * lse_slope + onehot
 
 
 def logprob(log_row_sum, row_max, logit):

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from . import functional
 from .arguments import Operands
-from .functional import call_with_terms, check_types
+from .functional import call_with_terms, check_types, check_types_besides, is_any_given
 from .logit_term import term_of
 from .ops import is_distributed, is_plain_eager, linear_cross_entropy
 from .options import (
@@ -25,6 +25,7 @@ from .options import (
     with_default_workspace,
 )
 from .reference import logits
+from .scalars import python_number
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -59,6 +60,7 @@ class LinearCrossEntropy(nn.Linear):
         **options: Unpack[CallOptions],
     ):
         loss, terms, compute = split_options(options)
+        num_heads = python_number(num_heads)
         if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
             raise ValueError(f"num_heads: got {num_heads!r}, want at least 1 or None")
         super().__init__(in_features, num_classes, bias=bias, device=device, dtype=dtype)
@@ -97,12 +99,13 @@ class LinearCrossEntropy(nn.Linear):
             return self._logits(input)
         if self.num_heads is not None:
             return self._by_name(input, target, weight, token_weight, denominator)
+        check_types(input, self.weight, target)
         plain = is_plain_eager(input, self.weight, target)
         compute = with_default_workspace(self.compute)
         tensors = self.bias, weight, token_weight, denominator
-        if plain and self.terms == NO_TERMS and tensors == (None,) * 4:
+        if plain and self.terms == NO_TERMS and not is_any_given(tensors):
             return linear_cross_entropy(input, self.weight, target, self.options, compute, watched=False)
-        check_types(input, self.weight, target)
+        check_types_besides(weight=weight, token_weight=token_weight)
         if not plain and is_distributed(input, self.weight, target):
             return self._by_name(input, target, *tensors[1:])
         operands = Operands(input, self.weight, target)
@@ -123,6 +126,7 @@ class LinearCrossEntropy(nn.Linear):
         )
 
     def _logits(self, input: Tensor) -> Tensor:
+        check_types(input, self.weight, input)
         if self.num_heads is not None:
             # As one head of all their classes.
             weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()

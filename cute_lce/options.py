@@ -8,16 +8,15 @@ instead.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict, cast, get_type_hints
 
 import torch
 
+from . import environment
 from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
+from .scalars import python_number
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
@@ -64,7 +63,13 @@ class LossOptions(_LossFields):
     ) -> LossOptions:
         if type(reduction) is not str or reduction not in REDUCTIONS:
             _check_choice("reduction", reduction, REDUCTIONS)
+        logit_scale, ignore_index = python_number(logit_scale), python_number(ignore_index)
         # By its type first: a tensor is compared element by element, and True equals 1.
+        if isinstance(logit_scale, torch.Tensor):
+            raise TypeError(
+                f"logit_scale: got {type(logit_scale).__name__}, want a number; to learn a scale, "
+                "multiply the hidden states by it"
+            )
         if type(logit_scale) is not float or logit_scale != NO_SCALE:
             _check_finite("logit_scale", logit_scale)
         if ignore_index is None:
@@ -115,11 +120,12 @@ class TermOptions(_TermFields):
         softcap: float | LogitTerm | None = None,
         z_loss: float = 0.0,
     ) -> TermOptions:
+        label_smoothing, z_loss = python_number(label_smoothing), python_number(z_loss)
         _check_number("label_smoothing", label_smoothing)
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
         _check_finite("z_loss", z_loss)
-        softcap = as_number(softcap)
+        softcap = python_number(as_number(softcap))
         if isinstance(softcap, type):
             raise TypeError(f"softcap: got the class {softcap.__name__}, want a number or a LogitTerm")
         if softcap is not None:
@@ -147,9 +153,20 @@ class TermOptions(_TermFields):
         return tuple(names)
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
-        raise TypeError(f"{name}: got {type(value).__name__}, want a number")
+def is_number(value: object) -> bool:
+    """Whether it is one of Python's, or symbolic."""
+    return isinstance(value, int | float | torch.SymInt | torch.SymFloat)
+
+
+def check_kind(name: str, value: Any) -> None:
+    """Raise TypeError for what is no number, with the way to make one of it."""
+    if isinstance(value, bool) or not is_number(value):
+        way_out = f": {name}.item() is one" if hasattr(value, "item") else ""
+        raise TypeError(f"{name}: got {type(value).__name__}, want a number{way_out}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    check_kind(name, value)
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{name}: got {value}, want a number that is a float, or in the range of int64")
 
@@ -245,6 +262,7 @@ class ComputeOptions(_ComputeFields):
     ) -> ComputeOptions:
         if type(schedule) is not str or schedule not in SCHEDULES:
             _check_choice("schedule", schedule, SCHEDULES)
+        workspace_mb, window = python_number(workspace_mb), python_number(window)
         if workspace_mb is not None:
             if isinstance(workspace_mb, bool) or not isinstance(workspace_mb, int | float):
                 raise TypeError(
@@ -252,8 +270,6 @@ class ComputeOptions(_ComputeFields):
                 )
             # This is also false for nan.
             if not 0 < workspace_mb < float("inf"):
-                if WRONG_VARIABLE and math.isnan(workspace_mb):
-                    raise ValueError(WRONG_VARIABLE)
                 raise ValueError(f"workspace_mb: got {workspace_mb}, want a positive number of MiB or None")
             workspace_mb = min(workspace_mb, MOST_WORKSPACE_MB)
         if window is not None:
@@ -275,29 +291,11 @@ class ComputeOptions(_ComputeFields):
         return Limits(window=0 if self.window is None else self.window, workspace=workspace)
 
 
-def _workspace_mb_of_environment() -> tuple[float | None, str]:
-    """(CUTE_LCE_WORKSPACE_MB, which stands for the workspace_mb of calls that give none; what is wrong with
-    it). None: it is not set; nan, which every call refuses: it is wrong."""
-    text = os.environ.get("CUTE_LCE_WORKSPACE_MB", "")
-    if not text:
-        return None, ""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text), ""
-    return math.nan, (
-        f"CUTE_LCE_WORKSPACE_MB: got {text!r}, want a positive number of MiB, or no such variable"
-    )
-
-
-# Read once: a graph that was compiled with it would not see a change.
-DEFAULT_WORKSPACE_MB, WRONG_VARIABLE = _workspace_mb_of_environment()
-
-
 def with_default_workspace(compute: ComputeOptions) -> ComputeOptions:
     """The options with the process's default for a workspace_mb that is not given."""
-    if compute.workspace_mb is not None or DEFAULT_WORKSPACE_MB is None:
+    if compute.workspace_mb is not None or environment.WORKSPACE_MB is None:
         return compute
-    return compute._replace(workspace_mb=DEFAULT_WORKSPACE_MB)
+    return compute._replace(workspace_mb=environment.WORKSPACE_MB)
 
 
 class CallOptions(TypedDict, total=False):

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .arguments import Operands
-from .functional import check_types, denominator_of
+from .functional import check_types, check_types_besides, denominator_of
 from .ops import checks, sampled, terms
 from .options import MOST_WINDOW, LossOptions
+from .scalars import python_number
 from .streaming.rows import is_valid
 from .streaming.sampled import SampledOperands, SampledOptions
 
@@ -74,6 +75,12 @@ def sampled_linear_cross_entropy(
     if tp_group is not None:
         raise ValueError("tp_group: got a group in a sampled loss, want None: linear_weight has all classes")
     check_types(input, linear_weight, target)
+    check_types_besides(
+        linear_bias=linear_bias,
+        token_weight=token_weight,
+        sampled_log_q=sampled_log_q,
+        target_log_q=target_log_q,
+    )
     for name, operand in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         # Whose class this does not import.
         if hasattr(operand, "device_mesh"):
@@ -83,6 +90,7 @@ def sampled_linear_cross_entropy(
     tensors = terms.TermTensors(None, None, token_weight, denominator_of(denominator, input))
     terms.check_factors(operands, tensors)
     _check(operands, sampled_ids, sampled_log_q, target_log_q)
+    remove_accidental_hits, window = python_number(remove_accidental_hits), python_number(window)
     if not isinstance(remove_accidental_hits, bool):
         raise TypeError(f"remove_accidental_hits: got {type(remove_accidental_hits).__name__}, want a bool")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
@@ -92,15 +100,15 @@ def sampled_linear_cross_entropy(
     if target_log_q is not None:
         target_log_q = target_log_q.reshape(-1)
     given = SampledOperands(*flat, sampled_ids, linear_bias, sampled_log_q, target_log_q)
-    how = SampledOptions(options.ignore_index, logit_scale, remove_accidental_hits, window)
+    how = SampledOptions(options.ignore_index, options.logit_scale, remove_accidental_hits, window)
     losses = sampled.sampled(*given, *how)[0]
     valid = is_valid(flat.target, options.ignore_index)
     if token_weight is not None:
         losses = losses * token_weight.reshape(-1).to(losses.dtype).masked_fill(~valid, 0)
-    if reduction == "none":
+    if options.reduction == "none":
         return losses.view(shape)
     total = losses.sum()
-    if reduction == "sum":
+    if options.reduction == "sum":
         return total
     if tensors.denominator is not None:
         return terms.divided(total, tensors.denominator)
@@ -112,16 +120,16 @@ def _check(
 ) -> None:
     hidden = operands.hidden
     if not isinstance(ids, Tensor):
-        raise TypeError(f"sampled_ids: got {type(ids).__name__}, want a torch.Tensor")
-    if ids.is_nested:
-        raise ValueError("sampled_ids: got a nested tensor, want a dense tensor")
+        raise checks.no_tensor("sampled_ids", ids)
+    checks.check_dense("sampled_ids", ids)
     if ids.dim() != 1 or ids.shape[0] == 0:
         raise ValueError(f"sampled_ids: got shape {tuple(ids.shape)}, want (m,), at least one class")
     checks.check_term("sampled_ids", ids, tuple(ids.shape), checks.TARGET_DTYPES, hidden)
     if (sampled_log_q is None) != (target_log_q is None):
-        raise ValueError(
-            "target_log_q: got a sampled_log_q or a target_log_q alone, want both or neither of them"
-        )
+        got, missing = "sampled_log_q", "target_log_q"
+        if sampled_log_q is None:
+            got, missing = missing, got
+        raise ValueError(f"{got}: got a tensor without a {missing}, want both or neither")
     wanted = tuple(ids.shape), tuple(operands.target.shape)
     for name, tensor, shape in zip(
         ("sampled_log_q", "target_log_q"), (sampled_log_q, target_log_q), wanted, strict=True

@@ -81,8 +81,6 @@ HOPPER = Limits(
     ),
     keep=(
         Limit(Widths(192), ""),
-        Limit(Widths(192, but=(176,)), "products+row_scale"),
-        Limit(Widths(184, but=(168, 176)), "products+linear_bias"),
         Limit(Widths(152), "row_scale+linear_bias"),
         Limit(Widths(152, but=(144,)), "row_scale+linear_bias+logit_scale"),
         Limit(Widths(160), "logits argmax"),
@@ -99,7 +97,7 @@ HOPPER = Limits(
         Limit(Widths(128), f"own_term {_each(_SUMS, 2, 'softcap row_scale')} {_each(_SUMS, 4)}"),
     ),
     backward=(
-        Limit(Widths(176), "gap uniform shared linear_bias"),
+        Limit(Widths(176), "gap uniform linear_bias"),
         Limit(Widths(160), "softcap bias_gradient topk"),
         Limit(Widths(144), "row_scale"),
         Limit(Widths(128), "own_term"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in needs_gpu]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For the Makefile, which runs tests that compare times in a process of their own, before the others."""
+    parser.addoption("--reports-out", type=Path, help="write the tests' reports to this file")
+    parser.addoption("--reports-in", type=Path, help="count the reports of this file in the closing line")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    hook, stats = config.hook, terminalreporter.stats
+    if (path := config.getoption("--reports-out")) is not None:
+        reports = [
+            (outcome, hook.pytest_report_to_serializable(config=config, report=report))
+            for outcome, found in stats.items()
+            if outcome
+            for report in found
+            if isinstance(report, pytest.TestReport)
+        ]
+        path.write_text(json.dumps(reports, default=str), encoding="utf-8")
+    if (path := config.getoption("--reports-in")) is not None and path.exists():
+        for outcome, report in json.loads(path.read_text(encoding="utf-8")):
+            report = hook.pytest_report_from_serializable(config=config, data=report)
+            terminalreporter._add_stats(outcome, [report])
+
+
 # Numbers of tokens and terms of the loss, for which kernels are compiled that no other test shares.
 _TERMS = (
     "test_terms",
@@ -33,7 +59,6 @@ _TERMS = (
     "test_own_terms",
     "test_softcap",
     "test_kept_logits",
-    "test_entries",
 )
 
 

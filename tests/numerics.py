@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_lce import reference
+from cute_lce.streaming.products import sums_narrow
 
 # ----------------------------------------------------------------------------------------------------------
 # The one comparison
@@ -82,8 +83,11 @@ class Case:
 
     @property
     def multiplies_narrow(self) -> bool:
-        """Whether dlogits are rounded to the operands' dtype, as CUDA's products of narrow operands want."""
-        return self.input.device.type == "cuda" and self.input.dtype in (torch.bfloat16, torch.float16)
+        """Whether dlogits are rounded to the operands' dtype, as products of narrow operands want: CUDA's, or
+        a CPU's that has instructions for them."""
+        device_type, dtype = self.input.device.type, self.input.dtype
+        on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        return on_gpu or sums_narrow(device_type, dtype)
 
     def baseline(
         self, dloss: Tensor | float = 1.0, reduction: str = "mean", *, rounded_dlogits: bool | None = None
@@ -201,6 +205,35 @@ def jumping(case: Case, heights: dict[int, float], rows: slice = slice(None)) ->
         weight[column, 0] = height
         target[i] = column
     return replace(case, input=hidden, linear_weight=weight, target=target)
+
+
+CAPS = 1e-5, 2e-5, 1e-4, 1e-2
+"""Small ones, of a few ulp of lse."""
+REACHES = torch.tensor([1.2, -0.7, 1.0, 0.3, 2.0, -3.0, 4.0, -5.0, 1.5, 6.0, -7.0, 8.0, 0.05, 14.0])
+"""Of a small cap, products of tokens and their targets: some tokens are confident, others saturated."""
+
+
+def near_a_cap(cap: float, dtype: torch.dtype, V: int = 137) -> Case:
+    """Targets' products are REACHES times the cap, and so are those of the fifth class behind each. Each
+    token has a feature of its own: there a class's row of dweight is the gradient by the token's logit."""
+    n, d = len(REACHES), 64
+    tokens, target = torch.arange(n), torch.arange(n) * 11 % V
+    weight = torch.zeros(V, d)
+    weight[:, :n] = torch.randn(V, n, generator=torch.Generator().manual_seed(3)) * cap
+    weight[target, tokens], weight[(target + 5) % V, tokens] = REACHES * cap, REACHES.flip(0) * cap
+    return Case(torch.eye(n, d).to(dtype), weight.to(dtype), target)
+
+
+def check_near_a_cap(case: Case, dweight: Tensor, expected: Tensor, factor: Tensor, kept: bool = False):
+    """At both classes of each token. Rounding a logit costs its slope what it costs 1, and not the sign, but
+    for that of the softmax's share. factor (n,): what the gradient by the capped logit is at most."""
+    tokens, V = torch.arange(len(case.target), device=dweight.device), len(case.linear_weight)
+    for name, classes in ("target", case.target), ("other", (case.target + 5) % V):
+        got, want = (each[classes, tokens].double() for each in (dweight, expected))
+        bound = want.abs() * 2.0 ** (-7 if kept else -8) + factor.double().abs() * 2.0**-20
+        assert bool(((got - want).abs() <= bound).all()), (name, got, want)
+        is_share = got.abs() <= factor.double().abs() * 2.0**-28
+        assert bool((is_share | (got * want >= 0)).all()), (name, got, want)
 
 
 def with_probability(case: Case, probability: float) -> Case:

@@ -70,7 +70,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         ("--log-sum-sq-probs", "for linear_logprob's log_sum_sq_probs"),
         ("--mean-logit", "for linear_logprob's mean_logit"),
         ("--argmax", "for linear_logprob's argmax and is_top1"),
-        ("--topk", "for linear_logprob's topk_logprob, with a gradient; what is kept, of up to 256 ids"),
+        ("--topk", "for linear_logprob's topk_logprob, with a gradient"),
         ("--temperatures", "for linear_logprob with a tensor of temperatures"),
     ):
         command.add_argument(option, action="store_true", help=text)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .. import environment
 from ..compile import cache, driver, machine
 from ..measure import isolated
 from ..plan.kernels import carried
@@ -151,7 +152,7 @@ def _cuda() -> Iterator[Line]:
         yield Line(NOTE, name, text)
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        if not serves(device, torch.bfloat16):
+        if environment.IMPLEMENTATION == "streaming" or not serves(device, torch.bfloat16):
             continue
         try:
             gpu = gpu_of(device)

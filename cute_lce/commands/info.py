@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 
+from .. import environment
 from ..compile import cache
 from ..plan.kernels import carried
 from .terminal import print_table
@@ -96,6 +97,8 @@ def devices() -> list[tuple[str, str]]:
         for dtype in DTYPES:
             if dtype in served:
                 path = "kernels"
+            elif environment.IMPLEMENTATION == "streaming":
+                path = "streaming path: CUTE_LCE_IMPLEMENTATION=streaming"
             elif served:
                 path = f"streaming path: the kernels take {' and '.join(map(_dtype, served))}"
             else:

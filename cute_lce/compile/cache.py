@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import environment
 from ..plan.kernels import Key, is_users_own
 from . import driver, locks, machine, workers
 from .trace import trace
@@ -61,7 +62,7 @@ Others = Callable[[], Iterable[Key]] | None
 
 SOURCES = (
     *("kernels/**/*.py", "compile/trace.py", "compile/baseline.py", "compile/cache.py", "plan/kernels.py"),
-    *("arch.py", "arguments.py", "data_sheets.py", "logit_term.py", "maths.py", "widths.py"),
+    *("arch.py", "arguments.py", "data_sheets.py", "logit_term.py", "maths.py", "scalars.py", "widths.py"),
 )
 """Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
 CARRIED = Path(__file__).parent.parent / "carried"
@@ -127,7 +128,7 @@ def compile_all(keys: Sequence[Key], jobs: int) -> Iterator[Key]:
 
 def cache_dir() -> Path:
     """The folder of compiled kernels."""
-    explicit = os.environ.get("CUTE_LCE_CACHE_DIR")
+    explicit = environment.cache_dir()
     if explicit:
         return Path(os.path.expanduser(explicit))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_lce"
@@ -309,7 +310,7 @@ def source_files(package: Path) -> list[Path]:
 
 
 @functools.cache
-def environment() -> str:
+def _environment() -> str:
     """Everything that a compiled file depends on besides the key."""
     versions = [
         f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -322,7 +323,7 @@ def environment() -> str:
 @functools.cache
 def agreement() -> str:
     """What a worker and its parent must have in common: the environment, and how they talk."""
-    return environment() + _digest_of(sorted(Path(__file__).parent.glob("*.py")))
+    return _environment() + _digest_of(sorted(Path(__file__).parent.glob("*.py")))
 
 
 def _digest_of(files: Iterable[Path]) -> str:
@@ -333,7 +334,7 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def _digest(key: Key) -> str:
-    return hashlib.sha256((repr(key) + environment()).encode()).hexdigest()[:32]
+    return hashlib.sha256((repr(key) + _environment()).encode()).hexdigest()[:32]
 
 
 @functools.cache

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-VARIABLE = "CUTE_LCE_COMPILE_JOBS"
+from .. import environment
+
 WORKER_BYTES = 1 << 30
 """Memory that a process which compiles may take: it is measured to take half of this."""
 _V1_CPU, _V1_MEMORY = "sys/fs/cgroup/cpu", "sys/fs/cgroup/memory"
@@ -26,7 +27,7 @@ def jobs(kernels: int) -> int:
 
 def compile_jobs() -> int | None:
     """CUTE_LCE_COMPILE_JOBS, the most processes that compile: 0: none but the calling one; None: not set."""
-    text = os.environ.get(VARIABLE, "").strip()
+    text = environment.compile_jobs().strip()
     if not text:
         return None
     try:
@@ -34,14 +35,17 @@ def compile_jobs() -> int | None:
     except ValueError:
         number = -1
     if number < 0:
-        raise ValueError(f"{VARIABLE}: got {text!r}, want a whole number of at least 0, or no such variable")
+        raise ValueError(
+            f"CUTE_LCE_COMPILE_JOBS: got {text!r}, want a whole number of at least 0, or no such variable"
+        )
     return number
 
 
 def compile_by_itself() -> None:
     """Have this process and its children compile by themselves, unless the user says otherwise: nothing is to
     run beside what they measure."""
-    os.environ.setdefault(VARIABLE, "0")
+    if not environment.compile_jobs():
+        os.environ["CUTE_LCE_COMPILE_JOBS"] = "0"
 
 
 def cores(root: Path = Path("/")) -> int:

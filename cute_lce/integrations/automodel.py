@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..functional import linear_cross_entropy
+from .counts import checked_count, divided
 
 try:
     from nemo_automodel.components.loss.linear_ce import (  # pyright: ignore[reportMissingImports]
@@ -48,7 +49,8 @@ class FusedLinearCrossEntropy(_Fused):
             labels: (B, L), aligned with hidden_states: nothing is shifted.
             lm_weight: (V, D). If fully_shard has sharded it, Automodel's own materialize_lm_weight gathers
                 it, and averages its gradient over grad_reduce_group.
-            num_label_tokens: divides the sum; 0 gives a loss and gradients of 0.
+            num_label_tokens: divides the sum: a number, or a tensor of one element; 0 gives a loss and
+                gradients of 0.
             loss_weights: (B, L), factors of the tokens' losses in the sum.
 
         Raises ValueError for num_label_tokens or loss_weights with a reduction other than "sum", and for a
@@ -76,4 +78,4 @@ class FusedLinearCrossEntropy(_Fused):
         )
         if num_label_tokens is None:
             return loss
-        return loss / num_label_tokens if num_label_tokens else loss.nan_to_num() * 0.0
+        return divided(loss, checked_count("num_label_tokens", num_label_tokens))

@@ -27,3 +27,15 @@ def check_hooks(head: nn.Module, name: str) -> None:
                 raise ValueError(
                     f"{name}: got a {what}, {hook!r}, want none: it would get the loss as logits"
                 )
+
+
+def check_no_hooks(module: nn.Module, name: str) -> None:
+    """Raise ValueError for any hook of a module whose parameters are read instead of calling it."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        for hook in hooks.values():
+            raise ValueError(f"{name}: got a hook, {hook!r}, want none: the module is not called")

@@ -164,12 +164,14 @@ class Projection:
 class _Forward:
     """In place of a layer's forward. fuses: whether a Projection is given instead of logits."""
 
-    def __init__(self, layer: Any):
-        self.layer, self.original, self.fuses = layer, layer.forward, False
+    def __init__(self, layer: Any, config: Any):
+        self.layer, self.config, self.original, self.fuses = layer, config, layer.forward, False
 
     def __call__(self, input_: Tensor, weight: Tensor | None = None, *others: Any, **named: Any) -> Any:
         if not self.fuses:
             return self.original(input_, weight, *others, **named)
+        _check_unchanged(self.original, "output_layer")
+        _check_settings(self.layer, self.config)
         weight = self.layer.weight if weight is None else weight
         if weight is None:
             raise ValueError("weight: got None for an output layer without a weight, want a weight")
@@ -191,6 +193,7 @@ class _Labelled:
         labels = given.arguments.get("labels")
         if labels is None:
             return self.original(*args, **named)
+        _check_unchanged(self.original, "model")
         # MTP rolls labels as it rolls the mask.
         given.arguments["labels"] = _ignoring(labels, given.arguments.get("loss_mask"))
         self.forward.fuses = True
@@ -208,6 +211,7 @@ class _Loss:
 
     def __call__(self, labels: Tensor, logits: Tensor | Projection) -> Tensor:
         if isinstance(logits, Projection):
+            _check_unchanged(self.original, "compute_language_model_loss")
             return logits.losses(labels)
         return self.original(labels, logits)
 
@@ -227,7 +231,7 @@ def _fused(layer: Any, config: Any) -> _Forward:
     if isinstance(forward, _Forward):
         return forward
     _check_layer(layer, config)
-    layer.forward = _Forward(layer)
+    layer.forward = _Forward(layer, config)
     return layer.forward
 
 
@@ -238,6 +242,10 @@ def _check_layer(layer: Any, config: Any) -> None:
             f"output_layer: got {type(layer).__name__} with a forward of its own, which may change the "
             "logits, want megatron-core's ColumnParallelLinear"
         )
+    _check_settings(layer, config)
+
+
+def _check_settings(layer: Any, config: Any) -> None:
     for name, owner, wanted in (
         ("bias", layer, None),
         ("is_expert", layer, False),
@@ -255,4 +263,14 @@ def _check_loss(loss: Any) -> None:
     if own != "LanguageModule.compute_language_model_loss":
         raise ValueError(
             f"compute_language_model_loss: got {own}, want that of megatron-core's LanguageModule"
+        )
+
+
+def _check_unchanged(method: Any, name: str) -> None:
+    """Raise ValueError where the class of a bound method has had another since the model was fused."""
+    owner = getattr(method, "__self__", None)
+    if owner is not None and getattr(type(owner), method.__name__, None) is not method.__func__:
+        raise ValueError(
+            f"{name}: got a class whose {method.__name__} was replaced after fuse_output_layer, want that "
+            "before the model is made and fused"
         )

@@ -17,6 +17,8 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from ..functional import linear_cross_entropy
+from .counts import checked_count, divided
+from .heads import LINEAR_FORWARD
 from .hooks import check_hooks
 
 
@@ -47,28 +49,27 @@ class FusedLoss(ChunkedLossWrapper):
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """Raises ValueError for a head that is not a plain nn.Linear."""
-        if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
-            raise ValueError(
-                f"lm_head: got {type(lm_head).__name__}, whose forward may change the logits, want an "
-                "nn.Linear with nn.Linear's forward"
-            )
+        _check_head(lm_head)
         super().set_lm_head(lm_head)
 
     def __call__(
         self,
         pred: Tensor,
         labels: Tensor,
-        global_valid_tokens: Tensor | None = None,
+        global_valid_tokens: Tensor | float | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss (), {}) of hidden states pred (B, L, D) and labels (B, L); loss_inputs are not used.
 
+        global_valid_tokens: a number, or a tensor of one element; 0 gives a loss and gradients of 0.
+
         The loss is float32 (float64 for float64), and a DTensor if the labels are one. Raises ValueError for
-        a hook that would get the head's loss as logits.
+        a hook that would get the head's loss as logits, and for a head whose forward was replaced.
         """
         head: Any = self.lm_head
         if head is None:
             raise ValueError("lm_head: got none, want set_lm_head before the first call")
+        _check_head(head)
         check_hooks(head, "lm_head")
         # That of a parallel head gives logits a layout.
         others = vars(head).pop("forward", None)
@@ -81,7 +82,9 @@ class FusedLoss(ChunkedLossWrapper):
                 head.forward = others
         if isinstance(loss, DTensor) and not isinstance(labels, DTensor):
             loss = loss.to_local()
-        return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
+        if global_valid_tokens is not None:
+            loss = divided(loss, checked_count("global_valid_tokens", global_valid_tokens))
+        return loss, {}
 
     def _sum(self, head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
         parallel: dict[str, Any] = {}
@@ -102,4 +105,15 @@ class FusedLoss(ChunkedLossWrapper):
             ignore_index=IGNORE_INDEX,
             **parallel,
             **self.options,
+        )
+
+
+def _check_head(head: nn.Module) -> None:
+    """Raise ValueError unless its forward is nn.Linear's, or what torchtitan's parallelize makes of that."""
+    forward = vars(head).get("forward")
+    own = forward is None or getattr(forward, "__module__", "").startswith("torchtitan.")
+    if not isinstance(head, nn.Linear) or type(head).forward is not LINEAR_FORWARD or not own:
+        raise ValueError(
+            f"lm_head: got {type(head).__name__}, whose forward may change the logits, want an nn.Linear "
+            "with nn.Linear's forward"
         )

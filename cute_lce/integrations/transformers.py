@@ -7,7 +7,9 @@ that loss on. The head still runs as a module, so that FSDP's units and hooks se
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from types import MethodType
@@ -16,19 +18,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.loss import loss_utils
 
 from ..functional import linear_cross_entropy
 from ..options import IGNORE_INDEX, ComputeOptions
+from . import heads
+from .counts import checked_count, divided
 from .forward_source import Tail, read, value_of, written
-from .hooks import check_hooks
 
 PATCH = "_cute_lce_patch"
 """The attribute of a patched model that holds its _Patch."""
 REPLICATE = "_replicate_for_data_parallel"
 """The method of nn.Module by which nn.DataParallel copies one: to copies, the methods of the original's."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+AGAIN = "want unpatch(model), then patch(model)"
 
 
 class _Call(NamedTuple):
@@ -67,7 +70,7 @@ class _State(threading.local):
 
 
 class _Own:
-    """`function` of a _Patch in place of `original`, with its signature; copied and pickled with it.
+    """`function` of a _Patch and of `original`, in place of original, with its signature; copied with them.
 
     Without a patch, which remove() takes away, it is `original` to whoever still holds it.
     """
@@ -88,22 +91,40 @@ class _Own:
             args = args[1:]
         if self.patch is None:
             return self.original(*args, **kwargs)
-        return self.function(self.patch, *args, **kwargs)
+        return self.function(self.patch, self.original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Own:
+        """Of a head that is copied without its model, as PEFT does, one without a patch."""
+        copied = memo[id(self)] = _Own.__new__(_Own)
+        alone = self.patch is not None and id(self.patch.model) not in memo
+        for name, value in vars(self).items():
+            vars(copied)[name] = None if alone and name == "patch" else copy.deepcopy(value, memo)
+        return copied
 
 
 class _Replaced(NamedTuple):
-    """A method of an instance: the attribute that holds it, what was there, and what is there instead."""
+    """A method of an instance: the attribute that holds it, what was there, its class's, and what is there
+    instead."""
 
     module: nn.Module
     slot: str
     original: Callable
+    of_class: Callable
     own: _Own
 
-    def is_inside(self, found: Any) -> bool:
-        """Whether found is own, or a wrapper of it that says so by __wrapped__, as accelerate's do."""
-        while found is not None and found is not self.own:
-            found = found.__func__ if isinstance(found, MethodType) else getattr(found, "__wrapped__", None)
-        return found is not None
+    def is_inside(self, held: Any) -> bool:
+        """Whether held is own, or a wrapper of it that says so by __wrapped__, as accelerate's do."""
+        while held is not None and held is not self.own:
+            held = held.__func__ if isinstance(held, MethodType) else getattr(held, "__wrapped__", None)
+        return held is not None
+
+    def is_in_place(self) -> bool:
+        """Whether own is what calling the module runs, perhaps inside accelerate's hooks for devices."""
+        attributes = vars(self.module)
+        held = attributes.get(_slot(self.module))
+        if isinstance(held, MethodType):
+            held = held.__func__
+        return held is self.own and ("_hf_hook" not in attributes or _is_accelerates(attributes["forward"]))
 
 
 class _Patch:
@@ -111,43 +132,68 @@ class _Patch:
 
     def __init__(self, model: PreTrainedModel, tail: Tail, train_only: bool, compute: ComputeOptions):
         self.model, self.tail, self.train_only, self.compute = model, tail, train_only, compute
-        self.head: nn.Linear = getattr(model, tail.head)
-        self.forward = self._replaced(model, _forward)
-        self.head_forward = self._replaced(self.head, _head_forward)
+        self.head: nn.Module = getattr(model, tail.head)
+        self.head_of_class = type(self.head).forward
+        self.forward = self._replaced(model, _forward, "model")
+        self.heads = tuple(
+            self._replaced(module, _head_forward, f"{type(model).__name__}.{tail.head}")
+            for module in heads.modules(self.head)
+        )
         self.own_loss: Callable = model.loss_function
         self.own_loss_was_set = "_loss_function" in vars(model)
+        self.loss_parts = _loss_parts(model, self.own_loss_was_set)
         self.loss_function = _Own(_loss_function, self, self.own_loss)
         self.state = _State()
 
-    def _replaced(self, module: nn.Module, function: Callable) -> _Replaced:
-        slot = _slot(module)
-        original = getattr(module, slot)
-        return _Replaced(module, slot, original, _Own(function, self, original))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of a pickled one, whose process may have another class or another loss."""
+        vars(self).update(state)
+        if read(type(self.model).forward) != self.tail:
+            raise ValueError(
+                f"model: got a {type(self.model).__name__} that was patched with another forward, want "
+                "unpatch(model) before it is pickled"
+            )
+        _check_loss_values(self.own_loss)
+
+    def _replaced(self, module: nn.Module, function: Callable, name: str) -> _Replaced:
+        slot, of_class = _slot(module), type(module).forward
+        held = vars(module).get("forward")
+        if isinstance(held, _Own) and held.patch is None:
+            # Of a head that was copied.
+            del module.forward
+        original, held = getattr(module, slot), vars(module).get("forward")
+        as_it_was = held is None if slot == "forward" else _is_accelerates(held)
+        if not as_it_was or getattr(original, "__func__", None) is not of_class:
+            raise ValueError(
+                f"{name}: got a {type(module).__name__} whose forward was replaced, want patch before that "
+                "(and before Trainer and accelerator.prepare, whose wrapper `del model.forward` takes off)"
+            )
+        return _Replaced(module, slot, original, of_class, _Own(function, self, original))
 
     def apply(self) -> None:
-        for each in (self.forward, self.head_forward):
-            setattr(each.module, each.slot, each.own)
+        for replaced in (self.forward, *self.heads):
+            setattr(replaced.module, replaced.slot, replaced.own)
         self.model.loss_function = self.loss_function
         setattr(self.model, PATCH, self)
         setattr(self.model, REPLICATE, _refuse_replicas)
 
     def remove(self) -> None:
-        both = self.forward, self.head_forward
-        for each in both:
-            found = vars(each.module).get(each.slot)
-            if found is not None and not each.is_inside(found):
+        methods = self.forward, *self.heads
+        for replaced in methods:
+            held = vars(replaced.module).get(replaced.slot)
+            if held is not None and not replaced.is_inside(held):
                 raise ValueError(
-                    f"model: got {type(each.module).__name__}.{each.slot} that was wrapped or replaced since "
-                    "patch, want that undone first"
+                    f"model: got {type(replaced.module).__name__}.{replaced.slot} that was wrapped or "
+                    "replaced since patch, want that undone first"
                 )
-        for each in both:
-            found = vars(each.module).get(each.slot)
-            if each.slot != "forward":
-                setattr(each.module, each.slot, each.original)
-            elif found is each.own or (isinstance(found, MethodType) and found.__func__ is each.own):
-                delattr(each.module, each.slot)
-        for own in (self.forward.own, self.head_forward.own, self.loss_function):
-            own.patch = None
+        for replaced in methods:
+            held = vars(replaced.module).get(replaced.slot)
+            if replaced.slot != "forward":
+                setattr(replaced.module, replaced.slot, replaced.original)
+            elif held is replaced.own or (isinstance(held, MethodType) and held.__func__ is replaced.own):
+                delattr(replaced.module, replaced.slot)
+            replaced.own.patch = None
+        self.loss_function.patch = None
         if vars(self.model).get("_loss_function") is self.loss_function:
             if self.own_loss_was_set:
                 self.model.loss_function = self.own_loss
@@ -168,25 +214,28 @@ def patch(
 
     Loss and gradients equal those of the model's own loss, ForCausalLMLoss, including the head's bias, scales
     and soft cap of the logits, `num_items_in_batch`, `shift_labels` and `ignore_index`, except that in 16
-    bits the logits are not rounded. If every label is ignored the loss is 0, where the model's own is nan.
+    bits the logits are not rounded. If every label is ignored, or the count is 0, loss and gradients are 0,
+    where the model's own are nan or inf.
 
     Args:
-        model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear without
-            an adapter. It may be under FSDP2 (fully_shard) already, or come under it, DDP or torch.compile
-            later. What its forward does between head and loss is read from its source.
+        model: a transformers.PreTrainedModel, or a PEFT model around one, whose head is an nn.Linear, or
+            PEFT's LoRA, modules_to_save or trainable_token_indices of one. It may be under FSDP2
+            (fully_shard) already, or come under it, DDP or torch.compile later. What its forward does between
+            head and loss is read from its source.
         train_only: whether calls in evaluation mode stay unchanged and have logits. False: calls with labels
-            have no logits in evaluation either.
+            have no logits in evaluation either, unless a Trainer's prediction_step asks for predictions.
         schedule, workspace_mb: as in cute_lce.linear_cross_entropy, for every call.
 
     A call with labels then has no logits: a mapping has no key `logits`, a tuple has None there. A call
     without labels, such as generate's, is unchanged.
 
     Raises:
-        TypeError: another model, a head that is not a plain nn.Linear (an adapter, a quantised layer), or a
-            train_only that is not a bool.
+        TypeError: another model, another head (a quantised layer, another kind of adapter), or a train_only
+            that is not a bool.
         ValueError: a model that is patched already, whose loss is not ForCausalLMLoss, or whose forward was
-            replaced or does something unknown with the logits; the message names it. A later call raises it
-            if head or loss were replaced after patch.
+            replaced or does something unknown with the logits; a workspace_mb too small for the copy of the
+            weight that an adapter at the head needs; the message names it. A later call raises it if the
+            class's forward, the head or the loss were replaced after patch: unpatch, and patch again.
     """
     if not isinstance(train_only, bool):
         raise TypeError(f"train_only: got {type(train_only).__name__}, want a bool")
@@ -195,14 +244,9 @@ def patch(
     name = type(inner).__name__
     if PATCH in vars(inner):
         raise ValueError(f"model: got a {name} that is patched, want unpatch(model) first")
-    if "forward" in vars(inner) and _slot(inner) == "forward":
-        raise ValueError(
-            f"model: got a {name} whose forward was replaced, want patch before that (before Trainer and "
-            "accelerator.prepare, whose wrapper `del model.forward` takes off)"
-        )
     _check_loss_function(inner)
     tail = read(type(inner).forward)
-    _check_head(getattr(inner, tail.head), f"{name}.{tail.head}")
+    heads.check(getattr(inner, tail.head), f"{name}.{tail.head}", compute)
     _terms(inner, tail)
     _Patch(inner, tail, train_only, compute).apply()
 
@@ -242,15 +286,24 @@ def _inner(model: nn.Module) -> PreTrainedModel:
 
 def _slot(module: nn.Module) -> str:
     """The attribute that holds a module's own forward: accelerate's hooks for devices move it."""
-    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def _is_accelerates(forward: Any) -> bool:
+    """Whether it is what accelerate's hooks for devices put in place of a forward."""
+    return getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
 
 
 def _check_loss_function(model: PreTrainedModel) -> None:
     """Raise ValueError unless the loss is ForCausalLMLoss, which does what `_head_forward` does."""
-    found = model.loss_function
-    if found is not loss_utils.ForCausalLMLoss:
-        name = getattr(found, "__qualname__", repr(found))
+    if model.loss_function is not loss_utils.ForCausalLMLoss:
+        name = getattr(model.loss_function, "__qualname__", repr(model.loss_function))
         raise ValueError(f"loss_function: got {name}, want transformers' ForCausalLMLoss")
+    _check_loss_values(model.loss_function)
+
+
+def _check_loss_values(loss: Callable) -> None:
+    """Raise ValueError for one that gives other values than `_loss`."""
     options = {"dtype": torch.float32, "device": "cpu"}
     logits = torch.linspace(-1, 2, 30, **options).square().view(2, 3, 5)
     labels = torch.tensor([[4, 1, -100], [0, 3, 2]], device="cpu")
@@ -261,30 +314,33 @@ def _check_loss_function(model: PreTrainedModel) -> None:
         _Call(labels, labels.clamp(min=0), 3, 4),
     ):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            expected = found(logits, vocab_size=5, **call._asdict())
-            own = _loss(logits, torch.eye(5, **options), call)
+            expected = loss(logits, vocab_size=5, **call._asdict())
+            own = _loss(heads.Product(logits, torch.eye(5, **options), None), call)
         if not torch.allclose(own, expected):
             raise ValueError(f"loss_function: got one that gives {expected}, want ForCausalLMLoss, {own}")
 
 
-def _check_head(head: Any, name: str) -> None:
-    """Raise TypeError or ValueError unless calling the head is linear(input, head.weight, head.bias)."""
-    kind = type(head)
-    if not isinstance(head, nn.Linear) or kind.forward is not nn.Linear.forward:
-        raise TypeError(f"{name}: got {kind.__module__}.{kind.__qualname__}, want an nn.Linear")
-    replaced = vars(head).get("forward")
-    if replaced is not None and not hasattr(head, "_hf_hook"):
-        raise ValueError(f"{name}: got one whose forward was replaced, want nn.Linear's")
-    moved = getattr(head, "_hf_hook", None)
-    for hook in [] if moved is None else getattr(moved, "hooks", [moved]):
-        if type(hook).__module__ != "accelerate.hooks":
-            raise ValueError(f"{name}: got accelerate's hook {type(hook).__qualname__}, want one of its own")
-    weight = head.weight
-    plain = type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "device_mesh")
-    if not plain or weight.dtype not in DTYPES:
-        got = f"{type(weight).__name__} of {weight.dtype}"
-        raise TypeError(f"{name}.weight: got {got}, want an ordinary one of {', '.join(map(str, DTYPES))}")
-    check_hooks(head, name)
+def _loss_parts(model: PreTrainedModel, was_set: bool) -> tuple[Any, ...]:
+    """What the loss of an unpatched call depends on; was_set: the model has a loss_function of its own."""
+    kind = None if was_set else getattr(model, "loss_type", None)
+    mapping = modeling_utils.LOSS_MAPPING  # pyright: ignore[reportPrivateImportUsage]
+    return (
+        kind,
+        mapping[kind if kind in mapping else "ForCausalLM"],
+        loss_utils.ForCausalLMLoss,
+        loss_utils.fixed_cross_entropy,
+        F.cross_entropy,
+    )
+
+
+LOSS_PARTS = (
+    "model.loss_type",
+    "LOSS_MAPPING",
+    "ForCausalLMLoss",
+    "fixed_cross_entropy",
+    "torch.nn.functional.cross_entropy",
+)
+"""The names of _loss_parts."""
 
 
 def _terms(model: PreTrainedModel, tail: Tail) -> tuple[float, float | None]:
@@ -302,25 +358,31 @@ def _terms(model: PreTrainedModel, tail: Tail) -> tuple[float, float | None]:
 def _number(model: PreTrainedModel, path: tuple[str, ...]) -> float:
     value = value_of(model, path)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{type(model).__name__}.{written(path)}: got {type(value).__name__}, want a number")
+        raise TypeError(
+            f"{type(model).__name__}.{written(path)}: got {type(value).__name__}, want a number; to learn a "
+            "scale, multiply the hidden states by it"
+        )
     return float(value)
 
 
-def _forward(patch: _Patch, *args: Any, **kwargs: Any) -> Any:
+def _forward(patch: _Patch, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """The model's forward."""
     model, state = patch.model, patch.state
+    if type(model).forward is not patch.forward.of_class:
+        raise ValueError(f"{type(model).__name__}.forward: got one that was replaced after patch, {AGAIN}")
     place = patch.tail.labels
     labels = args[place] if len(args) > place else kwargs.get("labels")
-    if labels is None or (patch.train_only and not model.training):
+    if labels is None or not (model.training or (not patch.train_only and not _wants_predictions())):
         call = None
     else:
         _check_parts(patch)
-        count = _count(kwargs.get("num_items_in_batch"))
+        count = kwargs.get("num_items_in_batch")
+        count = None if count is None else checked_count("num_items_in_batch", count)
         call = _Call(labels, kwargs.get("shift_labels"), count, kwargs.get("ignore_index", IGNORE_INDEX))
     around, running = state.running, _Running(call)
     state.running = running
     try:
-        output = patch.forward.original(*args, **kwargs)
+        output = original(*args, **kwargs)
     finally:
         state.running = around
     if call is None:
@@ -333,24 +395,15 @@ def _forward(patch: _Patch, *args: Any, **kwargs: Any) -> Any:
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
-def _count(given: Any) -> Tensor | float | None:
-    """num_items_in_batch, of which a tensor's value is not looked at."""
-    if given is None:
-        return None
-    if isinstance(given, Tensor):
-        if given.numel() != 1:
-            raise ValueError(f"num_items_in_batch: got shape {tuple(given.shape)}, want one element")
-        return given if given.is_floating_point() else given.long()
-    if isinstance(given, str | bytes):
-        raise TypeError(f"num_items_in_batch: got {type(given).__name__}, want a number or a tensor")
-    try:
-        count = float(given)
-    except (TypeError, ValueError):
-        got = type(given).__name__
-        raise TypeError(f"num_items_in_batch: got {got}, want a number or a tensor") from None
-    if not 0 < count < float("inf"):
-        raise ValueError(f"num_items_in_batch: got {given}, want a finite number of more than 0")
-    return count
+@torch.compiler.disable(reason="train_only: got False in evaluation, want True there, or fullgraph=False")
+def _wants_predictions() -> bool:
+    """Whether this call is made by a Trainer's prediction_step that wants more than the loss."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "prediction_step" and "prediction_loss_only" in frame.f_locals:
+            return not frame.f_locals["prediction_loss_only"]
+        frame = frame.f_back
+    return False
 
 
 def _check_parts(patch: _Patch) -> None:
@@ -358,51 +411,74 @@ def _check_parts(patch: _Patch) -> None:
     model, name = patch.model, patch.tail.head
     head = getattr(model, name)
     if head is not patch.head:
+        kind = type(head)
         raise ValueError(
-            f"{name}: got {type(head).__module__}.{type(head).__qualname__} in place of what was patched, "
-            "want unpatch(model) before it is replaced"
+            f"{name}: got {kind.__module__}.{kind.__qualname__} in place of what was patched, {AGAIN}"
         )
     if model.loss_function is not patch.loss_function:
-        raise ValueError("loss_function: got one that was set after patch, want unpatch(model) before that")
-    check_hooks(head, name)
+        raise ValueError(f"loss_function: got one that was set after patch, {AGAIN}")
+    _check_loss_parts(patch)
+    of_class = type(head).forward is patch.head_of_class
+    if not of_class or not all(replaced.is_in_place() for replaced in patch.heads):
+        raise ValueError(f"{name}: got one whose forward was replaced after patch, {AGAIN}")
+    if not any(replaced.module is heads.active(head) for replaced in patch.heads):
+        raise ValueError(f"{name}: got an adapter that was added after patch, {AGAIN}")
+    heads.check(head, name, patch.compute)
 
 
-def _head_forward(patch: _Patch, input: Tensor) -> Tensor:
+def _check_loss_parts(patch: _Patch) -> None:
+    """Raise ValueError where what was read of transformers' loss has changed since."""
+    parts = _loss_parts(patch.model, patch.own_loss_was_set)
+    for name, now, then in zip(LOSS_PARTS, parts, patch.loss_parts, strict=True):
+        if now != then:
+            raise ValueError(f"{name}: got another than when the model was patched, {AGAIN}")
+
+
+def _head_forward(patch: _Patch, original: Any, input: Tensor, **others: Any) -> Tensor:
     """The head's forward: input's (..., d) loss where the model was called with labels, else its logits."""
     running = patch.state.running
     if running is None or running.call is None:
-        return patch.head_forward.original(input)
+        return original(input, **others)
+    if others:
+        names = ", ".join(others)
+        raise ValueError(f"{patch.tail.head}: got {names} with labels, want a call without labels")
     if running.done is not None:
         raise RuntimeError(f"{patch.tail.head}: got a second call in one of the model, want one")
-    head = patch.head
+    product = heads.product(original.__self__, input)
     scale, softcap = _terms(patch.model, patch.tail)
-    terms = {"linear_bias": head.bias, "logit_scale": scale, "softcap": softcap}
-    loss = _loss(input, head.weight, running.call, **terms, **patch.compute._asdict())
+    loss = _loss(product, running.call, logit_scale=scale, softcap=softcap, **patch.compute._asdict())
     # A copy, for what the model does with its logits in place.
-    running.done = _Loss(loss.clone(), head.weight.shape[0])
+    running.done = _Loss(loss.clone(), product.weight.shape[0])
     return loss
 
 
-def _loss(input: Tensor, weight: Tensor, call: _Call, **options: Any) -> Tensor:
-    """ForCausalLMLoss of the logits of input."""
+def _loss(product: heads.Product, call: _Call, **options: Any) -> Tensor:
+    """ForCausalLMLoss of the logits of a product."""
     target, count = call.shift_labels, call.num_items_in_batch
     if target is None:
         target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
-    hidden, target = input.flatten(0, -2), target.reshape(-1).to(input.device)
+    hidden = product.input.flatten(0, -2)
+    target = target.reshape(-1).to(hidden.device)
     if hidden.shape[0] != target.shape[0]:
         raise ValueError(
             f"labels: got {target.shape[0]} beside {hidden.shape[0]} hidden states at the head, want as many "
             "(logits_to_keep leaves some out)"
         )
-    if isinstance(count, Tensor):
-        count = count.to(input.device).reshape(())
-    ignore_index = call.ignore_index
-    return linear_cross_entropy(
-        hidden, weight, target, denominator=count, ignore_index=ignore_index, **options
+    loss = linear_cross_entropy(
+        hidden,
+        product.weight,
+        target,
+        linear_bias=product.bias,
+        reduction="mean" if count is None else "sum",
+        ignore_index=call.ignore_index,
+        **options,
     )
+    return loss if count is None else divided(loss, count)
 
 
-def _loss_function(patch: _Patch, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+def _loss_function(
+    patch: _Patch, original: Callable, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any
+) -> Tensor:
     """The model's loss_function: the loss that the head has computed, if it has."""
     running, model = patch.state.running, patch.model
     if running is None and patch.forward.slot not in vars(model) and (model.training or not patch.train_only):
@@ -411,7 +487,8 @@ def _loss_function(patch: _Patch, logits: Tensor, labels: Tensor, vocab_size: in
             "and patch(model)"
         )
     if running is None or running.done is None:
-        return patch.own_loss(logits, labels, vocab_size, **kwargs)
+        _check_loss_parts(patch)
+        return original(logits, labels, vocab_size, **kwargs)
     running.logits = logits
     classes = running.done.classes
     if vocab_size != classes:

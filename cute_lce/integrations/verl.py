@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..logprob import linear_logprob
@@ -27,7 +28,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     reduction: str = "none",
     dist_process_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,8 @@ def linear_cross_entropy(
         labels: (...), int64 or int32, N tokens; other shapes than hidden's are accepted, as (s, 1, d) and
             (1, s). Labels are aligned with hidden: nothing is shifted.
         weight: (V, d), hidden's dtype; with a group this rank's rows: equal shards, in rank order.
-        temperature: a positive number.
+        temperature: a positive number; or a tensor of N elements, one for each token, or of one element, on
+            hidden's device, which is not read on the host.
         reduction: for logprobs only: "none", "sum" or "mean" over all N.
         dist_process_group: the group over whose ranks the vocabulary is sharded. The gradient by hidden is
             then this rank's part, in hidden's dtype, and the caller sums it over the group, as verl does.
@@ -56,10 +58,6 @@ def linear_cross_entropy(
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
     if not hidden.dim():
         raise ValueError("hidden: got shape (), want (..., d)")
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise TypeError(
-            f"temperature: got {type(temperature).__name__}, want a number, the same for all tokens"
-        )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: got {reduction!r}, want one of {', '.join(map(repr, REDUCTIONS))}")
     if hasattr(weight, "device_mesh"):
@@ -73,11 +71,14 @@ def linear_cross_entropy(
         if not isinstance(dist_process_group, ProcessGroup):
             got = type(dist_process_group).__name__
             raise TypeError(f"dist_process_group: got {got}, want a torch.distributed.ProcessGroup or None")
+    labels = labels.reshape(-1)
+    if isinstance(temperature, Tensor):
+        temperature = _of_each_token(temperature, labels)
     sharded = dist_process_group is not None and dist_process_group.size() > 1
     stats = linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        labels.reshape(-1),
+        labels,
         temperature=temperature,
         outputs=("logprob", "entropy"),
         tp_group=dist_process_group if sharded else None,
@@ -89,8 +90,20 @@ def linear_cross_entropy(
     if reduction == "sum":
         logprobs = logprobs.sum()
     elif reduction == "mean":
-        logprobs = logprobs.mean()
+        # Not mean, which is nan without tokens.
+        logprobs = logprobs.sum() / torch.sym_max(labels.shape[0], 1)
     return logprobs, entropy
+
+
+def _of_each_token(temperature: Tensor, labels: Tensor) -> Tensor:
+    """(N,), in float32 if it was not floating. Raises ValueError for another number of elements."""
+    if temperature.numel() not in (1, labels.shape[0]):
+        raise ValueError(
+            f"temperature: got {temperature.numel()} elements, want one, or one for each of "
+            f"{labels.shape[0]} tokens (repeat a sequence's for its tokens)"
+        )
+    temperature = temperature.reshape(-1).expand(labels.shape[0])
+    return temperature if temperature.is_floating_point() else temperature.float()
 
 
 def install() -> None:

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Float64, Int32, Int64
 from cute_lce import maths
 from cute_lce.arguments import COMBINE_ROWS, REDUCTIONS, LossArguments
 from cute_lce.kernels import pdl, row_stats
+from cute_lce.kernels.logits import has_slope
 from cute_lce.kernels.rows import Compacted, computed, origin
 from cute_lce.kernels.totals import TotalTensors, sums_of, write_total
 
@@ -31,14 +32,14 @@ class CombineTensors(NamedTuple):
     """Global memory that the combine kernel accesses, and the numbers that it needs.
 
     vocab: V; a target outside [0, V) that is not ignore_index makes its row's loss and row_sum nan. shard: 1
-    where it may be in another shard: then its row of shard_logit is nan instead, and losses are 0.
+    where it may be in another shard: then its row of logit_out is nan instead, and losses are 0.
     loss: the reduction, of which "mean" divides by max(num_valid, 1), and ignore_index.
     rows: which tokens these are; n of them.
     Read: target (n,) int32 or int64, partials (partials, n, 2) fp32, target_logit (n,) fp32.
     Written: row_max and row_sum fp32, row_sum nan where the target is out of range, 0 and 1 where the token
     is not computed; losses fp32, if the reduction gives each token's; blocks (blocks, 2) fp32, the loss and
-    the valid targets of each block; of a shard, shard_logit (n,) fp32, the logit of a target that is in it.
-    What is of each token lies at its origin.
+    the valid targets of each block; of a shard, and with a term that has slopes, logit_out (n,) fp32, the
+    target's logit, nan where the target is no class. What is of each token lies at its origin.
     arrived: (1,) int32, zero before the launch, counts the blocks that are done; then one loss and num_valid
     (1,) int64, the targets that are not ignored, are written too. None: a launch after this one does that.
     bases: (n,) fp32, K of what is kept, where partials' exponents are relative to it; else None.
@@ -52,7 +53,7 @@ class CombineTensors(NamedTuple):
     target: cute.Tensor
     partials: cute.Tensor
     target_logit: cute.Tensor
-    shard_logit: cute.Tensor
+    logit_out: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
     losses: cute.Tensor
@@ -152,8 +153,10 @@ class Combine:
                 if cutlass.const_expr(self.without_targets):
                     has_target = target >= 0 and target < tensors.vocab
                     row_max, row_sum = _with_target(row_max, row_sum, target_logit, has_target)
+                if cutlass.const_expr(has_slope(tensors.loss)):
+                    tensors.logit_out[token] = target_logit
                 if tensors.shard != 0:
-                    tensors.shard_logit[token] = target_logit
+                    tensors.logit_out[token] = target_logit
                 elif target != tensors.loss.ignore_index:
                     valid = Float32(1.0)
                     if target >= 0 and target < tensors.vocab:

@@ -108,8 +108,7 @@ class Gemm:
 
     def __init__(self, config: KernelConfig, epilogue, tokens_along: str = "n", spare: Any = None):
         """tokens_along: "n" where tokens are B's rows, "k" where they are the depth. spare: what warps
-        without another role do, spare.beside(tensors, first, step) of a warp, in no more registers than a
-        load warp has if spare.fits_load_registers; None: nothing."""
+        without another role do, spare.beside(tensors, first, step) of a warp; None: nothing."""
         if tokens_along == "k" and COMPUTED_ROWS % config.tile_k:
             raise ValueError(f"config: got k tiles of {config.tile_k}, want a divisor of {COMPUTED_ROWS}")
         self.config = config

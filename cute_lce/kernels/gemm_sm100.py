@@ -22,7 +22,7 @@ WARP = 32
 EPILOGUE_WARPS = 4  # one per quarter of the lanes of tensor memory, and one per scheduler of the SM
 MMA_WARP = 4
 LOAD_WARP = 5
-SPARE_WARPS = {True: 2, False: 4}  # by fits_load_registers: 256 threads have 255, 320 have 168
+SPARE_WARPS = 4  # 320 threads have 168 registers
 TMEM_BARRIER = 1  # named barriers: the epilogue and MMA warps know where tensor memory is;
 DONE_BARRIER = 2  # the epilogue warps have finished reading it
 BOX_BARRIER = 3  # epilogues.store
@@ -36,13 +36,13 @@ class GemmSm100(gemm.Gemm):
     (cta_group::2); each loads and holds 128 rows of A and of the accumulator, and half of the rows of B. 128:
     each CTA computes a tile.
 
-    Warps of a CTA (192 threads, with spare warps 256 or 320, one CTA to an SM):
+    Warps of a CTA (192 threads, with spare warps 320, one CTA to an SM):
         0-3  epilogue: warp w has rows 32 w to 32 w + 31 of the CTA's 128, which are its lanes of TMEM; it
              reads them in slabs of 64 or 32 columns, each by two tcgen05.ld.16x256b of 16 lanes, and gets the
              fragment of m16n8 MMAs (kernels.fragment)
         4    MMA: issues for the pair in its first CTA, idle in its second
         5    load: TMA of this CTA's parts of A and B
-        6-   two or four, if `spare` is given: they do that
+        6-9  if `spare` is given: they do that
 
     Pipelines (producer -> consumer, slots):
         ring          load -> MMA, config.stages. full, in the pair's first CTA: 1 arrival and the bytes of
@@ -110,8 +110,7 @@ class GemmSm100(gemm.Gemm):
             raise ValueError(f"config: got cluster_m {config.cluster_m}, want an even one for tile_m 256")
         super().__init__(config, epilogue, tokens_along, spare)
         if spare is not None:
-            self.spare_warps = SPARE_WARPS[spare.fits_load_registers]
-            self.threads += WARP * self.spare_warps
+            self.threads += WARP * SPARE_WARPS
         self.acc_stages = ACCUMULATOR_STAGES
         self.barriers = {
             "accumulators": cute.struct.MemRange[cutlass.Int64, self.acc_stages * 2],
@@ -243,7 +242,7 @@ class GemmSm100(gemm.Gemm):
             tmem.free(base)
         if cutlass.const_expr(self.spare is not None):
             if warp > LOAD_WARP:
-                self.do_beside(beside, warp - (LOAD_WARP + 1), self.spare_warps)
+                self.do_beside(beside, warp - (LOAD_WARP + 1), SPARE_WARPS)
 
     @cute.jit
     def _mma(

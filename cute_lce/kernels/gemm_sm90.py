@@ -55,7 +55,7 @@ class GemmSm90(gemm.Gemm):
     The last epilogue of a CTA is exposed.
 
     Budgets. Registers: 384 threads start with 168; then the load warpgroup drops to 24 and the two consumers
-    rise to 240 (128 (24 + 2 240) = 64,512 of 65,536); to 152 and 176 with spare warps that need more than 24.
+    rise to 240 (128 (24 + 2 240) = 64,512 of 65,536); to 152 and 176 with spare warps.
     With tokens along n a consumer thread holds up to 208 accumulators, 128 x 208 or 192 x 128 per warpgroup,
     and in dweight's GEMM 64 x 256, 128 x 128 or 128 x 192. What spills is named in
     tests/compiled/test_backward.py. Shared memory: (tile_m + tile_n) tile_k 2 bytes a stage, from 20 KiB for
@@ -83,7 +83,7 @@ class GemmSm90(gemm.Gemm):
         self.threads = WARPGROUP * (config.warpgroups + 1)
         self.turns = config.turns
         self.load_registers, self.mma_registers = WARPGROUP_REGISTERS[config.warpgroups]
-        if spare is not None and not spare.fits_load_registers:
+        if spare is not None:
             self.load_registers, self.mma_registers = SPARE_REGISTERS
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, given: cute.Tensor | None = None):

@@ -71,9 +71,7 @@ class References:
 
     A warp for each row, a lane of which has AT_ONCE times 8 elements in flight; a row whose target is not a
     class uses class 0. 4 d bytes are read a row, and the rows of the weight that are samples from L1; hidden
-    is that of the token's origin. An ignored row is not read: its products are zeros. With the term
-    "products" the product with the target is also written as TotalGaps needs it: of each 8 elements in
-    float32, and of these in float64.
+    is that of the token's origin. An ignored row is not read: its products are zeros.
     """
 
     def __init__(self, kept: maths.KeptRange):
@@ -119,29 +117,18 @@ class References:
             if index < 0 or index >= vocab:
                 index = Int64(0)
             count = 1 + self.kept.samples
-            totals, exact = cute.make_rmem_tensor(count, Float32), Float64(0.0)
+            totals = cute.make_rmem_tensor(count, Float32)
             totals.fill(0.0)
             token = origin(tokens, row)
             classes = [(weight, self._class(k, index, vocab)) for k in range(count)]
             for chunk in cutlass.range(lane, chunks, LANES * AT_ONCE, unroll=1):
                 a, *b = load_chunks([(hidden, token), *classes], chunk, chunks, True)
-                if cutlass.const_expr("products" in loss.terms):
-                    for part in cutlass.range_constexpr(AT_ONCE):
-                        few = Float32(0.0)
-                        for i in cutlass.range_constexpr(8):
-                            few += a[i, part].to(Float32) * b[0][i, part].to(Float32)
-                        exact += few.to(Float64)
-                for k in cutlass.range_constexpr(int("products" in loss.terms), count):
+                for k in cutlass.range_constexpr(count):
                     for i in cutlass.range_constexpr(8 * AT_ONCE):
                         totals[k] += a[i].to(Float32) * b[k][i].to(Float32)
-            if cutlass.const_expr("products" in loss.terms):
-                exact = cute.arch.warp_reduction(exact, lambda a, b: a + b)
-                totals[0] = exact.to(Float32)
-            for k in cutlass.range_constexpr(int("products" in loss.terms), count):
+            for k in cutlass.range_constexpr(count):
                 totals[k] = cute.arch.warp_reduction(totals[k], lambda a, b: a + b)
             if lane == 0:
-                if cutlass.const_expr("products" in loss.terms):
-                    numbers(loss.target_product, token + 1, Float64)[token] = exact
                 self._to_logits(totals, loss, index, vocab, tokens, row)
                 guess = totals[0] * Float32(LOG2_E)
                 if cutlass.const_expr(self.kept.samples > 0):
@@ -301,11 +288,11 @@ class Finish:
     @cute.jit
     def _onehot_ratio(self, loss, token: Int32, row_max: Float32, row_sum: Float32) -> Float32:
         """The onehot's coefficient over the softmax's in a row's gradient; token: its origin."""
-        onehot = loss.onehot
+        onehot = Float32(1.0)
         if loss.target_weight != 0:
-            onehot *= numbers(loss.target_weight, token + 1)[token]
+            onehot = numbers(loss.target_weight, token + 1)[token]
         lse = maths.lse(cute.math.log(row_sum), row_max)
-        softmax = maths.softmax_coefficient(onehot, loss.beside, loss.lse_slope, lse)
+        softmax = maths.softmax_coefficient(onehot, loss.lse_slope, lse)
         least = onehot * Float32(maths.LEAST_SHARE)
         if cute.math.absf(softmax) < cute.math.absf(least):
             softmax = least

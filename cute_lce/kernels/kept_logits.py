@@ -153,8 +153,6 @@ class DlogitsOfKept:
     of blocks of WARPS, or what spare warps of a GEMM do beside it (gemm.Gemm).
     """
 
-    fits_load_registers = False
-
     def __init__(self, fragment: Fragment, terms: tuple[str, ...]):
         """fragment: of the logits' GEMM, whose units are the forward's, whatever the width of tiles.
         terms: of the loss; with ids and numbers of classes rounds are shorter, so that nothing spills."""

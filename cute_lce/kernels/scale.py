@@ -4,9 +4,6 @@ Such an operand is what a forward kept, E' = (softmax - onehot) / kept_scale, an
 HALF_SCALE (softmax - onehot): the range of float16 is too small for upstream / n. Times a row's factor it is
 dlogits: dhidden's GEMM multiplies by it last, dweight's takes a copy of hidden that is multiplied by it.
 
-With the term "shared" the rows' factors are made of upstream gradients here, and the numbers that gradients
-add to every class.
-
 bf16 holds factor times hidden as it is. In float16 all of it is multiplied by one number more, so that the
 largest magnitude is HALF_LARGEST, and weight_factor is the inverse, which dweight's GEMM multiplies by last.
 """
@@ -16,13 +13,12 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cute_lce import maths
 from cute_lce.arguments import LossArguments
 from cute_lce.kernels import pdl
 from cute_lce.kernels.adjacent import AT_ONCE, LANES, load_chunks, store_chunks
-from cute_lce.kernels.logits import numbers
 from cute_lce.kernels.row_stats import grad_scale
 from cute_lce.kernels.rows import Compacted, computed, origin
 
@@ -38,8 +34,7 @@ class ScaleTensors(NamedTuple):
     Written, of tokens that are computed: factor (n,) fp32, grad_scale times kept_scale, 0 where the row is
     ignored; counters (count,) int32, zeros; if `wanted`: scaled (n, d), hidden's rows times factor, in
     float16 over weight_factor, zeros where the row is ignored, whatever hidden holds; and in float16
-    weight_factor (1,) fp32. With the term "shared", unless that is 0, the loss says what is read instead of
-    dloss, and of every token `shared` is written, by its origin.
+    weight_factor (1,) fp32.
     """
 
     rows: Compacted
@@ -135,7 +130,6 @@ class ScaleRows:
             factor, valid = self._factor(tensors, row, token)
             if lane == 0:
                 tensors.factor[row] = factor
-                self._share(tensors, token, valid)
             if row == 0:
                 for i in cutlass.range(lane, cute.size(tensors.counters), LANES, unroll=1):
                     tensors.counters[i] = Int32(0)
@@ -150,8 +144,6 @@ class ScaleRows:
                     following = chunk + LANES * AT_ONCE
                     (found,) = load_chunks([(tensors.hidden, token)], following, chunks, True)
                     parts.store(found.load())
-        elif lane == 0 and row < cute.size(tensors.target):
-            self._share(tensors, origin(tensors.rows, row), Boolean(False))
 
     @cute.jit
     def _factor(self, tensors: ScaleTensors, row: Int32, token: Int32):
@@ -159,56 +151,10 @@ class ScaleRows:
         factor = Float32(0.0)
         valid = Int64(tensors.target[row]) != tensors.loss.ignore_index
         if valid:
-            if cutlass.const_expr("shared" in tensors.loss.terms):
-                if tensors.loss.shared != 0:
-                    factor = self._of_numbers(tensors.loss, token)
-                else:
-                    factor = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
-            else:
-                factor = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
+            factor = grad_scale(tensors.dloss, tensors.num_valid, tensors.loss, token)
             if tensors.kept_scale.iterator.toint() == 0:
                 factor *= Float32(1 / maths.HALF_SCALE)
             else:
                 # 0 times nan is nan: a target out of range gives nan even if its upstream gradient is 0.
                 factor *= tensors.kept_scale[row]
         return factor, valid
-
-    @cute.jit
-    def _share(self, tensors: ScaleTensors, token: Int32, valid: Boolean):
-        """Write a token's `shared`, if it is a term."""
-        loss = tensors.loss
-        if cutlass.const_expr("shared" in loss.terms):
-            if loss.shared != 0:
-                own = Float32(0.0)
-                if valid:
-                    own = -_upstream(loss.dtotal, loss.dtotal_stride, token) * self._of_product(loss, token)
-                numbers(loss.shared, token + 1)[token] = own
-
-    @cute.jit
-    def _of_numbers(self, loss, token: Int32) -> Float32:
-        """The coefficient of a valid row's softmax in its gradient by products."""
-        onehot = _upstream(loss.dlogprob, loss.dlogprob_stride, token)
-        softmax = _upstream(loss.dlse, loss.dlse_stride, token) - onehot
-        softmax += _upstream(loss.dtotal, loss.dtotal_stride, token) * loss.classes
-        # What the forward took it to be when it subtracted the onehot.
-        ratio = numbers(loss.onehot_ratio, token + 1)[token]
-        if ratio > 1 or ratio < -1:
-            softmax = -onehot / ratio
-        return softmax * self._of_product(loss, token)
-
-    @cute.jit
-    def _of_product(self, loss, token: Int32) -> Float32:
-        """The derivative of z by a product."""
-        scale = loss.product_scale
-        if loss.row_scale != 0:
-            scale *= numbers(loss.row_scale, token + 1)[token]
-        return scale
-
-
-@cute.jit
-def _upstream(address: Int64, stride: Int64, token: Int32) -> Float32:
-    """A token's upstream gradient; 0 where there is none."""
-    own = Float32(0.0)
-    if address != 0:
-        own = numbers(address + 4 * stride * token, 1)[0]
-    return own

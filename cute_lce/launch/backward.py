@@ -40,7 +40,7 @@ from .device import Parts, aligned, dtype_name, gpu_of, layout, loss_arguments, 
 from .empty import EmptyBackward
 from .packing import Packing
 from .rows import Compaction
-from .steps import COUNTERS, Step, after, arguments_of_kept, halves, in_pieces, of_recomputed
+from .steps import COUNTERS, Step, after, arguments_of_kept, halves, in_pieces
 
 Memory = tuple[Tensor | None, Tensor | None, Tensor]
 """What a pass writes: dinput, dweight and the workspace."""
@@ -71,7 +71,7 @@ def decide(
     added = "" if request.added is None else dtype_name(request.added if features == d else torch.float32)
     half, overwrites = dtype is torch.float16, keeps_logits and request.overwrites
     problem = Problem(n, d, weight.shape[0], half, *needs, keeps_logits, request.shard, overwrites)
-    problem = problem._replace(need_dbias="bias_gradient" in loss.terms, smoothed="shared" in loss.terms)
+    problem = problem._replace(need_dbias="bias_gradient" in loss.terms)
     gpu = gpu_of(hidden.device).serving(loss.terms, "backward")
     chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
     dtypes = dtype_name(dtype), dtype_name(target.dtype)
@@ -205,7 +205,7 @@ class KernelBackward:
             hidden, weight, target = aligned(saved.operands)
         dinput, dweight, scratch = memory
         start = scratch.data_ptr()
-        arguments = loss_arguments(of_recomputed(loss))
+        arguments = loss_arguments(loss)
         dloss = dloss.resolve_neg()
         upstream = Upstream(dloss=dloss.data_ptr(), stride=dloss.stride(0) if dloss.dim() else 0)
         statistics, kept_source = self._of_forward(saved, start)

@@ -16,7 +16,7 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
 from ..plan.kernels import ForwardKey, Key
-from ..plan.memory import forward_compacts, keep_workspace_bytes, reserved_bytes
+from ..plan.memory import forward_compaction_bytes, forward_compacts, keep_workspace_bytes
 from ..plan.problem import Problem, round_up
 from . import needed
 from .backward import decide as decide_backward
@@ -114,9 +114,8 @@ class KernelForward:
         half, needs = hidden.dtype is torch.float16, request.statistics
         self.keeps_logits = kept > 0 and "kept_logits" in loss.terms
         sizes = n, round_up(d, 8), weight.shape[0]
-        smoothed = "products" in loss.terms
-        problem = Problem(*sizes, half, needs, needs, self.keeps_logits, smoothed=smoothed)
-        beside = {"kept": kept, "reserved": reserved_bytes(problem, kept)}
+        problem = Problem(*sizes, half, needs, needs, self.keeps_logits)
+        beside = {"kept": kept, "reserved": forward_compaction_bytes(problem, kept)}
         gpu = gpu_of(device).serving(loss.terms, "keep" if kept else "forward")
         chosen = plan or forward_plan.plan(gpu, *sizes, request.limits, **beside)
         dtypes = dtype_name(hidden.dtype), dtype_name(target.dtype)
@@ -147,12 +146,17 @@ class KernelForward:
         self.workspace = template(device, torch.uint8, parts.nbytes)
         self.workspace_of_both = template(device, torch.uint8, keep_parts.nbytes)
 
-    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+    def statistics(
+        self, operands: Operands, loss: LossOptions, target_logit: Tensor | None = None
+    ) -> Results:
+        """target_logit (n,) fp32: written. Kernels whose logits have slopes want it."""
         if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
             operands = aligned(operands)
         total, scratch = torch.empty_like(self.loss), torch.empty_like(self.workspace)
         workspace = scratch.data_ptr()
         results, outputs, kept, kept_scale = self._results(total, workspace)
+        if target_logit is not None:
+            outputs = outputs._replace(target_logit=target_logit.data_ptr())
         keep = self.nothing_kept
         if self.keeps_logits:
             keep = self._keep_outputs(kept, 0, kept_scale)
@@ -211,9 +215,13 @@ class KernelForward:
 class ShardForward(KernelForward):
     """The same of a shard of the vocabulary: `finish` completes what is kept."""
 
-    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+    def statistics(
+        self, operands: Operands, loss: LossOptions, target_logit: Tensor | None = None
+    ) -> Results:
         scratch = torch.empty_like(self.workspace)
-        row_max, row_sum, target_logit = (torch.empty_like(self.row) for _ in range(3))
+        row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
+        if target_logit is None:
+            target_logit = torch.empty_like(self.row)
         kept = keep_workspace = None
         if self.notes is not None:
             kept, keep_workspace = torch.empty_like(self.kept), torch.empty_like(self.notes)
@@ -252,6 +260,7 @@ class ShardForward(KernelForward):
             num_valid=workspace + self.behind,
             workspace=workspace,
             target_logit=target_logit.data_ptr(),
+            shard=1,
             finishes=int(kept_scale is not None),
         )
         keep = self.nothing_kept

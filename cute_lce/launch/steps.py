@@ -96,15 +96,7 @@ def in_pieces(
 
 
 def arguments_of_kept(loss: Any, arguments: Any) -> Any:
-    """A loss's arguments for what was kept, which has row factors of its own, or makes them of upstream
-    gradients. arguments: for the rest."""
-    if "coefficients" in loss.terms:
-        loss = loss._replace(row_factor=loss.kept_factor)
-    elif "shared" not in loss.terms:
+    """A loss's arguments for what was kept, which has row factors of its own. arguments: for the rest."""
+    if "coefficients" not in loss.terms:
         return arguments
-    return loss_arguments(loss)
-
-
-def of_recomputed(loss: Any) -> Any:
-    """A loss for what was not kept, to which nothing is added."""
-    return loss._replace(shared=0, weight_sum=0, hidden_sum=0) if "shared" in loss.terms else loss
+    return loss_arguments(loss._replace(row_factor=loss.kept_factor))

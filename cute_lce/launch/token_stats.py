@@ -29,20 +29,19 @@ from ..implementation import (
 )
 from ..logit_term import term_of
 from ..plan.forward import spare_bytes
-from ..plan.memory import reserved_bytes
-from ..plan.problem import Limits, Problem, round_up
+from ..plan.memory import forward_compaction_bytes
+from ..plan.problem import Limits, Problem
 from ..streaming import STATISTICS
 from ..streaming.rows import is_ignored, is_valid
 from ..streaming.token_stats import coefficients_of
 from . import choose as schedules
 from .backward import KernelBackward
 from .backward import backward as backward_of
-from .entries import Entries, beside_exponentials, forms_entries
 from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
 from .needed import of_stats
-from .token_terms import Gradient, Products, Shared, Tensors, kept_gradient, loss_of
+from .token_terms import Gradient, Tensors, kept_gradient, loss_of
 from .topk import Topk, fits
 
 STATISTICS_OF = {
@@ -56,6 +55,10 @@ STATISTICS_OF = {
 """The numbers that need more than row_max and row_sum, and the terms of a forward that give it."""
 SERVED = ("logprob", "lse", "topk_logprob", *STATISTICS_OF)
 """The numbers that kernels compute."""
+
+LEAST_KEPT_CAP = 2.0**-12
+"""Of kept logits: steps of fp16, of 2^-24 there, would be more than 2^-12 of a lesser softcap, and the slopes
+of logits near it not those of the logits."""
 
 T = TypeVar("T")
 
@@ -85,24 +88,21 @@ def keeps_logits(operands: StatsOperands, options: StatsOptions) -> bool:
     (kernels/kept_logits.py) is less than that of dlogits."""
     if keeps_exponentials(operands, options) or operands.hidden.dtype is not torch.bfloat16:
         return False
-    return not (options.label_smoothing and options.softcap is not None)
+    cap = options.softcap
+    if cap is not None and term_of(cap) is None and cap / options.temperature < LEAST_KEPT_CAP:
+        return False
+    return not (options.label_smoothing and cap is not None)
 
 
 def keeps_exponentials(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether exponentials suffice: the gradient by z is a share of the softmax but for a few entries."""
-    return knows_onehots(operands, options) or forms_entries(operands, options)
-
-
-def knows_onehots(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether the onehot's share is known in the forward, which then subtracts it from what it keeps. A
-    LogitTerm's slope may be beyond fp16's range."""
+    """Whether a forward keeps exponentials: where it knows the onehot's share, which it subtracts from them.
+    A LogitTerm's slope may be beyond fp16's range."""
     if term_of(options.softcap) is not None and operands.hidden.dtype is torch.float16:
         return False
-    if options.label_smoothing and (options.softcap is not None or operands.class_weight is not None):
-        return False
-    known = {"logprob", *("lse",) * bool(options.z_loss), *("total_nll",) * bool(options.label_smoothing)}
+    known = {"logprob", *("lse",) * bool(options.z_loss)}
     if "logprob" in options.outputs:
-        known |= beside_exponentials(options)
+        # Without a gradient.
+        known |= {"mean_logit", "argmax", "is_top1", *("entropy",) * (not options.entropy_grad)}
     return set(options.outputs) <= known
 
 
@@ -121,7 +121,6 @@ def choose(
     problem = problem._replace(
         keeps_logits=of_logits,
         overwrites=of_logits and problem.overwrites,
-        smoothed=_is_smoothed(operands, options),
     )
     given = problem, operands.hidden.dtype, operands.hidden.device, schedule, reduction, limits
     if any(isinstance(each, torch.SymInt) for each in (*problem, *limits)):
@@ -137,15 +136,9 @@ def _beside_more_partials(operands: Operands, request: Request, parts: int, term
     if not limits.workspace:
         return limits
     half = operands.hidden.dtype is torch.float16
-    kind = {"keeps_logits": "kept_logits" in terms, "smoothed": "products" in terms}
-    problem = Problem(n, d, operands.weight.shape[0], half, **kind)
-    spare = spare_bytes(n, kept, limits, reserved_bytes(problem, kept))
+    problem = Problem(n, d, operands.weight.shape[0], half, keeps_logits="kept_logits" in terms)
+    spare = spare_bytes(n, kept, limits, forward_compaction_bytes(problem, kept))
     return limits._replace(workspace=limits.workspace - max(spare, 0) * parts // (2 + parts))
-
-
-def _is_smoothed(operands: StatsOperands, options: StatsOptions) -> bool:
-    """Whether what is kept of such a call wants the sums of rows of the weight and of hidden states."""
-    return options.label_smoothing > 0 and keeps_exponentials(operands, options)
 
 
 def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int) -> dict[str, Tensor]:
@@ -157,16 +150,9 @@ def empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: int
         return {"kept": kept, "kept_scale": notes}
     kept, kept_scale = empty_kept_of(operands.hidden, kept_columns)
     found = {"kept": kept, "kept_scale": kept_scale}
-    if _has_proportion(options):
+    if options.z_loss:
         found["onehot_ratio"] = torch.empty_like(kept_scale)
-    if _is_smoothed(operands, options):
-        found["weight_sum"] = kept_scale.new_empty((round_up(operands.hidden.shape[1], 8),))
     return found
-
-
-def _has_proportion(options: StatsOptions) -> bool:
-    """Whether the onehot's share in a gradient is not 1."""
-    return bool(options.z_loss or options.label_smoothing)
 
 
 def forward(
@@ -198,12 +184,17 @@ def forward(
     if topk is not None:
         topk_values = torch.empty((topk.shape.numel(),), dtype=torch.float32, device=device)
         loss = topk.added_to(loss, topk_values)
-    found = prepared.statistics(given, loss)
+    target_logit = None
+    if merge is not None or options.softcap is not None:
+        target_logit = torch.empty((n,), dtype=torch.float32, device=device)
+    found = prepared.statistics(given, loss, target_logit)
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
     assert row_sum is not None
-    own = RowSums(row_max, row_sum, found.loss, **_sums_of(operands, sums))
-    total = sums.get("total") if asked.products is None else asked.products.total
+    # Of a whole vocabulary without slopes nothing is read of the logit that logprob does not say.
+    target_logit = found.loss if target_logit is None else target_logit
+    own = RowSums(row_max, row_sum, target_logit, **_sums_of(operands, sums))
+    total = sums.get("total")
     if topk is not None and topk_values is not None:
         own = own._replace(topk_logit=topk.as_given(topk_values), topk_known=topk.known)
     elif operands.topk_ids is not None:
@@ -215,78 +206,66 @@ def forward(
             own = own._replace(total_gap=total, weight=_weight_of(operands))
         own, given_numbers = merge(own), {}
         found = prepared.finish(given, loss, found._replace(row_max=own.row_max, row_sum=own.row_sum))
-    # Of exponentials alone a backward does not read them.
-    reads_ids = "kept_logits" in loss.terms or request.kept_columns < classes
     return _stats_of(own, given_numbers, options, given.target)._replace(
         kept=found.kept,
         kept_scale=found.kept_scale,
-        onehot_ratio=asked.onehot_ratio if _has_proportion(options) else None,
-        weight_sum=None if asked.products is None else asked.products.sums[0],
-        sorted_ids=topk.packed if topk is not None and reads_ids else None,
+        onehot_ratio=asked.onehot_ratio,
+        sorted_ids=None if topk is None else topk.packed,
     )
 
 
 class _Asked(NamedTuple):
     """What a forward is asked for. loss: with its terms, but for what a call allocates. more: the terms among
     MORE_PARTS. onehot_ratio (n,): written where the onehot's share is not 1. tensors: whose addresses the
-    loss has. products: instead of the term "total"."""
+    loss has."""
 
     loss: Any
     more: list[str]
     onehot_ratio: Tensor | None
     tensors: Tensors
-    products: Products | None
 
     @classmethod
     def of(cls, operands: StatsOperands, options: StatsOptions, kept_columns: int) -> _Asked:
         tensors, ratio = Tensors.of(operands), None
         loss = loss_of(options, tensors)
         found = {STATISTICS_OF[name] for name in options.outputs if name in STATISTICS_OF}
-        products = None
-        if kept_columns and _is_smoothed(operands, options):
-            # A backward that computes dinput wants the sum of the classes' rows too.
-            found.remove("total")
-            products = Products.of(operands, tensors)
-            loss = products.added_to(loss)
         more = [term for term in MORE_PARTS if term in found]
         if "total" in more and tensors.class_weight is not None:
             loss = loss.with_terms("class_weight", class_weight=tensors.class_weight.data_ptr())
         loss = loss.with_terms(*more)
         if kept_columns and keeps_logits(operands, options):
             loss = loss.with_terms("kept_logits")
-        elif kept_columns and (_has_proportion(options) or not knows_onehots(operands, options)):
+        elif kept_columns and options.z_loss:
             tensors = tensors.with_target_weight(operands.target)
             ratio = torch.empty(operands.target.shape, dtype=torch.float32, device=operands.target.device)
             own = tensors.target_weight
             loss = loss.with_terms(
                 "proportion",
                 target_weight=0 if own is None else own.data_ptr(),
-                onehot=1.0 - options.label_smoothing if _has_proportion(options) else 0.0,
-                beside=options.label_smoothing,
                 lse_slope=2.0 * options.z_loss,
                 onehot_ratio=ratio.data_ptr(),
             )
         if operands.topk_ids is not None and operands.topk_ids.shape[1]:
             loss = loss.with_terms("topk")
-        return cls(loss, more, ratio, tensors, products)
+        return cls(loss, more, ratio, tensors)
 
 
 def _stats_of(own: RowSums, given: dict[str, Tensor | None], options: StatsOptions, target: Tensor) -> Stats:
     """The numbers that are asked for, and what a backward reads, but for what is kept. own: of the whole
     vocabulary. given: numbers that kernels gave, 0 in ignored rows."""
     saved = {"row_max": own.row_max, "row_sum": own.row_sum, "mean_gap": own.mean_gap}
+    logprob = given.get("logprob")
+    if options.saves_logits:
+        saved |= {"target_logit": own.target_logit, "topk_logit": own.topk_logit}
     done = {name: given[name] for name in options.outputs if given.get(name) is not None}
-    if len(done) == len(options.outputs) and not options.saves_logits:
+    if len(done) == len(options.outputs):
         return Stats(**done, **saved)
     log_row_sum = own.row_sum.log()
-    logprob = given.get("logprob")
     if logprob is None:
         logprob = maths.logprob(log_row_sum, own.row_max, own.target_logit)
     numbers = {"logprob": logprob}
-    if options.saves_logits or "lse" in options.outputs:
+    if "lse" in options.outputs:
         numbers["lse"] = maths.lse(log_row_sum, own.row_max)
-    if options.saves_logits:
-        saved |= {"target_logit": numbers["lse"] + logprob, "topk_logit": own.topk_logit}
     if own.mean_gap is not None:
         numbers["entropy"] = maths.entropy(log_row_sum, own.mean_gap)
     if own.total_gap is not None and own.weight is not None:
@@ -359,7 +338,7 @@ def backward(
         return STATISTICS.backward(upstream, operands, saved, options, request, out, add_up)
     tensors, classes = Tensors.of(operands), given.weight.shape[0]
     of_logits = saved.kept is not None and keeps_logits(operands, options)
-    gradient, shared = _gradient_of(upstream, operands, saved, options, request, tensors)
+    gradient = _gradient_of(upstream, operands, saved, options, request, tensors)
     loss = gradient.loss.with_terms("kept_logits") if of_logits else gradient.loss
     request = request._replace(added=None if out is None else out.dtype)
     if request.need_dbias:
@@ -394,8 +373,6 @@ def backward(
         dinput = wait()
     if of_logits and request.overwrites and saved.kept is not None:
         saved.kept.untyped_storage().resize_(0)
-    if dbias is not None and shared is not None:
-        dbias[: request.kept_columns] += shared.tokens.sum()
     return dinput, dweight, None if dbias is None else dbias.to(given.hidden.dtype)
 
 
@@ -406,26 +383,13 @@ def _gradient_of(
     options: StatsOptions,
     request: Request,
     tensors: Tensors,
-) -> tuple[Gradient, Shared | None]:
-    """What a backward reads, and where what was kept is smoothed, what it adds to that."""
-    given, shared = (upstream, operands, saved, options, request, tensors), None
-    kept = saved.kept is not None and not keeps_logits(operands, options)
-    if kept and _is_smoothed(operands, options):
-        shared = Shared.of(operands.hidden, saved, request)
-        if request.kept_columns >= operands.weight.shape[0]:
-            return shared.gradient(*given, None), shared
+) -> Gradient:
+    """What a backward reads."""
     ignored = is_ignored(operands.target, options.ignore_index)
     coefficients = coefficients_of(upstream, operands, saved, ignored)
-    if shared is not None or not kept:
-        gradient = Gradient.of(operands, saved, options, tensors, coefficients, ignored)
-        return gradient if shared is None else shared.gradient(*given, gradient), shared
-    entries = None
-    if not knows_onehots(operands, options):
-        restores = not (request.overwrites or request.shard)
-        entries = Entries.of(operands, saved, options, tensors, coefficients, restores=restores)
-    softmax = None if entries is None else entries.softmax
-    gradient = kept_gradient(operands, saved, options, request, tensors, coefficients, ignored, softmax)
-    return gradient if entries is None else entries.added_to(gradient), None
+    if saved.kept is None or keeps_logits(operands, options):
+        return Gradient.of(operands, saved, options, tensors, coefficients, ignored)
+    return kept_gradient(operands, saved, options, request, tensors, coefficients, ignored)
 
 
 def grad_in_forward(

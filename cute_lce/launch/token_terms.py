@@ -1,5 +1,5 @@
 """What the kernels read of a call with terms besides the operands: numbers of its logits, and of the
-gradients by them, which are made of the upstream gradients in torch, but for what is kept of a smoothed loss.
+gradients by them, which are made of the upstream gradients in torch.
 """
 
 from __future__ import annotations
@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import maths
-from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved, StatsUpstream
+from ..implementation import Request, StatsOperands, StatsOptions, StatsSaved
 from ..logit_term import kernel_term, numbers_of, term_of
-from ..plan.memory import most_slabs
-from ..plan.problem import ceil_div, round_up
 from ..streaming.token_stats import Coefficients
 from ..torch_ops import slope_of
-
-MANY_TOKENS = 2048
-"""With as many or more the forward's GEMM takes longer than its spare warps do for the weight's sums
-(docs/measurements.md)."""
-LEAST_SLAB = 16
-"""Rows of a slab, at least."""
 
 
 class Loss(NamedTuple):
@@ -61,8 +53,6 @@ class Loss(NamedTuple):
     logit_sum: int = 0
     argmax: int = 0
     target_weight: int = 0
-    onehot: float = 1.0
-    beside: float = 0.0
     lse_slope: float = 0.0
     onehot_ratio: int = 0
     row_factor: int = 0
@@ -74,36 +64,6 @@ class Loss(NamedTuple):
     topk_values: int = 0
     topk_units: int = 0
     topk_blocks: int = 0
-    entries: int = 0
-    entry_ids: int = 0
-    entry_logits: int = 0
-    entry_values: int = 0
-    entry_slopes: int = 0
-    target_logits: int = 0
-    target_values: int = 0
-    target_slopes: int = 0
-    entry_softmax: int = 0
-    entry_row_sum: int = 0
-    entries_before: int = 0
-    shared: int = 0
-    dlogprob: int = 0
-    dlogprob_stride: int = 0
-    dlse: int = 0
-    dlse_stride: int = 0
-    dtotal: int = 0
-    dtotal_stride: int = 0
-    classes: float = 0.0
-    product_scale: float = 1.0
-    weight_sum: int = 0
-    hidden_sum: int = 0
-    hidden_partials: int = 0
-    hidden_slab: int = 1
-    weight_sums: int = 0
-    weight_partials: int = 0
-    weight_slab: int = 1
-    weight_beside: int = 0
-    bias_sum: int = 0
-    target_product: int = 0
     dbias: int = 0
     column_sums: int = 0
     with_dhidden: int = 0
@@ -231,13 +191,9 @@ def kept_gradient(
     tensors: Tensors,
     coefficients: Coefficients,
     ignored: Tensor,
-    softmax: Tensor | None,
 ) -> Gradient:
-    """Where columns were kept of what is not smoothed. Of all of them nothing is computed by coefficients.
-    softmax: those of the softmax, if they are not what the forward took them to be."""
-    loss = loss_of(options, tensors)
-    factor = _product_factor(loss, tensors, ignored)
-    factor = _kept_factor(saved, coefficients, factor) if softmax is None else softmax * factor
+    """Where columns of exponentials were kept. Of all of them nothing is computed by coefficients."""
+    factor = _kept_factor(saved, coefficients, _product_factor(loss_of(options, tensors), tensors, ignored))
     if request.kept_columns < operands.weight.shape[0]:
         found = Gradient.of(operands, saved, options, tensors, coefficients, ignored)
     else:
@@ -246,131 +202,19 @@ def kept_gradient(
     return found._replace(loss=loss, others=(*found.others, factor))
 
 
-class Slabs(NamedTuple):
-    """Scratch for the sums over a matrix's rows, and how many of these a slab has."""
-
-    partials: Tensor
-    rows: int
-
-    @classmethod
-    def of(cls, matrix: Tensor) -> Slabs:
-        """matrix: with any number of columns, which are padded to a multiple of 8. A row may begin a slab
-        of its own."""
-        rows, columns = matrix.shape[0], round_up(matrix.shape[1], 8)
-        slab = max(ceil_div(rows, most_slabs(columns)), LEAST_SLAB)
-        return cls(matrix.new_empty((ceil_div(rows, slab) + 1, columns), dtype=torch.float32), slab)
-
-
-class Products(NamedTuple):
-    """A forward's sum of the logits of all classes, of each token, by its product with the sum of the
-    classes' rows. sums (2, d): of the kept ones', and of all. total (n,): of arguments.TERMS. Both are
-    written by the forward. bias_sum (): that of a bias, in float64. target_product (n,): scratch."""
-
-    sums: Tensor
-    total: Tensor
-    target_product: Tensor
-    bias_sum: Tensor | None
-    slabs: Slabs
-
-    @classmethod
-    def of(cls, operands: StatsOperands, tensors: Tensors) -> Products:
-        slabs, bias = Slabs.of(operands.weight), tensors.linear_bias
-        partials, n = slabs.partials, operands.hidden.shape[0]
-        bias_sum = None if bias is None else bias.sum(dtype=torch.float64)
-        sums, total = partials.new_empty((2, partials.shape[1])), partials.new_empty((n,))
-        return cls(sums, total, total.new_empty((n,), dtype=torch.float64), bias_sum, slabs)
-
-    def added_to(self, loss: Any) -> Any:
-        return loss.with_terms(
-            "products",
-            weight_sums=self.sums.data_ptr(),
-            weight_partials=self.slabs.partials.data_ptr(),
-            weight_slab=self.slabs.rows,
-            weight_beside=int(self.total.shape[0] >= MANY_TOKENS),
-            bias_sum=0 if self.bias_sum is None else self.bias_sum.data_ptr(),
-            target_product=self.target_product.data_ptr(),
-            total=self.total.data_ptr(),
-        )
-
-
-class Shared(NamedTuple):
-    """What a backward reads of an upstream of what is smoothed, for what was kept; see arguments.TERMS.
-
-    tokens (n,): by products, written by the backward's kernels. What the gradients have in common adds to
-    that by hidden each token's times `features`, and `rows`, which the backward makes of tokens, to each kept
-    row of that by weight. Both are fp32 (d,), with zeros for the columns by which operands are padded.
-    """
-
-    tokens: Tensor
-    features: Tensor | None
-    rows: Tensor | None
-    partials: Tensor | None
-    slab: int
-
-    @classmethod
-    def of(cls, hidden: Tensor, saved: StatsSaved, request: Request) -> Shared:
-        tokens = torch.empty_like(saved.row_max)
-        features = saved.weight_sum if request.need_dinput else None
-        if not request.need_dweight:
-            return cls(tokens, features, None, None, 1)
-        partials, slab = Slabs.of(hidden)
-        return cls(tokens, features, partials.new_empty(partials.shape[1:]), partials, slab)
-
-    def gradient(
-        self,
-        upstream: StatsUpstream,
-        operands: StatsOperands,
-        saved: StatsSaved,
-        options: StatsOptions,
-        request: Request,
-        tensors: Tensors,
-        of_others: Gradient | None,
-    ) -> Gradient:
-        """of_others: by the columns that were not kept; None: there are none."""
-        if of_others is None:
-            # Of upstream gradients the kernels make what else dloss says.
-            of_others = _of_kept_alone(saved.row_sum, saved, options, request)
-        numbers = upstream.logprob, upstream.lse, upstream.total_nll
-        given = [None if each is None else each.resolve_neg() for each in numbers]
-        (dlogprob, by_logprob), (dlse, by_lse), (dtotal, by_total) = map(_strided, given)
-        features, rows, partials = (0 if each is None else each.data_ptr() for each in self[1:4])
-        ratio, row_scale = saved.onehot_ratio, tensors.row_scale
-        assert ratio is not None
-        loss = of_others.loss.with_terms(
-            "shared",
-            shared=self.tokens.data_ptr(),
-            dlogprob=dlogprob,
-            dlogprob_stride=by_logprob,
-            dlse=dlse,
-            dlse_stride=by_lse,
-            dtotal=dtotal,
-            dtotal_stride=by_total,
-            classes=float(operands.weight.shape[0]),
-            onehot_ratio=ratio.data_ptr(),
-            row_scale=0 if row_scale is None else row_scale.data_ptr(),
-            product_scale=_product_scale(options),
-            weight_sum=features,
-            hidden_sum=rows,
-            hidden_partials=partials,
-            hidden_slab=self.slab,
-        )
-        return of_others._replace(loss=loss, others=(*of_others.others, *given, ratio, row_scale, *self[:4]))
-
-
-def _strided(upstream: Tensor | None) -> tuple[int, int]:
-    """(address, stride) of an upstream gradient (n,) in fp32; None: there is none."""
-    return (0, 0) if upstream is None else (upstream.data_ptr(), upstream.stride(0))
-
-
 def slopes(logit: Tensor | None, options: StatsOptions, tensors: Tensors) -> Tensor | None:
     """The derivative of a softcap, or of a LogitTerm, where it gave z, (n, ...) as logit; None: 1."""
     if options.softcap is None or logit is None:
         return None
-    capped = logit * options.temperature
-    if tensors.row_scale is not None:
-        capped /= tensors.row_scale.view(-1, *[1] * (logit.dim() - 1))
-    term = term_of(options.softcap)
-    return maths.cap_slope(capped / options.softcap) if term is None else slope_of(term, capped)
+    term, scale = term_of(options.softcap), tensors.row_scale
+    if scale is not None:
+        scale = scale.view(-1, *[1] * (logit.dim() - 1))
+    if term is None:
+        # The largest z, as the kernels round it, so that the slope there is 0, and nowhere less.
+        cap = options.softcap / options.temperature
+        return maths.cap_slope(logit / (cap if scale is None else scale * cap))
+    z = logit * options.temperature
+    return slope_of(term, z if scale is None else z / scale)
 
 
 def _of_kept_alone(dloss: Tensor, saved: StatsSaved, options: StatsOptions, request: Request) -> Gradient:

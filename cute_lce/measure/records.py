@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from .. import environment
 
 PACKAGES = (
     *("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "liger-kernel"),
@@ -50,6 +51,8 @@ def versions() -> dict[str, str | None]:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     found["cute_lce"] = f"sources {digest.hexdigest()[:12]}"
     found["commit"] = commit(ROOT)
+    if environment.IMPLEMENTATION != "auto":
+        found["implementation"] = environment.IMPLEMENTATION
     return found
 
 
@@ -58,7 +61,7 @@ def commit(root: Path) -> str | None:
     if root is none. A copy without git's folder has it from CUTE_LCE_COMMIT in the environment."""
     # Not that of a repository around it, where the package is installed.
     if not (root / ".git").exists():
-        return os.environ.get("CUTE_LCE_COMMIT") or None
+        return environment.commit() or None
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()

@@ -58,20 +58,39 @@ def flatten(operands: Operands) -> Operands:
     return Operands(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1))
 
 
+def no_tensor(name: str, value: object, want: str = "a torch.Tensor") -> TypeError:
+    """The error for what is no tensor, with the way to make one of it."""
+    message = f"{name}: got {type(value).__name__}, want {want}"
+    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+        message += f": torch.from_numpy({name}) is one"
+    elif isinstance(value, list | tuple) or hasattr(value, "__array__"):
+        message += f": torch.as_tensor({name}) is one"
+    return TypeError(message)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor of another kind, which may have no shape."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        what = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ValueError(f"{name}: got {what}, want a dense tensor")
+
+
 def check_tensors(operands: Operands) -> None:
     input, linear_weight, target = operands
-    # First, since such tensors may have no shapes.
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        if tensor.is_nested:
-            raise ValueError(f"{name}: got a nested tensor, want a dense tensor")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor")
+        check_dense(name, tensor)
     if input.dtype not in DTYPES:
         raise TypeError(f"input: got {input.dtype}, want one of {', '.join(map(str, DTYPES))}")
     if linear_weight.dtype is not input.dtype:
         raise TypeError(f"linear_weight: got {linear_weight.dtype}, want input's dtype, {input.dtype}")
     if target.dtype not in TARGET_DTYPES:
-        raise TypeError(f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32")
+        message = f"target: got {target.dtype}, want class indices as torch.int64 or torch.int32"
+        if target.is_floating_point():
+            message += (
+                "; for class probabilities label_smoothing, or linear_logprob's topk_logprob of the classes "
+                "that have some"
+            )
+        raise TypeError(message)
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight: got shape {tuple(linear_weight.shape)}, want (V, d)")
     V, d = linear_weight.shape
@@ -87,6 +106,8 @@ def check_tensors(operands: Operands) -> None:
             f"for input's shape {tuple(input.shape)}"
         )
     device = input.device
+    if device != linear_weight.device == target.device:
+        raise ValueError(f"input: got device {device}, want linear_weight's device, {target.device}")
     if linear_weight.device != device:
         raise ValueError(f"linear_weight: got device {linear_weight.device}, want input's device, {device}")
     if target.device != device:
@@ -98,12 +119,10 @@ def check_term(
 ) -> None:
     """Check a tensor besides the operands. Raises TypeError and ValueError, by its name."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor or None")
+        raise no_tensor(name, tensor, "a torch.Tensor or None")
     if is_distributed(tensor) and not is_distributed(input):
         raise ValueError(f"{name}: got a DTensor beside ordinary operands, want an ordinary tensor")
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        what = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-        raise ValueError(f"{name}: got {what}, want a dense tensor")
+    check_dense(name, tensor)
     # Not a question that a traced graph can ask.
     if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(f"{name}: got a lazily negated tensor, want {name}.resolve_neg()")

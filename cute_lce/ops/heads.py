@@ -18,8 +18,9 @@ from ..plan.memory import SmallWorkspace, refuse_workspace
 from ..plan.problem import MIB
 from ..streaming.products import accumulate_dtype
 from . import inner
-from .checks import autocast_hidden
-from .plain import innermost_transform
+from .autograd import is_writable
+from .checks import autocast_hidden, check_dense, no_tensor
+from .plain import innermost_transform, is_plain_eager
 
 _DIMENSIONS = {"linear_bias": 2, "weight": 2, "grad_weight_out": 3}
 """Arguments that each head has its own of, and a tensor of all heads' dimensions."""
@@ -94,7 +95,8 @@ def _weights(linear_weight: Tensor | Sequence[Tensor] | nn.ParameterList) -> Seq
         linear_weight = [*linear_weight]
     for each in linear_weight if isinstance(linear_weight, list | tuple) else (linear_weight,):
         if not isinstance(each, Tensor):
-            raise TypeError(f"linear_weight: got a list with a {type(each).__name__}, want tensors")
+            raise no_tensor("linear_weight", each, "a torch.Tensor for each head")
+        check_dense("linear_weight", each)
         if isinstance(linear_weight, list | tuple) and each.dim() != 2:
             raise ValueError(f"linear_weight: got a head of shape {tuple(each.shape)}, want (V, d)")
         # A DTensor, whose class this does not import.
@@ -108,12 +110,11 @@ def _weights(linear_weight: Tensor | Sequence[Tensor] | nn.ParameterList) -> Seq
 def _check_shapes(input: Tensor, target: Tensor, count: int) -> None:
     for name, value in (("input", input), ("target", target)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
-        if value.is_nested or value.layout is not torch.strided:
-            raise ValueError(f"{name}: got a nested or sparse tensor, want a dense tensor")
+            raise no_tensor(name, value)
+        check_dense(name, value)
     if target.dim() == 0 or target.shape[-1] != count:
         raise ValueError(
-            f"target: got shape {tuple(target.shape)}, want (..., {count}): a class for each of {count} heads"
+            f"target: got shape {tuple(target.shape)}, want (..., {count}): a class for each head"
         )
     if not (_is_before(target.shape, input) or _is_before(target.shape[:-1], input)):
         shared, own = tuple(target.shape[:-1]), tuple(target.shape)
@@ -132,18 +133,27 @@ def _is_before(shape: Sequence[int], input: Tensor) -> bool:
 def _each(name: str, value: Any, count: int) -> Sequence[Any]:
     """A head's own of an argument that is given."""
     if isinstance(value, Tensor):
+        check_dense(name, value)
         if value.dim() == _DIMENSIONS[name] and value.shape[0] == count:
-            return value.unbind()
+            heads = value.unbind()
+            plain = name == "grad_weight_out" and is_plain_eager(value)
+            if plain and not all(map(is_writable, heads)):
+                raise ValueError(
+                    f"grad_weight_out: got shape {tuple(value.shape)}, strides {value.stride()} and address "
+                    f"{value.data_ptr():#x}, want each head's (V, d) contiguous at a multiple of 16 bytes, "
+                    "as in a list with a tensor for each head"
+                )
+            return heads
         got = f"shape {tuple(value.shape)}"
     elif isinstance(value, _LISTS):
         if len(value) == count:
             return [*value]
         got = f"{len(value)} of them"
     else:
-        raise TypeError(f"{name}: got {type(value).__name__}, want a list, or a tensor of all heads'")
+        raise no_tensor(name, value, "a list, or a torch.Tensor of all heads'")
     raise ValueError(
-        f"{name}: got {got}, want one for each of {count} heads: a list, or a tensor of "
-        f"{_DIMENSIONS[name]} dimensions"
+        f"{name}: got {got}, want one for each head: a list of {count}, or a tensor (K, ...) of "
+        f"{_DIMENSIONS[name]} dimensions, K = {count}"
     )
 
 
@@ -151,12 +161,15 @@ def _factors(options: dict[str, Any], target: Tensor, count: int) -> dict[str, S
     """token_weight, which has target's shape, and a denominator (K,)."""
     found, token_weight = {}, options.get("token_weight")
     if isinstance(token_weight, Tensor):
+        check_dense("token_weight", token_weight)
         if token_weight.shape != target.shape:
             raise ValueError(
                 f"token_weight: got shape {tuple(token_weight.shape)}, want {tuple(target.shape)}"
             )
         found["token_weight"] = token_weight.unbind(-1)
     denominator = options.get("denominator")
+    if isinstance(denominator, Tensor):
+        check_dense("denominator", denominator)
     if isinstance(denominator, Tensor) and denominator.dim() > 0:
         if denominator.shape != (count,):
             raise ValueError(f"denominator: got shape {tuple(denominator.shape)}, want () or {(count,)}")

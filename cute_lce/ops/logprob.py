@@ -130,6 +130,11 @@ def checked_call(
     """The tensors after autocast, and what is computed of them. as_input: target, or a part of it that has
     the shape of input's tokens, which are then a part of target's."""
     check_outputs(wanted.outputs)
+    if type(wanted.temperature_number) in (int, float) and wanted.temperature_number == 0:
+        raise ValueError(
+            f"temperature: got {wanted.temperature_number}, want a positive number; for temperature 0 ask "
+            "for the output 'argmax'"
+        )
     check_divisor("temperature", wanted.temperature_number)
     if not isinstance(wanted.entropy_grad, bool):
         raise TypeError(f"entropy_grad: got {type(wanted.entropy_grad).__name__}, want a bool")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import os
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .. import environment
 from ..arguments import Operands
 from ..implementation import (
     Accumulated,
@@ -23,9 +23,6 @@ from ..implementation import (
 from ..options import LossOptions
 from ..streaming.rows import is_ignored
 from .select import implementation
-
-# Read once, not in every call.
-CHECK_TARGETS = os.environ.get("CUTE_LCE_CHECK_TARGETS", "0") not in ("", "0")
 
 T = TypeVar("T")
 
@@ -84,7 +81,7 @@ class Prepared:
         self._backwards: dict[tuple, Backward] = {}
 
     def forward(self, operands: Operands, loss: LossOptions) -> Results:
-        if CHECK_TARGETS:
+        if environment.CHECK_TARGETS:
             check_targets(operands, loss)
         forward = self._prepared_forward(operands, loss)
         return forward.finish(operands, loss, forward.statistics(operands, loss))
@@ -138,7 +135,7 @@ class Prepared:
         return self._implementation.scale_gradients(dloss, target, accumulated, loss, dtype, out)
 
     def grad_in_forward(self, operands: Operands, loss: LossOptions) -> Accumulated:
-        if CHECK_TARGETS:
+        if environment.CHECK_TARGETS:
             check_targets(operands, loss)
         return self._implementation.grad_in_forward(operands, loss, self.request)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import environment
 from ..arguments import Operands
 from ..options import LossOptions
 from ..streaming import sampled as streaming
@@ -16,7 +17,7 @@ from ..streaming.products import accumulate_dtype
 from ..streaming.sampled import SampledOperands, SampledOptions, SampledStats
 from . import inner
 from .autograd import GradientFunction, as_given, no_options, register
-from .prepared import CHECK_TARGETS, check_targets
+from .prepared import check_targets
 
 _OPERANDS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor sampled_ids, Tensor? linear_bias, "
@@ -44,7 +45,8 @@ def _fake_backward(dloss, row_max, others, row_sum, *arguments):
 @inner.define(f"sampled({_OPERANDS}, {_OPTIONS}) -> (Tensor loss, {_STATS})", _fake_sampled)
 def sampled(*arguments):
     operands, options = SampledOperands(*arguments[:_TENSORS]), SampledOptions(*arguments[_TENSORS:])
-    if CHECK_TARGETS:
+    environment.check()
+    if environment.CHECK_TARGETS:
         check_targets(Operands(*operands[:3]), LossOptions("none", options.ignore_index))
     loss, stats = streaming.forward(operands, options)
     return loss, *stats

@@ -8,6 +8,7 @@ import logging
 
 import torch
 
+from .. import environment
 from ..implementation import Implementation, Statistics, StatsOperands, StatsOptions
 from ..logit_term import term_of
 from ..streaming import STATISTICS, STREAMING
@@ -46,9 +47,13 @@ def statistics(operands: StatsOperands, options: StatsOptions, schedule: str) ->
 
 
 def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:
+    # Every call comes here, or to what an earlier one picked.
+    environment.check()
     picked = STREAMING
+    if environment.IMPLEMENTATION == "streaming":
+        _log_switched_off()
     # A fake CUDA tensor may exist without a CUDA device.
-    if device.type == "cuda" and torch.cuda.is_available():
+    elif device.type == "cuda" and torch.cuda.is_available():
         from .. import launch
 
         if launch.serves(device, dtype):
@@ -57,6 +62,12 @@ def _pick(device: torch.device, dtype: torch.dtype) -> Implementation:
             _log_streaming(device)
     _picked[device, dtype] = picked
     return picked
+
+
+@functools.cache
+def _log_switched_off() -> None:
+    """Log once what was asked for."""
+    _logger.info("CUTE_LCE_IMPLEMENTATION=streaming: the streaming path serves every call")
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import environment
 from ..arguments import Operands
 from ..implementation import (
     Accumulated,
@@ -45,7 +46,7 @@ from .autograd import (
     register,
 )
 from .plain import is_plain_eager, placed_as
-from .prepared import CHECK_TARGETS, check_targets
+from .prepared import check_targets
 from .schemas import LIMITS
 from .select import implementation, statistics
 
@@ -162,7 +163,7 @@ def _empty_kept(operands: StatsOperands, options: StatsOptions, kept_columns: in
 
 
 def _check(operands: StatsOperands, ignore_index: int) -> None:
-    if CHECK_TARGETS:
+    if environment.CHECK_TARGETS:
         check_targets(Operands(*operands[:3]), LossOptions("none", ignore_index))
 
 

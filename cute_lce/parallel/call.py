@@ -22,6 +22,7 @@ from ..ops.prepared import cache, key_of, remember
 from ..ops.select import implementation
 from ..options import ComputeOptions, LossOptions
 from ..plan.problem import Problem
+from ..scalars import python_number
 from . import ops, ranks
 from .collectives import ctas_of
 from .tensor import Shard, ShardedPasses
@@ -42,9 +43,10 @@ class Spread(NamedTuple):
 
 def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: Any, sm_margin: Any) -> Spread:
     """The arguments, checked as far as that needs no tensors. Raises TypeError and ValueError by name."""
+    vocab_start, sequence_dim, sm_margin = map(python_number, (vocab_start, sequence_dim, sm_margin))
     if tp_group is None:
         given = {"vocab_start": vocab_start is not None, "sequence_dim": sequence_dim is not None}
-        given["grad_input"] = grad_input != "reduced"
+        given["grad_input"] = not isinstance(grad_input, str) or grad_input != "reduced"
         given["sm_margin"] = sm_margin is not None
         name = next(name for name, is_given in given.items() if is_given)
         raise ValueError(f"{name}: got a value without tp_group, want it only with a tp_group")
@@ -60,6 +62,8 @@ def spread_of(tp_group: Any, vocab_start: Any, sequence_dim: Any, grad_input: An
         if not 0 <= vocab_start < 2**31:
             raise ValueError(f"vocab_start: got {vocab_start}, want at least 0 and less than 2**31")
         vocab_start = cast("int", vocab_start)
+    if isinstance(sequence_dim, bool) or not isinstance(sequence_dim, int | None):
+        raise TypeError(f"sequence_dim: got {type(sequence_dim).__name__}, want an int or None")
     if not isinstance(grad_input, str) or grad_input not in GRAD_INPUTS:
         raise ValueError(f"grad_input: got {grad_input!r}, want one of {', '.join(map(repr, GRAD_INPUTS))}")
     if grad_input == "partial" and sequence_dim is not None:

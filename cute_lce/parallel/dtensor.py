@@ -245,7 +245,8 @@ def _group_of(weight: DTensor, input: Tensor, dim: int, inputs: Placements) -> d
     each = -(-rows // ranks)
     if each * (ranks - 1) >= rows:
         raise ValueError(
-            f"linear_weight: got {rows} classes over {ranks} ranks, some without any, want more classes"
+            f"linear_weight: got shape {tuple(weight.shape)} over {ranks} ranks, some without any class, "
+            "want more classes"
         )
     sequence_dim, placement = None, inputs[dim]
     if isinstance(placement, Shard):
@@ -257,7 +258,7 @@ def _group_of(weight: DTensor, input: Tensor, dim: int, inputs: Placements) -> d
                 over *= mesh.size(i)
         if input.shape[sequence_dim] % over:
             raise ValueError(
-                f"input: got {input.shape[sequence_dim]} tokens in dimension {sequence_dim} over {over} "
+                f"input: got shape {tuple(input.shape)}, whose dimension {sequence_dim} is over {over} "
                 "ranks, want equal shards: redistribute it to Replicate()"
             )
     start = each * mesh.get_local_rank(dim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import zlib
 from typing import Any
 
@@ -11,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import environment
 from ..ops.plain import is_plain_eager
-
-# Read once, not in every call.
-CHECK_RANKS = os.environ.get("CUTE_LCE_CHECK_RANKS", "0") not in ("", "0")
 
 
 def are_checked(input: Tensor, weight: Tensor, target: Tensor) -> bool:
     """Whether a call is: an eager one. What torch.compile traces has no values."""
-    return CHECK_RANKS and is_plain_eager(input, weight, target)
+    return environment.CHECK_RANKS and is_plain_eager(input, weight, target)
 
 
 def check(

@@ -26,10 +26,10 @@ OPS = (
 OF_CLASSES = {"linear_weight", "linear_bias", "class_weight"}
 SUMS = {"num_valid", "dlinear_weight", "dlinear_bias", "dweight_accumulator", "dbias_accumulator"}
 """Over the tokens of each rank."""
-BESIDE_KEPT = {"kept_scale", "onehot_ratio", "sorted_ids", "weight_sum"}
+BESIDE_KEPT = {"kept_scale", "onehot_ratio", "sorted_ids"}
 """Of the tokens of `kept`, whose placement decides. Replicate, though each rank has its own: DTensor then
 passes a rank's tensor on as it is. As shards they would be padded to shapes that torch before 2.13 asks of
-fakes on a CPU, where there are none of these numbers. weight_sum is of the weight, whole on each rank."""
+fakes on a CPU, where there are none of these numbers."""
 GRADIENTS = {
     "need_dinput": ("dinput", "dinput_accumulator"),
     "need_dweight": ("dlinear_weight", "dweight_accumulator"),

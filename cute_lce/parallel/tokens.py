@@ -55,8 +55,6 @@ def tokens_of(input: Tensor, target: Tensor, sequence_dim: int | None, group: Pr
     shape nor the group's."""
     if sequence_dim is None:
         return Tokens(target.shape)
-    if isinstance(sequence_dim, bool) or not isinstance(sequence_dim, int):
-        raise TypeError(f"sequence_dim: got {type(sequence_dim).__name__}, want an int or None")
     shape, ranks = input.shape[:-1], group.size()
     if not -len(shape) <= sequence_dim < len(shape):
         raise ValueError(
@@ -67,6 +65,6 @@ def tokens_of(input: Tensor, target: Tensor, sequence_dim: int | None, group: Pr
     if target.shape not in (shape, every):
         raise ValueError(
             f"target: got shape {tuple(target.shape)}, want {tuple(every)} (whole) or {tuple(shape)} (slice)"
-            f" for input's shape {tuple(input.shape)} and sequence_dim={sequence_dim} over {ranks} ranks"
+            f" for input's shape {tuple(input.shape)} and sequence_dim={sequence_dim} over a group of {ranks}"
         )
     return Tokens(target.shape, dim, target.shape == every)

@@ -218,11 +218,10 @@ def terms_of(args: Flags, dtype: str) -> Terms:
     statistics = *logits, *weights, *(term for term in MORE_PARTS if sums[term])
     forward = *statistics, *topk
     smooth_cap = args.softcap and args.label_smoothing
-    keeps, of_logits = None, args.entropy or args.log_sum_sq_probs or weights
-    forms = args.lse or args.topk
-    if not (of_logits or forms or smooth_cap):
-        keeps = ("products" if term == "total" else term for term in forward)
-        keeps = (*keeps, *("proportion",) * (args.z_loss or args.label_smoothing))
+    keeps = None
+    of_logits = any((args.entropy, args.log_sum_sq_probs, args.label_smoothing, args.lse, args.topk))
+    if not of_logits:
+        keeps = *forward, *("proportion",) * args.z_loss
     more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights, *topk
     numbers = args.lse, args.log_sum_sq_probs, args.mean_logit, args.argmax
     if more or any((*numbers, args.linear_bias, args.softcap, args.z_loss, args.temperatures)):
@@ -230,14 +229,7 @@ def terms_of(args: Flags, dtype: str) -> Terms:
     bias = ("bias_gradient",) * args.linear_bias
     backwards = [(*logits, *more, *bias)]
     if keeps is not None:
-        shared = ("shared",) * args.label_smoothing
-        backwards.append((*logits, *more, *shared, *bias))
-        backwards.append((*("coefficients",) * args.linear_bias, *shared, *bias) if more else logits)
-    elif dtype == "bfloat16" and not (of_logits or args.label_smoothing):
-        keeps = *statistics, "proportion", *topk
-        backwards.append((*logits, *more, "entries", *bias))
-        kept = ("coefficients",) * args.linear_bias
-        backwards += [(*kept, "entries", *bias), *[(*kept, *bias)] * bool(args.z_loss)]
+        backwards.append((*("coefficients",) * args.linear_bias, *bias) if more else logits)
     elif dtype == "bfloat16" and not smooth_cap:
         keeps = *statistics, "kept_logits", *topk
         backwards.append((*logits, *more, "kept_logits", *bias))

@@ -104,27 +104,6 @@ def copies_into_dinput(problem: Problem, *, summed: bool) -> bool:
     return problem.need_dinput and summed and not problem.shard
 
 
-MOST_SUMS = 1 << 20
-"""Sums of slabs of a matrix's rows that are made at once, at most about (kernels/column_sums.py)."""
-
-
-def most_slabs(columns: int) -> int:
-    """Of the rows of a matrix with so many columns."""
-    return max(MOST_SUMS // round_up(columns, 1024), 1)
-
-
-def row_sums_bytes(problem: Problem, kept: int) -> int:
-    """Bytes of the sums of rows that what was kept needs, and of those of their slabs, in either pass: of
-    slabs one more than most, and up to three sums. A forward has 8 more a token, counted in both."""
-    sums = 4 * problem.d * (most_slabs(problem.d) + 4)
-    return sums + 8 * problem.n if kept and problem.smoothed else 0
-
-
-def reserved_bytes(problem: Problem, kept: int) -> int:
-    """Bytes of a forward's workspace that hold neither statistics nor partials."""
-    return forward_compaction_bytes(problem, kept) + row_sums_bytes(problem, kept)
-
-
 def window_bytes(n: int) -> int:
     """Bytes of statistics and of a forward's workspace with one window, without a compaction."""
     return 192 * n + 4 * KIB
@@ -132,7 +111,7 @@ def window_bytes(n: int) -> int:
 
 def forward_bytes(problem: Problem, kept: int) -> int:
     """Bytes of workspace and statistics with which every forward can run, besides those for keeping."""
-    return window_bytes(problem.n) + reserved_bytes(problem, kept)
+    return window_bytes(problem.n) + forward_compaction_bytes(problem, kept)
 
 
 def keep_workspace_bytes(n: int, kept: int) -> int:
@@ -186,7 +165,6 @@ def backward_bytes(problem: Problem, columns: int, kept: int = 0, splits: int = 
     if kept:
         # 16-bit numbers, the notes and sums.
         total += 2 * n * round_up(kept, 8) + n * note_bytes(kept) + kept_sums_bytes(problem, kept)
-        total += row_sums_bytes(problem, kept)
     if problem.need_dweight and (exponentials or problem.half):
         # The scaled copy of the hidden rows.
         total += 2 * n * d

@@ -16,8 +16,7 @@ class Problem(NamedTuple):
     are logits, of which the backward makes dlogits, a stripe at a time or, with overwrites, all at once in
     their place. shard: whether the classes are a shard's, whose gradient by tokens is summed over the ranks.
     adds: whether dweight is added to a tensor of the caller's, and is no result. need_dbias: whether the
-    gradient by a bias is needed, for which a backward sums dlogits over slabs of tokens. smoothed: whether
-    what is kept is of a smoothed loss, for which rows of the weight and of hidden states are summed.
+    gradient by a bias is needed, for which a backward sums dlogits over slabs of tokens.
     """
 
     n: int
@@ -31,7 +30,6 @@ class Problem(NamedTuple):
     overwrites: bool = False
     adds: bool = False
     need_dbias: bool = False
-    smoothed: bool = False
 
     @property
     def has_stripes_of_logits(self) -> bool:

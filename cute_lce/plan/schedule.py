@@ -16,11 +16,11 @@ from .memory import (
     DEFAULT_WORKSPACE,
     backward_bytes,
     forward_bytes,
+    forward_compaction_bytes,
     keeping_bytes,
     kept_sums_bytes,
     note_bytes,
     refuse_workspace,
-    reserved_bytes,
     usable,
     window_bytes,
     workspace_for,
@@ -188,7 +188,7 @@ class _Call:
         return fastest(self._forwards(kept), spare)[0]
 
     def _reserved(self, kept: int) -> int:
-        return reserved_bytes(self.problem, kept)
+        return forward_compaction_bytes(self.problem, kept)
 
     def _forwards(self, kept: int) -> list[tuple[int, int, int]]:
         found = self._choices.get(kept)

@@ -13,7 +13,16 @@ from ..implementation import Request, Results
 from ..options import LossOptions
 from .memory import request_of_rows, windows
 from .products import LogitsBuffer, Products, accumulate_dtype, mm, without_autocast
-from .rows import classify, first_rows, in_window, of_all_rows, reduce, valid_rows
+from .rows import (
+    classify,
+    first_rows,
+    in_window,
+    is_valid,
+    of_all_rows,
+    reduce,
+    valid_rows,
+    without_ignored,
+)
 
 
 def empty_kept(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +57,9 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     kept, kept_scale = empty_kept(hidden, kept_columns) if kept_columns else (None, None)
     rows = valid_rows(target, loss.ignore_index)
     if rows is None:
-        found = _columns(operands, classes, loss, request, kept)
+        ignored = ~is_valid(target, loss.ignore_index).unsqueeze(1)
+        read = operands._replace(hidden=without_ignored(hidden, ignored))
+        found = _columns(read, classes, loss, request, kept)
     else:
         part = Operands(hidden[rows], weight, target[rows])
         own = None if kept is None else first_rows(kept, len(rows))

@@ -19,7 +19,6 @@ from .rows import (
     of_all_rows,
     of_rows,
     reduce,
-    subtract_target,
     valid_rows,
     without_ignored,
 )
@@ -59,9 +58,13 @@ def _chunks(
     acc = accumulate_dtype(hidden.dtype)
     token_ranges, ranges = chunks(operands, request)
     row_max, row_sum, target_logit = (hidden.new_empty((n,), dtype=acc) for _ in range(3))
-    dinput = hidden.new_zeros((n, d), dtype=acc) if request.need_dinput else None
-    dweight = weight.new_zeros((V, d), dtype=acc) if request.need_dweight else None
+    dinput = hidden.new_empty((n, d), dtype=acc) if request.need_dinput else None
+    # The first chunk writes dweight, if there is one.
+    new_dweight = weight.new_empty if token_ranges else weight.new_zeros
+    dweight = new_dweight((V, d), dtype=acc) if request.need_dweight else None
     buffer = LogitsBuffer(V, token_ranges, hidden, acc)
+    ignored = ~valid.unsqueeze(1)
+    hidden = without_ignored(hidden, ignored)
     for start, stop in token_ranges:
         products = Products(hidden[start:stop], weight)
         logits = buffer.window(stop - start).view(stop - start, V)
@@ -74,27 +77,32 @@ def _chunks(
         total = maths.exponential(logits, maximum.unsqueeze(1), torch.exp_, torch.Tensor.sub_).sum(1)
         row_max[start:stop], row_sum[start:stop] = maximum, total
         total = total.masked_fill(out_of_range[start:stop], torch.nan)
-        subtract_target(logits, classes[start:stop], total, 0, V)
+        logits.scatter_add_(1, column, -total.unsqueeze(1))
         scale = maths.product_gradient(1, loss)
         factor = torch.where(valid[start:stop], maths.softmax_factor(scale, total), 0).unsqueeze(1)
-        ignored = ~valid[start:stop].unsqueeze(1)
-        logits.masked_fill_(ignored, 0)
         if products.rounded:
-            dlogits = logits.mul_(factor).to(hidden.dtype)
-            scaled_hidden = without_ignored(products.hidden, ignored) if dweight is not None else None
+            dlogits, scaled_hidden = logits.mul_(factor).to(hidden.dtype), products.hidden
         else:
-            dlogits = logits
-            scaled_hidden = (
-                (products.hidden * factor).masked_fill_(ignored, 0) if dweight is not None else None
-            )
+            dlogits, scaled_hidden = logits, products.hidden * factor
         for low, high in ranges:
             if dinput is not None:
-                add_mm(dinput[start:stop], dlogits[:, low:high], products.weight(low, high))
-            if dweight is not None and scaled_hidden is not None:
-                add_mm(dweight[low:high], dlogits[:, low:high].mT, scaled_hidden)
+                _sum_of_products(dinput[start:stop], dlogits[:, low:high], products.weight(low, high), low)
+            if dweight is not None:
+                _sum_of_products(dweight[low:high], dlogits[:, low:high].mT, scaled_hidden, start)
         if dinput is not None and not products.rounded:
             dinput[start:stop].mul_(factor)
+    if dinput is not None:
+        # 0 times an infinite weight is nan.
+        dinput.masked_fill_(ignored, 0)
     return (row_max, row_sum, target_logit), dinput, dweight
+
+
+def _sum_of_products(out: Tensor, a: Tensor, b: Tensor, part: int) -> None:
+    """Write part 0 of a sum of products, add any other."""
+    if part == 0:
+        mm(a, b, out)
+    else:
+        add_mm(out, a, b)
 
 
 @without_autocast

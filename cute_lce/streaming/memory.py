@@ -11,22 +11,28 @@ from ..arguments import Operands
 from ..implementation import Request, StatsOperands, StatsOptions
 from ..logit_term import term_of
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
-from ..plan.problem import MIB, Limits, Problem
-from .products import accumulate_dtype, multiplies_narrow
+from ..plan.problem import MIB, Limits, Problem, ceil_div, round_up
+from .products import ADDS_WIDE, accumulate_dtype, multiplies_narrow, sums_narrow
 
 # Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
 CPU_LOGITS_BYTES = 8 * MIB
 GPU_LOGITS_BYTES = 256 * MIB
 # Bytes of a chunk of tokens times the whole vocabulary in grad_in_forward, which updates all of dW once per
-# chunk.
-_CHUNK_BYTES = 128 * MIB
+# chunk: on a CPU and on a GPU.
+_CPU_CHUNK_BYTES = 128 * MIB
+_GPU_CHUNK_BYTES = 1024 * MIB
 _WINDOW_MULTIPLE = 64
-_LEAST_CHUNK = 16
+_CPU_LEAST_CHUNK = 16
+# On a GPU narrower windows and shorter chunks spend more time on their sums in memory and on launches than on
+# their products: at least so many columns and so many multiplications in a window, so many tokens in a chunk.
+_GPU_LEAST_COLUMNS = 2048
+_GPU_LEAST_PRODUCTS = 10**11
+_GPU_LEAST_CHUNK = 512
 # Bytes a row of the (n,) vectors that are alive at once: statistics, targets, masks and temporaries.
 ROW_BYTES = 128
-# Windows of logits that are alive at once in token_stats.py, more with a LogitTerm, and vectors of the
-# vocabulary's length.
-_TERM_COPIES, _OWN_COPIES = 5, 9
+# Windows of logits that are alive at once in token_stats.py: without numbers that need them twice and without
+# slopes, one more for each of the two, with a LogitTerm. And vectors of the vocabulary's length.
+_TERM_COPIES, _OWN_COPIES = 3, 9
 _TERM_VECTORS = 4
 # Bytes that CUDA's reductions over long rows allocate.
 _REDUCTION_BYTES = 4 * MIB
@@ -53,8 +59,8 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int =
         column *= copies
         # The copy with zeros in ignored rows.
         fixed += n * d * dtype.itemsize + _TERM_VECTORS * problem.vocab * acc
-    elif device_type == "cpu":
-        # Of the rows that are not ignored.
+    else:
+        # Of the rows that are not ignored, or with zeros in the others.
         fixed += n * d * dtype.itemsize
     if device_type == "cpu" and problem.need_dinput and not narrow and not problem.need_dweight:
         # Their gradient, beside that of all rows; the scaled copy for dweight is gone by then.
@@ -65,13 +71,10 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int =
     if rounded and problem.wants_gradient:
         column += n * dtype.itemsize
     if narrow and problem.need_dinput:
-        fixed += n * d * acc * (2 if rounded else 1)
+        fixed += n * d * acc * (2 if rounded and not ADDS_WIDE else 1)
     if problem.need_dweight and not rounded:
         fixed += n * d * acc
         column += d * acc if widened else 0
-    if problem.need_dweight and rounded and not problem.half and not copies:
-        # A copy with zeros in ignored rows.
-        fixed += n * d * dtype.itemsize
     if problem.need_dweight and rounded and not problem.half and copies:
         # A window of dweight that is not rounded yet.
         column += d * acc
@@ -91,26 +94,56 @@ def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, copies:
     narrow = dtype.itemsize < acc
     rounded = narrow and multiplies_narrow(device_type)
     fixed = ROW_BYTES * n + (n * d * acc if problem.need_dinput else 0)
+    # Those of the rows that are not ignored, or with others in the place of those that are.
+    fixed += n * d * dtype.itemsize
     if device_type == "cpu":
-        # Those of the rows that are not ignored.
-        fixed += n * d * (dtype.itemsize + (acc if problem.need_dinput else 0))
+        fixed += n * d * acc if problem.need_dinput else 0
     fixed += V * d * acc if problem.need_dweight else 0
     fixed += _TERM_VECTORS * V * acc if copies else 0
     token = max(copies, 1) * V * acc + (V * dtype.itemsize if rounded else 0) + 2 * d * acc + ROW_BYTES
-    return fixed, d * acc if narrow else 0, token
+    # A widened window of the weight, or a product that is to be added.
+    has_window = narrow and not (rounded and ADDS_WIDE)
+    return fixed, d * acc if has_window else 0, token
 
 
 def _min(a: int, b: int) -> int:
     """min, without the guard that comparing symbolic integers makes."""
-    return cast("int", torch.sym_min(a, b))
+    return cast("int", torch.sym_min(a, b)) if _is_symbolic(a, b) else min(a, b)
 
 
 def _max(a: int, b: int) -> int:
-    return cast("int", torch.sym_max(a, b))
+    return cast("int", torch.sym_max(a, b)) if _is_symbolic(a, b) else max(a, b)
 
 
-def _least_window(V, window):
-    return _min(window or _WINDOW_MULTIPLE, V)
+def _is_symbolic(*sizes: int) -> bool:
+    """Whether builtins would make a guard of these. Dynamo traces builtins without one."""
+    symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
+    return symbolic and not torch.compiler.is_dynamo_compiling()
+
+
+def _least_window(problem: Problem, window: int, device_type: str):
+    """Columns of the narrowest window of a sweep."""
+    if window or device_type == "cpu":
+        return _min(window or _WINDOW_MULTIPLE, problem.vocab)
+    columns = (
+        ceil_div(_GPU_LEAST_PRODUCTS, _max(problem.n * problem.d * _WINDOW_MULTIPLE, 1)) * _WINDOW_MULTIPLE
+    )
+    return _min(_max(columns, _GPU_LEAST_COLUMNS), problem.vocab)
+
+
+def _least_chunk(problem: Problem, device_type: str):
+    """Tokens of the shortest chunk."""
+    if device_type == "cpu":
+        return _min(_CPU_LEAST_CHUNK, problem.n)
+    tokens = ceil_div(_GPU_LEAST_PRODUCTS, problem.vocab * problem.d * _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
+    return _min(_max(tokens, _GPU_LEAST_CHUNK), problem.n)
+
+
+def _least_of_chunks(problem: Problem, dtype: torch.dtype, device_type: str, window, copies: int = 0):
+    """The least bytes of a workspace for grad_in_forward."""
+    fixed, column, token = _chunk_costs(problem, dtype, device_type, copies)
+    columns = _least_window(problem, window, device_type)
+    return fixed + column * columns + token * _least_chunk(problem, device_type)
 
 
 def choose(
@@ -124,18 +157,27 @@ def choose(
 ) -> tuple[str, int]:
     """Decide the schedule and how many columns it keeps: (schedule, kept_columns).
 
-    "keep" keeps what fits into the workspace besides the windows. "auto" is "keep" if the caller gives a
-    workspace, else "recompute", which needs the least. With a symbolic n the columns kept are an expression
-    that may come to 0, and no guard on n: an exported program has one graph for every n. Raises ValueError
-    naming the least workspace_mb if the given one is too small, and naming schedule for "grad_in_forward"
-    with a per-token upstream gradient and a weight that needs a gradient.
+    "keep" keeps what fits into the workspace besides the windows. "auto" is "keep". Without a workspace it is
+    "recompute" on a CPU in float32 and float64, which takes as long. With a frozen weight on a GPU it is
+    "grad_in_forward" where a chunk fits. With a symbolic n the columns kept are an expression that may be 0,
+    and no guard on n: an exported program has one graph for every n. Raises ValueError naming the least
+    workspace_mb if the given one is too small, and naming schedule for "grad_in_forward" with a per-token
+    upstream gradient and a weight that needs a gradient.
     """
+    frozen = problem.need_dinput and not problem.need_dweight
+    if schedule == "auto" and may_accumulate and frozen and device.type != "cpu" and not limits.window:
+        least = _least_of_chunks(problem, dtype, device.type, limits.window)
+        if least <= (limits.workspace or DEFAULT_WORKSPACE):
+            schedule = "grad_in_forward"
     return _choose(problem, dtype, device, schedule, reduction, limits, copies=0)
 
 
 def copies_of(options: StatsOptions) -> int:
     """Of a window's logits, that are alive at once."""
-    return _TERM_COPIES if term_of(options.softcap) is None else _OWN_COPIES
+    if term_of(options.softcap) is not None:
+        return _OWN_COPIES
+    twice = {"entropy", "log_sum_sq_probs", "total_nll"}.intersection(options.outputs)
+    return _TERM_COPIES + bool(twice) + (options.softcap is not None)
 
 
 def choose_with_terms(
@@ -162,7 +204,12 @@ def _choose(
 ) -> tuple[str, int]:
     n, V = problem.n, problem.vocab
     window, workspace = limits
-    if schedule == "auto" and workspace:
+    if schedule == "grad_in_forward" and problem.wants_gradient and not copies:
+        # Sums over chunks want float32 products, which take longer than keeping everything does.
+        fits = _bytes_with_dlogits(problem, dtype, limits) <= (workspace or DEFAULT_WORKSPACE)
+        if sums_narrow(device.type, dtype) and fits:
+            return "keep", V
+    if schedule == "auto" and (workspace or device.type != "cpu" or dtype.itemsize < 4):
         schedule = "keep"
     if schedule == "grad_in_forward" and problem.wants_gradient:
         if reduction == "none" and problem.need_dweight:
@@ -172,25 +219,46 @@ def _choose(
                 "'mean' or 'sum', a frozen linear_weight, or another schedule"
             )
         if workspace:
-            fixed, column, token = _chunk_costs(problem, dtype, device.type, copies)
-            least = fixed + column * _least_window(V, window) + token * min(_LEAST_CHUNK, n)
+            least = _least_of_chunks(problem, dtype, device.type, window, copies)
             if workspace < least:
                 raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not problem.wants_gradient):
         return "recompute", 0
     fixed, column = _costs(problem, dtype, device.type, copies)
-    least = fixed + column * _least_window(V, window)
+    least_window = _least_window(problem, window, device.type)
+    least = fixed + column * least_window
     if workspace and workspace < least:
         raise refuse_workspace(schedule, workspace, least)
     if schedule != "keep" or not problem.wants_gradient or n == 0:
         return "recompute", 0
-    kept = ((workspace or DEFAULT_WORKSPACE) - least) // (n * accumulate_dtype(dtype).itemsize)
+    logits = n * accumulate_dtype(dtype).itemsize
+    if device.type != "cpu" and not window:
+        # What is kept saves less time than wider windows do.
+        least = fixed + column * _min(_max(GPU_LOGITS_BYTES // logits, least_window), V)
+    kept = ((workspace or DEFAULT_WORKSPACE) - least) // logits
     # All of V, or whole windows; whether it is all is a number, 0 or 1, since a branch would be a guard.
     everything = _max(_min(kept - V + 1, 1), 0)
     kept = _min(kept, V) // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE + everything * (V % _WINDOW_MULTIPLE)
     kept = _max(kept, 0)
     return ("recompute", 0) if type(kept) is int and kept == 0 else ("keep", kept)
+
+
+def holds_dlogits(operands: Operands, request: Request) -> bool:
+    """Whether a CPU's backward holds the rounded dlogits of all columns, beside the kept logits of all. Each
+    gradient is then one sum, which the CPU rounds once."""
+    dtype, problem = operands.hidden.dtype, problem_of(operands, request)
+    if request.kept_columns < problem.vocab or not sums_narrow(operands.hidden.device.type, dtype):
+        return False
+    workspace = request.limits.workspace or DEFAULT_WORKSPACE
+    return not request.shard and _bytes_with_dlogits(problem, dtype, request.limits) <= workspace
+
+
+def _bytes_with_dlogits(problem: Problem, dtype: torch.dtype, limits: Limits):
+    """The least bytes of a workspace that holds all logits of a CPU and all rounded dlogits."""
+    n, d, V = problem.n, problem.d, problem.vocab
+    window = _least_window(problem, limits.window, "cpu")
+    return n * (ROW_BYTES + d * (4 + dtype.itemsize) + 4 * window + V * 4 + round_up(V, 64) * dtype.itemsize)
 
 
 def windows(operands: Operands | StatsOperands, request: Request, copies: int = 0) -> list[tuple[int, int]]:
@@ -203,13 +271,21 @@ def windows(operands: Operands | StatsOperands, request: Request, copies: int = 
         window = (CPU_LOGITS_BYTES if device_type == "cpu" else GPU_LOGITS_BYTES) // max(logits, 1)
         fixed, column = _costs(problem, dtype, device_type, copies)
         spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
-        window = min(window, spare // max(column, 1))
-        window = max(window // _WINDOW_MULTIPLE, 1) * _WINDOW_MULTIPLE
+        if holds_dlogits(operands, request):
+            spare -= problem.n * problem.vocab * dtype.itemsize
+        window = min(window, spare // max(column, 1)) // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE
+        window = max(window, _least_window(problem, 0, device_type), 1)
+    parts = (0, request.kept_columns), (request.kept_columns, problem.vocab)
     return [
-        (low, min(low + window, end))
-        for start, end in ((0, request.kept_columns), (request.kept_columns, problem.vocab))
-        for low in range(start, end, window)
+        each for start, end in parts for each in _ranges(start, end, window, even=not request.limits.window)
     ]
+
+
+def _ranges(start: int, end: int, step: int, *, even: bool) -> list[tuple[int, int]]:
+    """Half-open ranges of at most `step`, from start to end; even: of nearly equal lengths."""
+    if even and end > start:
+        step = min(step, round_up(ceil_div(end - start, ceil_div(end - start, step)), _WINDOW_MULTIPLE))
+    return [(low, min(low + step, end)) for low in range(start, end, step)]
 
 
 def request_of_rows(request: Request, hidden: Tensor, rows: Tensor) -> Request:
@@ -228,21 +304,20 @@ def chunks(
     problem = problem_of(operands, request)
     n, V = problem.n, problem.vocab
     window, workspace = request.limits
-    on_cpu = operands.hidden.device.type == "cpu"
+    on_cpu, least = operands.hidden.device.type == "cpu", _least_chunk(problem, operands.hidden.device.type)
     fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type, copies)
     if not window:
         # A window only bounds what 16-bit operands cost: the converted weight, or a product to be added.
         logits_bytes = CPU_LOGITS_BYTES if on_cpu else GPU_LOGITS_BYTES
         window = V if not column else max(logits_bytes // column, _WINDOW_MULTIPLE)
-        if workspace:
-            spare = workspace - fixed - token * min(_LEAST_CHUNK, n)
-            window = min(window, max(spare // max(column, 1), _WINDOW_MULTIPLE))
+        if workspace and column:
+            spare = workspace - fixed - token * least
+            window = min(window, max(spare // column, _WINDOW_MULTIPLE))
         window = min(window, V)
-    chunk = (_CHUNK_BYTES if on_cpu else GPU_LOGITS_BYTES) // token
+    chunk = (_CPU_CHUNK_BYTES if on_cpu else _GPU_CHUNK_BYTES) // token
     if workspace:
         chunk = min(chunk, (workspace - fixed - column * window) // token)
-    chunk = max(chunk, _LEAST_CHUNK)
-    return (
-        [(low, min(low + chunk, n)) for low in range(0, n, chunk)],
-        [(low, min(low + window, V)) for low in range(0, V, window)],
-    )
+    # Products over a number of tokens that is no multiple of 8 are slow on a GPU.
+    multiple = 1 if on_cpu else _WINDOW_MULTIPLE
+    chunk = max(chunk // multiple * multiple, least, 1)
+    return _ranges(0, n, chunk, even=not on_cpu), _ranges(0, V, window, even=False)

@@ -7,6 +7,10 @@ import functools
 import torch
 from torch import Tensor
 
+ADDS_WIDE = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)
+"""Whether torch.addmm adds a product of 16-bit operands to a float32 accumulator. Earlier releases want an
+accumulator of the operands' dtype; there the product needs memory of its own."""
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
@@ -15,6 +19,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def multiplies_narrow(device_type: str) -> bool:
     """Whether 16-bit operands can give a float32 product: on CUDA; elsewhere they are converted first."""
     return device_type == "cuda"
+
+
+@functools.cache
+def sums_narrow(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a CPU has instructions that multiply operands of this dtype. A product is then the float32 sum,
+    rounded once to that dtype."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device_type == "cpu" and dtype is torch.bfloat16 and native
 
 
 def without_autocast(function):
@@ -58,8 +70,9 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 def add_mm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype is accumulator.dtype:
         accumulator.addmm_(a, b)
+    elif ADDS_WIDE:
+        torch.addmm(accumulator, a, b, out_dtype=accumulator.dtype, out=accumulator)
     else:
-        # In torch 2.9 torch.addmm with out_dtype requires an accumulator of the operands' dtype.
         accumulator += torch.mm(a, b, out_dtype=accumulator.dtype)
 
 

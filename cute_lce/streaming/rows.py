@@ -36,12 +36,17 @@ def valid_rows(target: Tensor, ignore_index: int) -> Tensor | None:
     return (~ignored).nonzero().squeeze(1) if ignored.any() else None
 
 
-def without_ignored(hidden: Tensor, ignored: Tensor) -> Tensor:
-    """hidden with zeros in the rows of ignored (n, 1), in a copy: a nan there would make dweight nan, even if
-    its dlogits are 0. On a CPU, where only valid rows are computed, hidden itself."""
-    if computes_some_rows(hidden.device.type):
-        return hidden
-    return hidden.masked_fill(ignored, 0)
+def without_ignored(values: Tensor, ignored: Tensor) -> Tensor:
+    """values (n, k) with a valid row in the place of each row of ignored (n, 1), in a copy; zeros if all are.
+
+    A nan in an ignored row would make dweight nan, even if its dlogits are 0. Zeros would, where a weight is
+    infinite. On a CPU, where only valid rows are computed, values itself.
+    """
+    if computes_some_rows(values.device.type) or not len(values):
+        return values
+    first = ignored.to(torch.uint8).argmin(0)
+    valid_row = values.index_select(0, first).masked_fill(ignored.all(), 0)
+    return torch.where(ignored, valid_row, values)
 
 
 def of_all_rows(
@@ -85,16 +90,16 @@ def _refuse_targets(target: Tensor, out_of_range: Tensor, ignore_index: int, V: 
 
 
 def in_window(classes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Whether each row's class is in the window, and its column there as (n, 1), 0 if it is not."""
-    inside = (classes >= low) & (classes < high)
-    return inside, torch.where(inside, classes - low, 0).unsqueeze(1)
+    """Whether each row's class is in the window, and its column there as (n, 1), any if it is not."""
+    shifted = classes - low
+    column = shifted.clamp(0, high - low - 1)
+    return column == shifted, column.unsqueeze(1)
 
 
 def subtract_target(exponentials: Tensor, classes: Tensor, row_sum: Tensor, low: int, high: int) -> None:
     """exp(z - row_max) - row_sum * onehot, in place: row_sum times the softmax minus the onehot."""
     inside, column = in_window(classes, low, high)
-    onehot = torch.where(inside, row_sum, 0).unsqueeze(1)
-    exponentials.scatter_(1, column, maths.dlogits(exponentials.gather(1, column), onehot))
+    exponentials.scatter_add_(1, column, torch.where(inside, -row_sum, 0).unsqueeze(1))
 
 
 def reduce(row_max, row_sum, target_logit, valid, out_of_range, reduction):

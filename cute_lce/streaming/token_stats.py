@@ -68,7 +68,9 @@ class _Logits:
                 slope = slope_of(term, z) if needs_slope else None
                 # The term may have given what it was given, or the slope z itself.
                 return z / self._temperature, slope
-        return z.div_(self._temperature), slope
+        if isinstance(self._temperature, Tensor) or self._temperature != 1:
+            z.div_(self._temperature)
+        return z, slope
 
     @property
     def factor(self) -> Tensor | float:
@@ -94,31 +96,36 @@ class _Running:
         self.topk_logit = None if self._ids is None else rows.new_zeros(self._ids.shape)
 
     def add(self, z: Tensor, low: int, high: int) -> None:
+        """z (n, high - low): the logits of a window, which are overwritten."""
         inside, column = in_window(self._classes, low, high)
         self.target_logit = torch.where(inside, z.gather(1, column).squeeze(1), self.target_logit)
         if self._ids is not None and self.topk_logit is not None:
             inside, column = _ids_in_window(self._ids, low, high)
             self.topk_logit = torch.where(inside, z.gather(1, column), self.topk_logit)
-        highest, index = z.max(1)
         if "argmax" in self._outputs or "is_top1" in self._outputs:
             # The first of equal ones wins.
+            highest, index = z.max(1)
             self.argmax = torch.where(highest > self.row_max, index + low, self.argmax)
+        else:
+            highest = z.amax(1)
         before, self.row_max = self.row_max, torch.maximum(self.row_max, highest)
         rise, row_max = self.row_max - before, self.row_max.unsqueeze(1)
         shrunk = torch.exp(-rise)
         if "mean_logit" in self._outputs:
             self.logit_sum = self.logit_sum + z.sum(1)
-        gap = row_max - z
+        negative_gap = z.sub_(row_max)
         if "total_nll" in self._outputs:
             weight = None if self._class_weight is None else self._class_weight[low:high]
-            self.weighted_gap = self.weighted_gap + self.weight_sum * rise
-            self.weighted_gap = self.weighted_gap + (gap if weight is None else gap * weight).sum(1)
+            gaps = negative_gap.sum(1) if weight is None else (negative_gap * weight).sum(1)
+            self.weighted_gap = self.weighted_gap + self.weight_sum * rise - gaps
             self.weight_sum = self.weight_sum + (high - low if weight is None else weight.sum())
-        exponentials = maths.exponential(z, row_max, torch.exp_)
         if "entropy" in self._outputs:
-            # 0 times inf is 0 here.
-            gaps = gap.clamp_(max=torch.finfo(gap.dtype).max).mul_(exponentials).sum(1)
-            self.gap_sum = shrunk * (self.gap_sum + rise * self.row_sum) + gaps
+            exponentials = negative_gap.exp()
+            # 0 times -inf is 0 here.
+            gaps = negative_gap.clamp_(min=torch.finfo(z.dtype).min).mul_(exponentials).sum(1)
+            self.gap_sum = shrunk * (self.gap_sum + rise * self.row_sum) - gaps
+        else:
+            exponentials = negative_gap.exp_()
         if "log_sum_sq_probs" in self._outputs:
             self.square_sum = shrunk * shrunk * self.square_sum + exponentials.square().sum(1)
         self.row_sum = shrunk * self.row_sum + exponentials.sum(1)
@@ -359,10 +366,10 @@ def gradients(
         z, slope = logits.of(product, low, high, own=not is_kept, needs_slope=True)
         del product
         gap = z.sub_(saved.row_max.unsqueeze(1))
-        dlogits = gap.exp()
         if gap_factor is None:
-            dlogits.mul_(softmax.unsqueeze(1))
+            dlogits = gap.exp_().mul_(softmax.unsqueeze(1))
         else:
+            dlogits = gap.exp()
             # 0 times -inf is 0 here.
             gap.clamp_(min=LEAST_GAP).mul_(gap_factor).add_(softmax.unsqueeze(1))
             dlogits.mul_(gap)
@@ -376,7 +383,8 @@ def gradients(
         if topk is not None and ids is not None:
             inside, column = _ids_in_window(ids, low, high)
             dlogits.scatter_add_(1, column, torch.where(inside, topk, 0))
-        dlogits.mul_(factor)
+        if isinstance(factor, Tensor) or factor != 1:
+            dlogits.mul_(factor)
         if slope is not None:
             dlogits.mul_(slope)
         del slope
@@ -389,8 +397,8 @@ def gradients(
             add_mm(dinput, dlogits, window)
         if dweight is not None and out is not None:
             add_product(dweight[low:high], dlogits.mT, scaled_hidden, weight_scale)
-        elif dweight is not None and dtype is acc:
-            mm(dlogits.mT, scaled_hidden, dweight[low:high])
+        elif dweight is not None and dlogits.dtype is dtype and weight_scale is None:
+            torch.mm(dlogits.mT, scaled_hidden, out=dweight[low:high])
         elif dweight is not None:
             found = mm(dlogits.mT, scaled_hidden, hidden.new_empty((high - low, d), dtype=acc))
             dweight[low:high] = found if weight_scale is None else found.mul_(weight_scale)

@@ -62,7 +62,7 @@ def widest(arch: str, forward: tuple[str, ...], backward: tuple[str, ...]) -> li
 
 # What forwards, and those that keep, may have in tiles of more than 176 accumulators, some of whose
 # statistics are in shared memory, besides sums of logits (TERMS); others are limited to those of fewer.
-OF_WIDE_TILES = {False: ("logit_scale",), True: ("logit_scale", "products", "proportion")}
+OF_WIDE_TILES = {False: ("logit_scale",), True: ("logit_scale", "proportion")}
 
 
 def wide_tiles() -> Iterator:
@@ -120,7 +120,6 @@ KEPT = (
     ("logit_scale", "proportion"),
     ("linear_bias", "logit_scale", "row_scale"),
     ("row_scale", "entropy"),
-    ("linear_bias", "logit_scale", "products", "proportion"),
     ("softcap",),
     (OWN,),
     (OWN, "row_scale"),
@@ -129,10 +128,12 @@ KEPT = (
     ("softcap", "row_scale", "entropy"),
     ("linear_bias", "softcap", "proportion"),
     ("linear_bias", "softcap", "row_scale", "proportion"),
-    ("proportion", "topk"),
-    ("linear_bias", "softcap", "row_scale", "entropy", "proportion", "topk"),
-    (OWN, "row_scale", "proportion", "topk"),
     ("kept_logits",),
+    ("kept_logits", "topk"),
+    ("total", "kept_logits"),
+    ("linear_bias", "logit_scale", "total", "kept_logits"),
+    ("linear_bias", "softcap", "row_scale", "entropy", "kept_logits", "topk"),
+    (OWN, "row_scale", "kept_logits", "topk"),
     ("row_scale", "entropy", "kept_logits"),
     ("softcap", "row_scale", "entropy", "logits", "argmax", "kept_logits"),
     ("class_weight", "total", "kept_logits"),
@@ -225,6 +226,7 @@ def test_no_wide_tile_of_terms_spills(terms: tuple[str, ...], keeps: bool, confi
 OF_KEPT_LOGITS = (
     ("coefficients", "gap", "kept_logits"),
     ("coefficients", "topk", "kept_logits"),
+    ("coefficients", "uniform", "kept_logits"),
     ("coefficients", "gap", "uniform", "class_weight", "kept_logits"),
     ("row_scale", "coefficients", "gap", "uniform", "class_weight", "topk", "kept_logits"),
     (OWN, "row_scale", "coefficients", "gap", "kept_logits"),
@@ -250,46 +252,6 @@ def test_what_spare_warps_do_spills_nothing(arch: str, i: int, terms: tuple[str,
     kernels = [found[name] for name in found if "DlogitsOfKept" in name] + [found[name] for name in gemms[1:]]
     assert len(kernels) == 3
     assert not [kernel.usage for kernel in kernels if kernel.usage["STACK"] or kernel.local_accesses]
-
-
-@pytest.mark.parametrize(
-    ("arch", "i", "terms"),
-    [
-        pytest.param(arch, i, terms, marks=[] if not i and len(terms) < 2 else [full])
-        for arch in ("sm_90a", "sm_100a")
-        for i in range(len(architecture(arch).configs[-1].tokens))
-        for terms in (("shared",), ("coefficients", "shared", "bias_gradient"))
-    ],
-)
-def test_what_sums_hidden_states(arch: str, i: int, terms: tuple[str, ...]):
-    """Beside dinput's GEMM, which on Hopper spills no more than a tile's addresses, and alone."""
-    configs = architecture(arch).configs[-1]
-    tokens = min(configs.tokens, key=lambda config: config.tile_n)
-    found = cubin.kernels(BackwardKey(tokens, configs.tokens[i], configs.dweight[0], terms=terms))
-    gemms = sorted((name for name in found if "Gemm" in name), key=lambda name: int(name.rsplit("_", 1)[1]))
-    most = 16 if arch == "sm_90a" else 0
-    assert found[gemms[1]].usage["STACK"] <= most
-    sums = [kernel for name, kernel in found.items() if "SlabSums" in name or "AddSlabs" in name]
-    assert len(sums) >= 2
-    assert not [kernel.usage for kernel in sums if kernel.usage["STACK"] or kernel.local_accesses]
-
-
-@pytest.mark.parametrize("terms", [("entries",), ("coefficients", "entries", "bias_gradient")], ids="-".join)
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_what_forms_entries(arch: str, terms: tuple[str, ...]):
-    """And what restores them. No tile is theirs: the GEMMs beside them have the narrowest, which compile
-    fastest."""
-    configs = architecture(arch).configs[0]
-    tokens = min(configs.tokens, key=lambda config: config.tile_n)
-    found = cubin.kernels(BackwardKey(tokens, tokens, configs.dweight[0], terms=terms))
-    kernels = [kernel for name, kernel in found.items() if "Entries_object" in name]
-    assert len(kernels) == 2
-    for kernel in kernels:
-        assert not kernel.usage["STACK"], kernel.usage
-        assert not kernel.usage["LOCAL"]
-        assert not kernel.local_accesses
-        # 12 of the 16 blocks that an SM has threads for.
-        assert kernel.usage["REG"] <= 40
 
 
 PASSES = ("forward", "backward")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cute_lce
 import cute_lce.reference
-from cute_lce.parallel import ranks as checks
+from cute_lce import environment
 from tests.distributed.calls import shard_sizes, slice_of
 from tests.distributed.ranks import Rank
 from tests.numerics import assert_close, random_case
@@ -214,12 +214,12 @@ def refused_numbers(here: Rank) -> None:
     stats = linear_logprob(leaf, shard, target, outputs=("entropy",), tp_group=here.group)
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(stats.entropy.sum(), leaf, create_graph=True)
-    checks.CHECK_RANKS = True
+    environment.CHECK_RANKS = True
     try:
         with pytest.raises(ValueError, match="differ in input's values"):
             linear_logprob(hidden + here.rank, shard, target, outputs=("entropy",), tp_group=here.group)
     finally:
-        checks.CHECK_RANKS = False
+        environment.CHECK_RANKS = False
 
 
 CASES = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cute_lce
 import cute_lce.reference
-from cute_lce.parallel import ranks as checks
+from cute_lce import environment
 from tests.distributed.calls import shard_sizes, slice_of
 from tests.distributed.ranks import Rank
 from tests.distributed.tensor_cases import check_replays
@@ -238,7 +238,7 @@ def numbers_that_differ(here: Rank) -> None:
     """CUTE_LCE_CHECK_RANKS=1: before a gather that only some ranks would make."""
     given = operands(here, torch.float32, 8 * here.ranks)
     shard = slice_of(given["linear_weight"], here, 0)
-    with mock.patch.object(checks, "CHECK_RANKS", True):
+    with mock.patch.object(environment, "CHECK_RANKS", True):
         hidden, target, temperature = (
             slice_of(given[name], here, 1).contiguous() for name in ("input", "target", "temperature")
         )

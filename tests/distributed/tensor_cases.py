@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from cute_lce import linear_cross_entropy
-from cute_lce.parallel import ranks as checks
+from cute_lce import environment, linear_cross_entropy
 from cute_lce.plan import memory
 from tests.distributed.calls import check, shard_sizes, slice_of
 from tests.distributed.ranks import Rank
@@ -430,7 +429,7 @@ def ranks_that_differ(here: Rank) -> None:
     """CUTE_LCE_CHECK_RANKS=1: the same error on every rank."""
     case = random_case(8, 16, 8 * here.ranks, torch.float32).to(here.device)
     weight = slice_of(case.linear_weight, here, 0)
-    checks.CHECK_RANKS = True
+    environment.CHECK_RANKS = True
     try:
         linear_cross_entropy(case.input, weight, case.target, tp_group=here.group)
         with pytest.raises(ValueError, match="differ in target's values"):
@@ -451,7 +450,7 @@ def ranks_that_differ(here: Rank) -> None:
             with pytest.raises(ValueError, match="vocab_start: got ranks with the classes 0 to 7, 0 to 7"):
                 linear_cross_entropy(case.input, weight, case.target, tp_group=here.group, vocab_start=0)
     finally:
-        checks.CHECK_RANKS = False
+        environment.CHECK_RANKS = False
 
 
 def no_tokens(here: Rank) -> None:

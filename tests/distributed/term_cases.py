@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_lce import linear_cross_entropy, reference
-from cute_lce.parallel import ranks as checks
+from cute_lce import environment, linear_cross_entropy, reference
 from tests.distributed.calls import slice_of
 from tests.distributed.ranks import Rank
 from tests.logit_terms import Knee, LogCap
@@ -240,7 +239,7 @@ def terms_that_differ(here: Rank) -> None:
     """CUTE_LCE_CHECK_RANKS=1: the same error on every rank, before a collective that one would not make."""
     hidden, weight, _, target, token_weight, class_weight = operands(here, torch.float32)
     shard, own = slice_of(weight, here, 0), slice_of(class_weight, here, 0)
-    with mock.patch.object(checks, "CHECK_RANKS", True):
+    with mock.patch.object(environment, "CHECK_RANKS", True):
         for name, given in (
             ("token_weight's values", {"token_weight": token_weight + here.rank}),
             ("denominator's values", {"denominator": 2.0 + here.rank}),

@@ -32,6 +32,7 @@ both = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 hopper_first = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=full)])
 blackwell_first = pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=full), "sm_100a"])
 RL, TOP = ("logprob", "entropy"), ("topk_logprob", "entropy")
+LSE, IDS = ("logprob", "lse"), ("logprob", "topk_logprob")
 
 
 def run(numbers: Numbers, arch: str, kept: int, **options: Any) -> token_stats.Run:
@@ -50,20 +51,45 @@ def run(numbers: Numbers, arch: str, kept: int, **options: Any) -> token_stats.R
 def losses() -> dict[str, Numbers]:
     case, weight = ignoring(random_case(21, 72, 201, BF16, scale=4.0)), torch.linspace(0, 2, 201)
     of_loss, bias = ("logprob", "total_nll"), torch.linspace(-3, 3, 201).to(BF16)
+    ids = given_ids(case, 9)
+    ids[:, 0], ids[::2, -1] = case.target, case.target[::2]
     target = case.target.masked_fill(case.target == case.ignore_index, 7)
     return {
         "entropy": Numbers(case, RL, RL, temperature=0.7),
         "every number": Numbers(
             case, (*RL, "lse", *PLAIN), (*RL, "lse"), temperature=TEMPERATURES, logit_scale=0.7
         ),
-        "lse": Numbers(case, (*RL, "lse"), ("logprob", "lse")),
+        "lse": Numbers(case, (*RL, "lse"), LSE),
+        "lse of a target": Numbers(case, LSE, LSE, temperature=0.7),
+        "lse alone": Numbers(case, ("lse",), ("lse",)),
+        "numbers beside": Numbers(
+            case, (*LSE, "entropy", "argmax", "mean_logit"), LSE, entropy_grad=False, temperature=TEMPERATURES
+        ),
         "entropy alone": Numbers(case, ("entropy",), ("entropy",)),
         "cap": Numbers(case, RL, RL, softcap=5.0, logit_scale=-0.8, temperature=0.7),
         "cap and temperatures": Numbers(case, RL, RL, softcap=5.0, temperature=TEMPERATURES),
         "own": Numbers(case, RL, RL, softcap=LogCap(2.0).key, logit_scale=0.8, temperature=TEMPERATURES),
+        "smoothing": Numbers(case, of_loss, label_smoothing=0.2),
+        "smoothing and": Numbers(
+            case,
+            (*LSE, "total_nll"),
+            label_smoothing=0.2,
+            z_loss=0.02,
+            linear_bias=bias,
+            temperature=TEMPERATURES,
+            logit_scale=0.7,
+        ),
         "smoothing and class weights": Numbers(case, of_loss, label_smoothing=0.2, class_weight=weight),
         "bias": Numbers(case, RL, RL, linear_bias=bias, temperature=TEMPERATURES),
         "given ids": Numbers(case, TOP, TOP, topk_ids=given_ids(case, 9), temperature=0.7),
+        "ids of a target": Numbers(case, IDS, IDS, topk_ids=ids, temperature=0.7),
+        "ids alone": Numbers(case, ("topk_logprob",), ("topk_logprob",), topk_ids=given_ids(case, 40)),
+        "ids without a gradient": Numbers(case, IDS, ("logprob",), topk_ids=ids),
+        "ids beside a target": Numbers(case, IDS, ("topk_logprob",), topk_ids=ids),
+        "cap and ids": Numbers(case, IDS, IDS, topk_ids=ids, softcap=5.0, logit_scale=-0.8),
+        "own and ids": Numbers(
+            case, IDS, IDS, topk_ids=ids, softcap=LogCap(2.0).key, logit_scale=0.8, temperature=TEMPERATURES
+        ),
         "all at once": Numbers(
             case,
             (*RL, "topk_logprob", "lse", *PLAIN),
@@ -77,7 +103,7 @@ def losses() -> dict[str, Numbers]:
     }
 
 
-SHORT = ("all at once", 128, "sm_90a"), ("own", 201, "sm_100a")
+SHORT = ("all at once", 128, "sm_90a"), ("own", 201, "sm_100a"), ("smoothing and", 128, "sm_90a")
 RL_BESIDE = "entropy", "some", "sm_100a"
 
 
@@ -108,10 +134,36 @@ def test_losses(which, kept, arch):
         ("temperature", 0.72 if isinstance(numbers.temperature, float) else TEMPERATURES * 1.02),
         ("softcap", LogCap(2.2).key if which == "own" else 5.2),
         ("class_weight", torch.linspace(0, 2.5, 201)),
+        ("label_smoothing", 0.21),
+        ("z_loss", 0.06),
     ):
-        if getattr(numbers, name) is not None:
+        value = getattr(numbers, name)
+        if isinstance(value, torch.Tensor) or value not in (None, 0.0):
             with pytest.raises(AssertionError):
                 token_stats.check(replace(numbers, **{name: changed}), found)
+
+
+class Cancelling(Numbers):
+    """Upstream gradients that leave nothing of the softmax, exactly in some rows, and nearly in others."""
+
+    @property
+    def upstream(self) -> dict[str, torch.Tensor]:
+        found = super().upstream
+        lse = found["logprob"].clone()
+        if self.topk_ids is not None:
+            V, ids = len(self.case.linear_weight), self.topk_ids
+            lse += torch.where((ids >= 0) & (ids < V), found["topk_logprob"], 0).sum(1)
+        return found | {"lse": lse + torch.where(torch.arange(len(lse)) % 2 == 0, 0.0, 1e-5)}
+
+
+@full
+@both
+@pytest.mark.parametrize("names", [LSE, (*IDS, "lse")])
+def test_no_share_of_the_softmax(arch, names):
+    case = ignoring(random_case(21, 72, 201, BF16, scale=4.0))
+    ids = given_ids(case, 9) if "topk_logprob" in names else None
+    numbers = Cancelling(case, names, names, topk_ids=ids)
+    token_stats.check(numbers, run(numbers, arch, 201))
 
 
 @pytest.mark.parametrize("tile_n", [40, pytest.param(56, marks=full)])

@@ -1,6 +1,9 @@
-"""The softcap of a warp's logits, by the series where all are small, against float64."""
+"""The softcap of a warp's logits, by the series where all are small, and the gradients by the logits near a
+small cap, against float64."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +12,16 @@ from torch import Tensor
 from cute_lce import maths
 from cute_lce.arguments import with_terms
 from tests import emulator
-from tests.emulated import softcaps
+from tests.emulated import softcaps, token_stats
+from tests.emulated.token_stats import Numbers
+from tests.logit_terms import Tanh
+from tests.numerics import CAPS, REACHES, check_near_a_cap, near_a_cap
 
 SHAPE = (softcaps.COLUMNS, softcaps.ROWS, 32)
 VOTES = 2
 """Of a fragment's columns."""
+BF16, FP16 = torch.bfloat16, torch.float16
+full = pytest.mark.emulator_full
 LONG = "ex2.approx.ftz.f32", "rcp.approx.ftz.f32"
 
 
@@ -109,3 +117,52 @@ def test_small_logits_cost_no_exponentials(compiled):
 
 def executed(ran: emulator.Result, launch: int, name: str) -> int:
     return sum(warp[name] for warp in ran.by_launch[launch].values())
+
+
+IDS = "logprob", "topk_logprob"
+EACH = torch.linspace(0.3, 3, len(REACHES))
+
+
+def numbers_near(cap: float, dtype: torch.dtype, kind: str) -> Numbers:
+    case = near_a_cap(cap, dtype)
+    numbers = Numbers(case, softcap=Tanh(cap).key if kind == "LogitTerm" else cap)
+    if kind == "ids":
+        ids = torch.stack([case.target, (case.target + 5) % len(case.linear_weight)], dim=1)
+        return replace(numbers, outputs=IDS, differentiated=IDS, topk_ids=ids, temperature=EACH)
+    return replace(numbers, temperature=0.7) if kind == "one temperature" else numbers
+
+
+NEAR = (
+    ("sm_90a", BF16, "", 0),
+    ("sm_100a", FP16, "", 0),
+    ("sm_100a", BF16, "ids", 0),
+    ("sm_90a", FP16, "LogitTerm", 0),
+)
+
+
+@pytest.mark.usefixtures("poisoned_empty", "narrow")
+@pytest.mark.parametrize(
+    ("arch", "dtype", "kind", "kept"),
+    [
+        pytest.param(arch, dtype, kind, kept, marks=[] if (arch, dtype, kind, kept) in NEAR else [full])
+        for arch in ("sm_90a", "sm_100a")
+        for dtype in (BF16, FP16)
+        for kind in ("", "one temperature", "ids", "LogitTerm")
+        for kept in (0, 128)
+        if not kept or kind in ("", "one temperature")
+    ],
+)
+def test_the_slope_near_a_small_cap(arch, dtype, kind, kept):
+    """Whose logits are but a few ulp of lse: what the backward has is the forward's logit itself."""
+    for cap in CAPS:
+        numbers = numbers_near(cap, dtype, kind)
+        run = token_stats.run(numbers, arch, kept_columns=kept)
+        values, gradients = token_stats.by_torch(numbers, torch.float64, rounded=False)
+        plain, _ = token_stats.by_torch(numbers, torch.float32, rounded=True)
+        for name in numbers.outputs:
+            token_stats.agree(name, getattr(run.stats, name), values[name], plain[name])
+        factor = torch.stack([each.abs().view(len(REACHES), -1).sum(1) for each in numbers.upstream.values()])
+        factor = factor.sum(0) / numbers.temperature
+        dweight = run.gradients[1]
+        assert dweight is not None
+        check_near_a_cap(numbers.case, dweight, gradients["dweight"], factor, kept > 0)

@@ -174,7 +174,6 @@ def run(
     for name, one, other in zip(StatsSaved._fields, before, saved, strict=True):
         if overwrites and name == "kept":
             assert other is not None
-            # Of exponentials entries may be others.
             assert (other.untyped_storage().nbytes() == 0) is (other.dtype is torch.float16)
         elif one is not None and other is not None:
             same = (one == other) | (one.isnan() & other.isnan())

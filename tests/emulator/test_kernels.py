@@ -185,6 +185,7 @@ def test_launches_and_counts_are_reported(tmp_path):
     assert result.counters["mbarrier waits"] > 0
 
 
+@pytest.mark.timing
 def test_speed(tmp_path):
     """At least 25,000 warp instructions a second on one core; the best of three, since machines are
     shared."""

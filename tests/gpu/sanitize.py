@@ -38,7 +38,7 @@ from tests.device import forget_plans, planned_for
 from tests.gpu.test_accumulate import test_dweight_is_added, test_grad_in_forward
 from tests.gpu.test_backward import Kept, Trained, some_ignored
 from tests.gpu.test_rows import SCHEDULES, test_which_are_valid
-from tests.gpu.test_terms import ENTRIES, KEPT_LOGITS, test_the_kernels_topk, test_what_is_kept_for_numbers
+from tests.gpu.test_terms import KEPT_LOGITS, test_the_kernels_topk, test_what_is_kept_for_numbers
 from tests.numerics import Case, jumping, random_case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -132,7 +132,7 @@ def numbers(gpu: Gpu) -> None:
     """linear_logprob's outputs and gradients, of kept logits and of recomputed ones."""
     for few in (gpu.sms, FEW):
         with planned_for(gpu._replace(sms=few)):
-            for which in (*KEPT_LOGITS, *ENTRIES):
+            for which in KEPT_LOGITS:
                 test_what_is_kept_for_numbers(which, (300, 96, 1003), None)
                 _done(f"{which}, {few} SMs")
             test_the_kernels_topk(BF16, 64)

@@ -24,6 +24,7 @@ from tests import passes
 from tests.device import accepted, forget_device, forget_plans, two_sweeps
 from tests.gpu.test_forward import (
     device_case,
+    eager_loss,
     host_microseconds,
     misaligned,
     moved,
@@ -637,6 +638,7 @@ def test_two_sweeps_of_a_strided_upstream(dtype, plans, monkeypatch):
     Trained(case, Kept(0, dtype)).check(wide[:, 1])
 
 
+@pytest.mark.timing
 def test_more_workspace_is_not_slower_where_the_sum_of_dinput_crowds():
     """From two sweeps to one to kept columns, each some faster; medians of three."""
     case = device_case(20480, 3584, 128256, BF16)
@@ -670,9 +672,12 @@ def test_a_frozen_weight_has_no_buffer_of_its_size(dtype):
     assert extra <= 200 * MIB < 2 * V * d
 
 
-@pytest.mark.parametrize(("schedule", "window"), [("recompute", None), ("keep", None), ("recompute", 128)])
-def test_host_time(schedule, window):
-    """Under 100 us, and 5 us a launch."""
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("schedule", "window", "most"), [("recompute", None, 0.5), ("keep", None, 0.5), ("recompute", 128, 0.8)]
+)
+def test_host_time(schedule, window, most):
+    """As a part of torch eager's."""
     n, d, V = 128, 64, 1024
     case = device_case(n, d, V, BF16)
     hidden, weight = case.input.requires_grad_(), case.linear_weight.requires_grad_()
@@ -681,12 +686,14 @@ def test_host_time(schedule, window):
     # Of a stripe: logits or scaled rows, dinput, dlinear_weight.
     launches = 3 * (-(-V // window) if window else 1)
 
-    def backward():
+    def backward(loss: Tensor) -> None:
         torch.autograd.grad(loss, (hidden, weight), dloss, retain_graph=True)
 
     # poisoned_empty fills what is allocated, a launch each.
     torch.use_deterministic_algorithms(False)
     # A queue holds 1024 launches, behind which the host waits for the device.
-    microseconds = host_microseconds(backward, calls=512 // launches)
-    print(f"{schedule}, {launches} launches: {microseconds:.1f} us a backward")
-    assert microseconds < 100 + 5 * launches
+    taken = host_microseconds(lambda: backward(loss), calls=512 // launches)
+    eagers = eager_loss(hidden, weight, case.target)
+    eager = host_microseconds(lambda: backward(eagers), calls=50)
+    print(f"{schedule}, {launches} launches: {taken:.1f} us a backward, eager {eager:.1f} us")
+    assert taken < most * eager

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cute_lce import launch, linear_cross_entropy, ops
 from cute_lce.arch import architecture
@@ -332,6 +333,7 @@ def finish(process: subprocess.Popen) -> tuple[bool, float]:
     return imported == "True", float(seconds)
 
 
+@pytest.mark.timing
 def test_a_second_processs_first_call(tmp_path):
     """Under 1 s after torch has initialised CUDA, without the compiler."""
     imported, cold = finish(start(tmp_path))
@@ -367,11 +369,18 @@ def host_microseconds(function, batches: int = 15, calls: int = 200) -> float:
     return statistics.median(found)
 
 
-@pytest.mark.parametrize(("grad", "most"), [(False, 40), (True, 60)])
+def eager_loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """torch's own, whose time on the host tells hosts apart."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), target)
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(("grad", "most"), [(False, 0.6), (True, 0.75)])
 def test_host_time(grad, most):
-    """A shape so small that the device keeps up, and no queue fills."""
+    """As a part of torch eager's, of a shape so small that the device keeps up, and no queue fills."""
     case = random_case(64, 64, 256, BF16).to("cuda")
     hidden, weight = case.input.requires_grad_(grad), case.linear_weight.requires_grad_(grad)
     taken = host_microseconds(lambda: linear_cross_entropy(hidden, weight, case.target))
-    print(f"host time of a call {'with' if grad else 'without'} grad: {taken:.1f} us")
-    assert taken < most
+    eager = host_microseconds(lambda: eager_loss(hidden, weight, case.target))
+    print(f"host time of a call {'with' if grad else 'without'} grad: {taken:.1f} us, eager {eager:.1f} us")
+    assert taken < most * eager

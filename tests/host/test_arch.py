@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cute_lce import environment
 from cute_lce.arch import ARCHITECTURES, MOST_STAGES, Gpu, architecture, of_capability
 from cute_lce.arguments import TOPK_TOKENS
+from cute_lce.commands import doctor, info
 from cute_lce.compile import driver
 from cute_lce.launch import KERNELS
 from cute_lce.launch.device import gpu_of
@@ -126,6 +129,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., torch.device]
     monkeypatch.setattr(select, "_picked", {})
     forget_device()
     select._log_streaming.cache_clear()
+    select._log_switched_off.cache_clear()
 
     def found(major: int, minor: int, l2: int = 0) -> torch.device:
         properties = SimpleNamespace(
@@ -141,6 +145,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., torch.device]
     yield found
     forget_device()
     select._log_streaming.cache_clear()
+    select._log_switched_off.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [(12, 0), (7, 5), (8, 0), (8, 9), (9, 1), (11, 0)])
@@ -166,6 +171,23 @@ def test_a_gpu_with_a_row_has_kernels(arch: str, gpu, caplog):
         assert select.implementation(device, dtype) is served
     assert not caplog.records
     assert gpu_of(device) == Gpu(arch, 48)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_the_kernels_are_switched_off(capability: tuple[int, int], gpu, caplog, monkeypatch):
+    """CUTE_LCE_IMPLEMENTATION=streaming, whether or not there are kernels: said once, and no warning."""
+    monkeypatch.setattr(environment, "IMPLEMENTATION", "streaming")
+    device = gpu(*capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with caplog.at_level(logging.INFO, logger="cute_lce"):
+        for dtype in select.DTYPES:
+            assert select.implementation(device, dtype) is STREAMING
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage().startswith("CUTE_LCE_IMPLEMENTATION=streaming: ")
+    rows = dict(info.devices())
+    assert rows["cuda:0 bfloat16"] == "streaming path: CUTE_LCE_IMPLEMENTATION=streaming"
+    assert not [line for line in doctor._cuda() if line.subject == "cuda:0 kernels"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from cute_lce import LinearCrossEntropy, linear_cross_entropy, options
+from cute_lce import LinearCrossEntropy, environment, linear_cross_entropy
 from cute_lce.arch import ARCHITECTURES, Gpu
 from cute_lce.launch import KERNELS, choose
 from cute_lce.ops.select import implementation
@@ -25,13 +24,12 @@ from cute_lce.plan.memory import (
     DEFAULT_WORKSPACE,
     SmallWorkspace,
     forward_bytes,
+    forward_compaction_bytes,
     keeping_bytes,
-    reserved_bytes,
     usable,
     workspace_for,
 )
 from cute_lce.plan.problem import KIB, MIB, NO_LIMITS, Limits, Problem
-from tests import forked
 from tests.device import forget_plans, planned_for
 
 H200 = Gpu("sm_90a", 132)
@@ -59,8 +57,7 @@ def problems(count: int, seed: int) -> Iterator[Problem]:
         n, d, V = (int(2 ** draw.uniform(*ends)) for ends in ((0, 16), (0, 10), (5, 18)))
         needs = draw.choice((*NEEDS, (True, True), (False, False)))
         kind = {"keeps_logits": i % 5 in (1, 2), "overwrites": i % 5 == 2}
-        sums = {"need_dbias": i % 3 == 1 and any(needs), "smoothed": i % 5 in (0, 4) and i % 2 == 0}
-        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, **kind, **sums)
+        yield Problem(n, 8 * d, V, i % 5 == 4, *needs, **kind, need_dbias=i % 3 == 1 and any(needs))
 
 
 def budgets(draw: random.Random, least: int) -> list[int]:
@@ -111,7 +108,7 @@ def test_what_is_predicted_is_what_is_launched(gpu: Gpu, some: slice):
             for budget in (0, *budgets(draw, least)):
                 limits = Limits(workspace=budget)
                 _, kept = schedule.choose(gpu, problem, wanted, limits)
-                reserved = reserved_bytes(problem, kept)
+                reserved = forward_compaction_bytes(problem, kept)
                 sizes = problem.n, problem.d, problem.vocab
                 first = forward.plan(gpu, *sizes, limits, kept=kept, reserved=reserved)
                 seconds = cost.forward_seconds(gpu, problem, first)
@@ -317,8 +314,6 @@ def some_problem(draw: random.Random) -> Problem:
     d, vocab = draw.choice((128, 256, 768, 2880, 4096)), draw.choice((4000, 32768, 50257, 131072))
     needs = draw.choice(((True, True), (True, True), (True, False), (False, True)))
     kinds = {"keeps_logits": draw.random() < 0.3, "shard": draw.random() < 0.2}
-    if not kinds["keeps_logits"]:
-        kinds["smoothed"] = draw.random() < 0.2
     kinds["need_dbias"] = draw.random() < 0.2
     return Problem(int(2 ** draw.uniform(6, 15)), d, vocab, draw.random() < 0.3, *needs, **kinds)
 
@@ -415,40 +410,6 @@ def test_whatever_the_schedule_a_slow_call_is_logged(caplog, monkeypatch, gpu, p
 # CUTE_LCE_WORKSPACE_MB
 
 
-BAD = ("many", "0", "-5", "nan", "inf", "1 GiB")
-CALL = "linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 1]){})"
-A_CALL = f"import torch; from cute_lce import *; {CALL.format(', workspace_mb=9')}; {CALL.format('')}"
-A_COMMAND = "import sys; from cute_lce import cli; sys.exit(cli.main(['info']))"
-READ = "import cute_lce.options as o; print(o.DEFAULT_WORKSPACE_MB)"
-
-
-@pytest.fixture(scope="module")
-def runs() -> dict[tuple[str, str], subprocess.CompletedProcess[str]]:
-    """What became of processes, by the variable and the code."""
-    programs = [*((value, A_CALL) for value in BAD), ("abc", A_COMMAND), ("300.5", READ), ("", READ)]
-    found = forked.run([({"CUTE_LCE_WORKSPACE_MB": value}, code) for value, code in programs])
-    return dict(zip(programs, found, strict=True))
-
-
-@pytest.mark.parametrize("value", BAD)
-def test_a_bad_variable_is_named_by_a_call(value: str, runs):
-    run = runs[value, A_CALL]
-    assert run.returncode != 0
-    wanted = f"ValueError: CUTE_LCE_WORKSPACE_MB: got {value!r}, want a positive number of MiB"
-    assert run.stderr.strip().splitlines()[-1].startswith(wanted)
-
-
-def test_a_bad_variable_is_named_by_commands(runs):
-    run = runs["abc", A_COMMAND]
-    said = "CUTE_LCE_WORKSPACE_MB: got 'abc', want a positive number of MiB, or no such variable"
-    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"cute-lce: {said}\n")
-
-
-def test_the_variable_is_read(runs):
-    assert runs["300.5", READ].stdout == "300.5\n"
-    assert runs["", READ].stdout == "None\n"
-
-
 @pytest.fixture
 def seen(monkeypatch) -> list[Limits]:
     """The limits of every call."""
@@ -465,7 +426,7 @@ def seen(monkeypatch) -> list[Limits]:
 
 
 def test_it_is_the_default_of_calls_that_give_none(monkeypatch, seen: list[Limits]):
-    monkeypatch.setattr(options, "DEFAULT_WORKSPACE_MB", 7.0)
+    monkeypatch.setattr(environment, "WORKSPACE_MB", 7.0)
     input, weight, target = torch.randn(5, 16), torch.randn(33, 16), torch.arange(5)
     linear_cross_entropy(input, weight, target)
     linear_cross_entropy(input, weight, target, workspace_mb=3)
@@ -477,7 +438,7 @@ def test_it_is_the_default_of_calls_that_give_none(monkeypatch, seen: list[Limit
 
 
 def test_it_enters_a_compiled_graph_as_the_ops_argument(monkeypatch):
-    monkeypatch.setattr(options, "DEFAULT_WORKSPACE_MB", 7.0)
+    monkeypatch.setattr(environment, "WORKSPACE_MB", 7.0)
     found: list[object] = []
 
     def backend(graph, inputs):

@@ -133,7 +133,7 @@ def test_equal_keys_have_equal_names():
 
 
 def test_versions_sources_and_host_are_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    fresh = cache.environment.__wrapped__
+    fresh = cache._environment.__wrapped__
     before = fresh()
     with monkeypatch.context() as patch:
         for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
@@ -196,6 +196,7 @@ def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 # Hits
 
 
+@pytest.mark.timing
 def test_a_hit_imports_no_cutlass_and_takes_well_under_a_second(filled: Path):
     before = only_file(filled).stat()
     found = [load(filled) for _ in range(3)]

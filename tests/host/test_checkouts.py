@@ -31,16 +31,18 @@ def checkout(folder, given="{}"):
     return ["--other", str(folder), "slow", "--device", "cpu", "--turns", "3", "--seconds", "0.01"]
 
 
-@pytest.mark.parametrize("budget", [None, 64])
-def test_each_process_times_its_own_checkout(budget, tmp_path, capsys):
-    given = "{}" if budget is None else f"{{'workspace_mb': {budget}}}"
+@pytest.mark.parametrize(("budget", "softcap"), [(None, None), (64, None), (64, 30.0)])
+def test_each_process_times_its_own_checkout(budget, softcap, tmp_path, capsys):
+    options = {"workspace_mb": budget, "softcap": softcap}
+    given = str({name: option for name, option in options.items() if option is not None})
     argv = [*checkout(tmp_path, given), "--shapes", "tiny", "--out", str(out := tmp_path / "rows.json")]
     argv += [] if budget is None else ["--workspace-mb", str(budget)]
+    argv += [] if softcap is None else ["--softcap", str(softcap)]
     assert checkouts.main(argv) == 0
     (result,) = read([out])
     assert result["old"] == "slow"
     assert result["pass"] == ("fwd" if budget is None else "fwd_bwd")
-    assert (result["n"], result["workspace_mb"]) == (shapes.TINY[0].n, budget)
+    assert (result["n"], result["workspace_mb"], result.get("softcap")) == (shapes.TINY[0].n, budget, softcap)
     assert result["old_ms"] > 200 > result["new_ms"] > 0
     assert result["old_x"] > result["new_x"] > 0
     printed = capsys.readouterr().out

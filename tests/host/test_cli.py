@@ -370,8 +370,6 @@ def test_compile_takes_the_terms_of_a_job():
     plain, given, kept = (), ("coefficients",), "kept_logits"
     bias, scale, cap = ("linear_bias",), ("logit_scale",), ("softcap",)
     added, capped = "bias_gradient", (*cap, "row_scale")
-    smooth = ("total",), (*given, "uniform"), ("products", "proportion")
-    smooth += (*given, "uniform", "shared"), ("shared",)
     for options, of_forward, of_backward, *of_kept in (
         ("", plain, plain, plain, plain),
         ("--logit-scale", scale, scale, scale, scale),
@@ -389,17 +387,15 @@ def test_compile_takes_the_terms_of_a_job():
         ),
         ("--entropy", ("entropy",), (*given, "gap"), ("entropy", kept), (*given, "gap", kept)),
         ("--entropy --dtype float16", ("entropy",), (*given, "gap")),
-        ("--lse", plain, given, ("proportion",), (*given, "entries"), ("entries",)),
+        ("--lse", plain, given, (kept,), (*given, kept)),
         ("--lse --dtype float16", plain, given),
-        ("--lse --z-loss", plain, given, ("proportion",), (*given, "entries"), ("entries",), plain),
         ("--argmax --mean-logit", ("logits", "argmax"), given, ("logits", "argmax"), plain),
         (
             "--topk --argmax",
             ("argmax", "topk"),
             (*given, "topk"),
-            ("argmax", "proportion", "topk"),
-            (*given, "topk", "entries"),
-            ("entries",),
+            ("argmax", kept, "topk"),
+            (*given, "topk", kept),
         ),
         (
             "--topk --entropy",
@@ -412,9 +408,8 @@ def test_compile_takes_the_terms_of_a_job():
             "--lse --linear-bias",
             bias,
             (*bias, *given, added),
-            (*bias, "proportion"),
-            (*bias, *given, "entries", added),
-            (*given, "entries", added),
+            (*bias, kept),
+            (*bias, *given, kept, added),
         ),
         (
             "--log-sum-sq-probs --entropy --argmax",
@@ -431,14 +426,14 @@ def test_compile_takes_the_terms_of_a_job():
             (*bias, *given, "gap", kept, added),
         ),
         ("--linear-bias", bias, (*bias, *given, "bias_gradient"), bias, (*given, "bias_gradient")),
-        ("--label-smoothing", *smooth),
+        ("--label-smoothing", ("total",), (*given, "uniform"), ("total", kept), (*given, "uniform", kept)),
+        ("--label-smoothing --dtype float16", ("total",), (*given, "uniform")),
         (
             "--label-smoothing --linear-bias",
             (*bias, "total"),
             (*bias, *given, "uniform", "bias_gradient"),
-            (*bias, "products", "proportion"),
-            (*bias, *given, "uniform", "shared", "bias_gradient"),
-            (*given, "shared", "bias_gradient"),
+            (*bias, "total", kept),
+            (*bias, *given, "uniform", kept, "bias_gradient"),
         ),
         ("--temperatures", ("row_scale",), ("row_scale", *given), ("row_scale",), plain),
         ("--temperatures --softcap", capped, (*capped, *given), capped, plain),

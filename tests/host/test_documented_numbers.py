@@ -537,10 +537,17 @@ def by_budget(file: str) -> Rows:
     return rows
 
 
+TWO_FORMATS = "2026-11-29"
+REPLACED = ("topk=64", "topk=8", "logprob,lse,topk=8", "label_smoothing=0.1")
+"""Terms whose calls kept something else before that day."""
+
+
 def back_to_back(file: str) -> Rows:
     """Calls with terms, each of a file's runs x the call without any; and the first run's x the GEMMs."""
     rows: Rows = []
     for terms in dict.fromkeys(record["terms"] for record in records(file)):
+        if terms in REPLACED and records(file)[0]["date"] < TWO_FORMATS:
+            continue
         row: list[Cell] = [terms or "none"]
         for d, passes in itertools.product((4096, 2048), ("fwd", "fwd_bwd")):
             mine, plain = (
@@ -641,6 +648,9 @@ def term_costs(pattern: str) -> Rows:
         terms = [*COSTS.values()] if path.name.startswith(COST_FILES) else []
         terms = [*IN_LOG_CAP] if path.name.startswith("h200_log_cap") else terms
         for key, (date, multiple) in _multiples(path.name, terms).items():
+            kept_logits = date >= TWO_FORMATS or path.name.startswith("h200_kept_logits")
+            if key[0] in REPLACED and key[1] == "auto" and not kept_logits:
+                continue
             found[key] = max(found.get(key, ("", 0.0)), (date, multiple))
     rows: Rows = []
     for name, terms in COSTS.items():
@@ -675,7 +685,6 @@ def offset_errors(file: str) -> Rows:
     names = {
         "float32 logits of tensor cores": ("fp32 logits", None),
         "float32 operands": ("fp32 operands", None),
-        "kept": ("cute_lce", "keep"),
         "recomputed": ("cute_lce", "recompute"),
     }
     found = {
@@ -773,10 +782,44 @@ STEP_NAMES = {
 }
 
 
+def streaming(file: str) -> Rows:
+    """Shape and dtype, eager torch in ms, and as multiples of it the peers and ours by schedule."""
+    shapes = dict.fromkeys((r["n"], r["d"], r["vocab"], r["dtype"]) for r in records(file))
+    rows: Rows = []
+    for n, d, V, dtype in shapes:
+        mine = [r for r in records(file) if (r["n"], r["d"], r["vocab"], r["dtype"]) == (n, d, V, dtype)]
+        eager = min(r["ms"] for r in mine if r["provider"] == "torch_eager_fp32ce")
+        ours = [r for r in mine if r["provider"] == "cute_lce"]
+
+        def best(chosen: list[Record], eager: float = eager) -> Cell:
+            return f"{min(r['ms'] for r in chosen) / eager:.2f}" if chosen else None
+
+        peers = [
+            best([r for r in mine if r["provider"] == peer])
+            for peer in ("torch_compile", "liger_triton", "cce")
+        ]
+        by_schedule = [
+            best([r for r in ours if r["schedule"] == schedule and r["workspace_mb"] is None])
+            for schedule in ("auto", "recompute", "grad_in_forward")
+        ]
+        worst = max(ours, key=lambda r: r["ms"])
+        rows.append(
+            [
+                f"{n}, {d}, {V}, {dtype}",
+                f"{eager:.1f}",
+                *peers,
+                *by_schedule,
+                f"{worst['ms'] / eager:.2f}, {worst['schedule']}, {worst['workspace_mb'] or 'default'}",
+            ]
+        )
+    return rows
+
+
 TABLES: dict[str, Callable[[str], Rows]] = {
     function.__name__: function
     for function in (
         forward,
+        streaming,
         sustained,
         backward,
         frozen,

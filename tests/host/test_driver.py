@@ -150,7 +150,7 @@ def test_with_the_newest_toolkit_alone_its_driver_is_wanted(monkeypatch: pytest.
 
 
 def test_files_of_different_toolkits_have_different_names(monkeypatch: pytest.MonkeyPatch):
-    fresh = cache.environment.__wrapped__
+    fresh = cache._environment.__wrapped__
     environments = set()
     for major in (12, 13):
         monkeypatch.setattr(driver, "toolkit", lambda major=major: (major, Path()))

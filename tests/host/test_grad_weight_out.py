@@ -297,7 +297,7 @@ def refused(change, error: type[Exception], message: str):
             ValueError,
             "multiple of 16 bytes",
         ),
-        refused(lambda w: {"grad_weight_out": buffer(FP32).to("meta")}, ValueError, "something intercepts"),
+        refused(lambda w: {"grad_weight_out": buffer(FP32).to("meta")}, ValueError, "got device meta"),
         refused(
             lambda w: {"grad_weight_out": buffer(FP32).requires_grad_()}, ValueError, "requires a gradient"
         ),

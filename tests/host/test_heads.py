@@ -358,7 +358,7 @@ WEIGHTS = torch.zeros(K, V, D)
     ("changes", "error", "message"),
     [
         ({"linear_weight": []}, ValueError, "linear_weight: got no heads"),
-        ({"linear_weight": [3]}, TypeError, "linear_weight: got a list with a int"),
+        ({"linear_weight": [3]}, TypeError, "linear_weight: got int, want a torch.Tensor for each"),
         ({"linear_weight": WEIGHTS[:2]}, ValueError, r"target: got shape \(3, 5, 3\), want \(\.\.\., 2\)"),
         ({"linear_weight": [*WEIGHTS[:2], WEIGHTS[:2]]}, ValueError, "linear_weight: got a head of shape"),
         (
@@ -372,7 +372,11 @@ WEIGHTS = torch.zeros(K, V, D)
         ({"input": torch.zeros(3, 5, 2, D)}, ValueError, "input: got shape"),
         ({"linear_bias": torch.zeros(V)}, ValueError, r"linear_bias: got shape \(70,\), want one for each"),
         ({"linear_bias": [torch.zeros(V)]}, ValueError, "linear_bias: got 1 of them, want one for each"),
-        ({"weight": torch.zeros(V)}, ValueError, r"weight: got shape \(70,\), want one for each of 3"),
+        (
+            {"weight": torch.zeros(V)},
+            ValueError,
+            r"weight: got shape \(70,\), want one for each head: a list of 3",
+        ),
         ({"weight": 3}, TypeError, "weight: got int, want a list"),
         ({"grad_weight_out": torch.zeros(V, D)}, ValueError, r"grad_weight_out: got shape \(70, 24\)"),
         (

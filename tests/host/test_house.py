@@ -59,7 +59,9 @@ def test_imports_run_downwards():
         ("arguments", set()),
         ("plan", {"arch", "arguments"}),
         ("kernels", {"arch", "arguments", "logit_term", "maths"}),
-        ("compile", {"arch", "plan", "kernels"}),
+        ("environment", set()),
+        ("scalars", set()),
+        ("compile", {"arch", "environment", "plan", "kernels"}),
         ("exchange", set()),
         (
             "streaming",
@@ -78,6 +80,7 @@ def test_imports_run_downwards():
             "parallel",
             {
                 "arguments",
+                "environment",
                 "exchange",
                 "implementation",
                 "logprob",
@@ -86,6 +89,7 @@ def test_imports_run_downwards():
                 "ops",
                 "options",
                 "plan",
+                "scalars",
             }
             | {"streaming"},
         ),

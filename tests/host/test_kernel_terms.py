@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_lce import linear_cross_entropy, linear_logprob
+from cute_lce import linear_cross_entropy, linear_logprob, maths
 from cute_lce.arch import Gpu
 from cute_lce.implementation import StatsOperands, StatsOptions
-from cute_lce.launch import KERNELS, token_stats
+from cute_lce.launch import KERNELS, token_stats, token_terms
 from cute_lce.logit_term import kernel_term
 from cute_lce.ops import select
 from cute_lce.plan.kernels import BackwardKey, ForwardKey, Key, MultiplyKey
@@ -181,7 +181,6 @@ KEPT = [
     (linear_logprob, {"softcap": 30.0, "temperature": torch.ones(40)}, ("softcap", "row_scale")),
     (linear_cross_entropy, {"softcap": LogCap(3.0), "z_loss": 1e-4}, (OWN, "proportion")),
     (linear_logprob, {"temperature": torch.ones(40)}, ("row_scale",)),
-    (linear_cross_entropy, {"label_smoothing": 0.1}, ("products", "proportion")),
     (linear_logprob, {"outputs": ("logprob", "entropy"), "entropy_grad": False}, ("entropy",)),
 ]
 
@@ -198,15 +197,13 @@ KEPT = [
         "cap temperatures",
         "own z_loss",
         "temperatures",
-        "smoothing",
         "entropy",
     ],
 )
 def test_what_the_kernels_keep(asked, call, terms, forward):
-    """Of all columns the backward is that of a call without terms, but for what smoothing adds."""
+    """Of all columns the backward is that of a call without terms."""
     train(call, schedule="keep", **terms)
-    shared = ("shared",) if "label_smoothing" in terms else ()
-    assert [key.terms for key in asked.keys] == [forward, shared]
+    assert [key.terms for key in asked.keys] == [forward, ()]
     assert asked.keys[0].keeps
 
 
@@ -218,7 +215,9 @@ KEPT_LOGITS = [
         ("class_weight", "total"),
         (GIVEN, "uniform", "class_weight"),
     ),
+    (linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 1e-4}, ("total",), (GIVEN, "uniform")),
     (linear_logprob, {"outputs": ("entropy", "logprob")}, ("entropy",), (GIVEN, "gap")),
+    (linear_logprob, {"outputs": ("lse", "logprob"), "softcap": 30.0}, ("softcap",), ("softcap", GIVEN)),
     (linear_logprob, {"outputs": ("logprob", "log_sum_sq_probs")}, ("squares",), (GIVEN,)),
     (
         linear_logprob,
@@ -228,9 +227,15 @@ KEPT_LOGITS = [
     ),
     (
         linear_logprob,
-        {"outputs": ("topk_logprob", "logprob"), "topk_ids": torch.zeros(40, 257, dtype=torch.int64)},
-        ("topk",),
+        {"outputs": ("topk_logprob", "argmax"), "topk_ids": torch.zeros(40, 256, dtype=torch.int32)},
+        ("argmax", "topk"),
         (GIVEN, "topk"),
+    ),
+    (
+        linear_logprob,
+        {"outputs": ("lse", "entropy", "logprob"), "entropy_grad": False},
+        ("entropy",),
+        (GIVEN,),
     ),
     (
         linear_logprob,
@@ -244,7 +249,7 @@ KEPT_LOGITS = [
 @pytest.mark.parametrize(
     ("call", "terms", "forward", "backward"),
     KEPT_LOGITS,
-    ids=["weighted smoothing", "entropy", "squares", "topk", "many ids", "bias"],
+    ids=["weighted smoothing", "smoothing", "entropy", "lse", "squares", "topk", "ids", "beside", "bias"],
 )
 @pytest.mark.parametrize("schedule", ["auto", "keep"])
 def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, backward):
@@ -258,42 +263,14 @@ def test_logits_that_the_kernels_keep(asked, schedule, call, terms, forward, bac
 
 
 @pytest.mark.parametrize(
-    ("terms", "forward", "backward"),
-    [
-        ({"outputs": ("lse", "logprob")}, ("proportion",), ("entries",)),
-        ({"outputs": ("lse", "logprob"), "softcap": 30.0}, ("softcap", "proportion"), ("entries",)),
-        (
-            {"outputs": ("lse",), "linear_bias": torch.ones(300, dtype=BF16, requires_grad=True)},
-            ("linear_bias", "proportion"),
-            (GIVEN, "entries", "bias_gradient"),
-        ),
-        (
-            {"outputs": ("topk_logprob", "argmax"), "topk_ids": torch.zeros(40, 256, dtype=torch.int32)},
-            ("argmax", "proportion", "topk"),
-            ("entries",),
-        ),
-        (
-            {"outputs": ("lse", "entropy", "logprob"), "entropy_grad": False},
-            ("entropy", "proportion"),
-            ("entries",),
-        ),
-    ],
-)
-def test_exponentials_of_which_entries_are_formed(asked, terms, forward, backward):
-    train(linear_logprob, schedule="keep", **terms)
-    assert [key.terms for key in asked.keys] == [forward, backward]
-    assert asked.keys[0].keeps
-
-
-@pytest.mark.parametrize(
     ("options", "kept"),
     [
         ({"z_loss": 1e-4, "outputs": ("logprob", "lse")}, 131072),
-        ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 131072),
+        ({"label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, LOGITS),
         ({"softcap": 30.0}, 131072),
         ({"softcap": 30.0, "label_smoothing": 0.1, "outputs": ("logprob", "total_nll")}, 0),
-        ({"softcap": 30.0, "outputs": ("lse",)}, 131072),
-        ({"outputs": ("lse", "topk_logprob")}, 131072),
+        ({"softcap": 30.0, "outputs": ("lse",)}, LOGITS),
+        ({"outputs": ("lse", "topk_logprob")}, LOGITS),
         ({"outputs": ("lse", "log_sum_sq_probs")}, LOGITS),
         ({"outputs": ("logprob", "entropy")}, LOGITS),
     ],
@@ -310,22 +287,6 @@ def test_auto_keeps_what_it_can(asked, options, kept, workspace):
     limits = Limits(workspace=workspace)
     problem = Problem(8192, 4096, 131072, need_dbias=True)
     found = token_stats.choose(problem, operands, given, "auto", "mean", limits)
-    assert found == ("keep" if kept else "recompute", kept)
-
-
-@pytest.mark.parametrize(("smoothing", "mib", "kept"), [(0.0, 1, 4097), (0.1, 1, 0), (0.1, 6, 4097)])
-def test_sums_of_rows_have_room_beside_what_is_smoothed(asked, smoothing, mib, kept):
-    """Some 4 MiB, more than all that is kept of few tokens."""
-    operands = StatsOperands(
-        torch.empty(7, 8192, dtype=BF16),
-        torch.empty(4097, 8192, dtype=BF16),
-        torch.zeros(7, dtype=torch.int64),
-    )
-    options = StatsOptions(-100, 1.0, None, 1.0, ("logprob", "total_nll") if smoothing else ("logprob",))
-    options = options._replace(label_smoothing=smoothing)
-    found = token_stats.choose(
-        Problem(7, 8192, 4097), operands, options, "auto", "mean", Limits(workspace=mib << 20)
-    )
     assert found == ("keep" if kept else "recompute", kept)
 
 
@@ -355,3 +316,43 @@ def test_given_ids_have_numbers_of_32_bits():
     assert not fits((2**24 + 1, 1), 1000)
     assert not fits((2**20, 2**11), 1000)
     assert not fits((2**24, 1), 2**18)
+
+
+@pytest.mark.parametrize("cap", [30.0, 2.0**-12, 2.0**-13, 1e-5])
+def test_logits_of_a_small_cap_are_not_kept(cap):
+    """Steps of fp16, in which distances between logits are kept, are too large for them."""
+    operands = StatsOperands(
+        torch.empty(8, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16), torch.zeros(8, dtype=torch.int64)
+    )
+    options = StatsOptions(-100, 1.0, cap, 1.0, ("logprob", "entropy"))
+    assert token_stats.keeps_logits(operands, options) is (cap >= 2.0**-12)
+    assert token_stats.keeps(operands, options) is (cap >= 2.0**-12)
+    warmer = options._replace(softcap=2 * cap, temperature=2.0)
+    assert token_stats.keeps(operands, warmer) is (cap >= 2.0**-12)
+    assert token_stats.keeps(operands, options._replace(outputs=("logprob",)))
+    assert token_stats.keeps(operands, options._replace(softcap=LogCap(cap).key))
+
+
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.1, 3, 50)], ids=["one", "each"])
+def test_slopes_of_logits_at_the_cap(temperature):
+    """0, and never less: of kernels, whose FMA does not round the product, and of a backward's targets."""
+    number = temperature if isinstance(temperature, float) else 1.0
+    each = None if isinstance(temperature, float) else temperature
+    for power in range(-500, 600, 13):
+        cap = 10.0 ** (power / 100)
+        if not maths.softcap_fits(cap, -0.9, number):
+            continue
+        numbers = maths.softcap_numbers(cap, -0.9, number)
+        highest, inverse_square = (torch.tensor(numbers[name]) for name in ("cap", "inverse_square"))
+        slope = maths.slope_of_capped(highest, inverse_square, lambda a, b, c: a.double() * b.double() + c)
+        assert 0 <= slope < 2.0**-22, cap
+        tensors = token_terms.Tensors(None, None, None if each is None else each.reciprocal())
+        z = highest.expand(50) if tensors.row_scale is None else highest * tensors.row_scale
+        options = StatsOptions(-100, -0.9, cap, number, ("logprob",))
+        for own in (z, -z, torch.stack([z, -z], dim=1)):
+            found = token_terms.slopes(own, options, tensors)
+            assert found is not None
+            assert found.shape == own.shape
+            assert not found.any(), cap
+            half = token_terms.slopes(own / 2, options, tensors)
+            torch.testing.assert_close(half, torch.full_like(own, 0.75))

@@ -299,7 +299,7 @@ def test_the_module():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"temperature": 0.0}, ValueError, r"temperature: got 0\.0, want a positive"),
+        ({"temperature": 0.0}, ValueError, r"temperature: got 0\.0, want a positive .* the output 'argmax'"),
         ({"temperature": float("inf")}, ValueError, "temperature: got inf"),
         ({"temperature": 1e-310}, ValueError, "temperature: got 1e-310, want a number from 1e-30 to 1e30"),
         ({"temperature": "1"}, TypeError, "temperature: got str"),

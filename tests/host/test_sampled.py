@@ -267,8 +267,8 @@ IDS = torch.zeros(M, dtype=torch.int64)
         ({"sampled_ids": nested(IDS)}, ValueError, "sampled_ids: got a nested"),
         ({"sampled_ids": IDS + V}, ValueError, r"sampled_ids: got 90, want classes in \[0, 90\)"),
         ({"sampled_ids": IDS - 100}, ValueError, "sampled_ids: got -100"),
-        ({"sampled_log_q": torch.zeros(M)}, ValueError, "target_log_q: got a sampled_log_q or"),
-        ({"target_log_q": torch.zeros(N)}, ValueError, "target_log_q: got a sampled_log_q or"),
+        ({"sampled_log_q": torch.zeros(M)}, ValueError, "sampled_log_q: got a tensor without"),
+        ({"target_log_q": torch.zeros(N)}, ValueError, "target_log_q: got a tensor without"),
         (
             {"sampled_log_q": torch.zeros(N), "target_log_q": torch.zeros(N)},
             ValueError,

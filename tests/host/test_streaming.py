@@ -184,6 +184,25 @@ def test_narrow_products(narrow_products, name, dtype):
     case.check(linear_cross_entropy, reduction="none", window=100, rounded_dlogits=True)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name != "gpt2"])
+def test_a_cpu_that_multiplies_bfloat16(monkeypatch, name):
+    """All rounded dlogits are held where they fit, and each gradient is one product."""
+    monkeypatch.setattr(memory, "sums_narrow", lambda device_type, dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(prepared, "cache", {})
+    held = []
+    holds = memory.holds_dlogits
+    monkeypatch.setattr(
+        streaming.backward, "holds_dlogits", lambda *request: held.append(holds(*request)) or held[-1]
+    )
+    case = numerics.make(name, torch.bfloat16)
+    for schedule in ("auto", "keep", "grad_in_forward"):
+        case.check(linear_cross_entropy, schedule=schedule, rounded_dlogits=True)
+    case.check(linear_cross_entropy, reduction="none", rounded_dlogits=True)
+    assert held == [True] * 4
+    case.check(linear_cross_entropy, schedule="recompute", rounded_dlogits=True)
+    assert held == [True] * 4 + [False]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("schedule", ["recompute", "keep", "grad_in_forward"])
 def test_narrow_products_of_terms(narrow_products, schedule, dtype):

@@ -358,7 +358,7 @@ ONES = torch.ones(V, dtype=torch.float64)
         ({"z_loss": torch.ones(2)}, TypeError, "z_loss: got Tensor"),
         ({"softcap": torch.ones(2)}, TypeError, "softcap: got Tensor"),
         ({"logit_scale": torch.ones(2)}, TypeError, "logit_scale: got Tensor"),
-        ({"logit_scale": torch.ones(())}, TypeError, "logit_scale: got Tensor"),
+        ({"logit_scale": torch.ones(())}, TypeError, "logit_scale: got Tensor.* multiply the hidden states"),
         ({"logit_scale": True}, TypeError, "logit_scale: got bool"),
         ({"logit_scale": 10**40}, ValueError, "logit_scale: got 1000"),
         ({"z_loss": 10**40}, ValueError, "z_loss: got 1000"),

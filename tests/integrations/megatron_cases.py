@@ -497,6 +497,20 @@ def refusals(here: Rank) -> None:
         processed_losses(model, hidden, labels, mask, inference_context=1)
     with pytest.raises(AttributeError, match=r"^logits: got a use of their 'float'"):
         processed_losses(model, hidden, labels, mask, scale_logits=lambda logits: logits.float())
+    # What was proved once changes afterwards.
+    for name, owner, attribute, value in (
+        ("label_smoothing", lambda model: model.config, "label_smoothing", 0.1),
+        ("output_layer", lambda model: type(model.output_layer), "forward", lambda self, x: x),
+        ("compute_language_model_loss", type, "compute_language_model_loss", lambda self, x, y: y),
+        ("model", type, "_postprocess", lambda self, x: x),
+    ):
+        model = make(here, weight)
+        megatron.fuse_output_layer(model)
+        with pytest.MonkeyPatch.context() as change:
+            change.setattr(owner(model), attribute, value, raising=False)
+            with pytest.raises(ValueError, match=f"^{name}: got"):
+                model(hidden, labels, mask)
+        assert model(hidden, labels, mask).isfinite().all()
     # Another stage of a pipeline, and one wrapped twice.
     stage: Any = nn.Module()
     stage.post_process = False

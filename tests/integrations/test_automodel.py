@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,14 +110,20 @@ def test_values_and_gradients(module, device, dtype, options, arguments):
         assert_close(name, got.cpu(), want, plain.to(got.dtype), rounding=rounding)
 
 
-def test_no_tokens_give_zeros(module):
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0), torch.tensor(0.0), np.int64(0), np.float32(0)])
+def test_no_tokens_give_zeros(module, count):
     hidden, weight, labels = tensors(torch.float32)
-    leaf = hidden.clone().requires_grad_()
-    loss = module.FusedLinearCrossEntropy()(leaf, labels, weight, num_label_tokens=0)
-    loss.backward()
-    assert loss == 0
-    assert leaf.grad is not None
-    assert not leaf.grad.any()
+    leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+    loss_fn = module.FusedLinearCrossEntropy()
+    for each in (labels, torch.full_like(labels, -100)):
+        loss = loss_fn(leaves[0], each, leaves[1], num_label_tokens=count)
+        assert loss.dtype is torch.float32
+        assert loss.item() == 0
+        assert not any(gradient.any() for gradient in torch.autograd.grad(loss, leaves))
+    got = loss_fn(hidden, labels, weight, num_label_tokens=count + 17)
+    torch.testing.assert_close(got, loss_fn(hidden, labels, weight) / 17)
+    with pytest.raises(ValueError, match=r"^num_label_tokens: got -1, want a finite number"):
+        loss_fn(hidden, labels, weight, num_label_tokens=-1)
 
 
 def test_a_sharded_weight_is_gathered_by_automodel(module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,36 @@ def test_a_bias_is_followed():
     torch.testing.assert_close(dbias, torch.autograd.grad(want, model.lm_head.bias)[0])
 
 
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0), torch.tensor([0.0]), np.int64(0), np.float32(0)])
+def test_no_valid_token(count):
+    """A count of 0 gives zeros; the same count of others divides."""
+    inputs, weight, labels = batch(torch.float32)
+    loss_fn, model = make(weight)
+    hidden = model(inputs).detach().requires_grad_()
+    for each in (labels, torch.full_like(labels, -100)):
+        loss, _ = loss_fn(hidden, each, count)
+        dhidden, dweight = torch.autograd.grad(loss, (hidden, model.lm_head.weight))
+        assert loss.dtype is torch.float32
+        assert loss.item() == 0
+        assert not dhidden.any()
+        assert not dweight.any()
+    want, _ = loss_fn(hidden, labels)
+    torch.testing.assert_close(loss_fn(hidden, labels, count + 8)[0], want / 8)
+
+
+def test_a_forward_that_was_replaced_later(monkeypatch):
+    inputs, weight, labels = batch(torch.float32)
+    loss_fn, model = make(weight)
+    hidden, head = model(inputs), model.lm_head
+    monkeypatch.setattr(head, "forward", lambda hidden: hidden, raising=False)
+    with pytest.raises(ValueError, match=r"^lm_head: got Linear, whose forward may change the logits"):
+        loss_fn(hidden, labels)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(head), "forward", lambda self, hidden: hidden)
+    with pytest.raises(ValueError, match=r"^lm_head: got Linear, whose forward may change the logits"):
+        loss_fn(hidden, labels)
+
+
 def test_refused():
     from torchtitan.components.loss import MSELoss
 
@@ -98,6 +129,10 @@ def test_refused():
         loss(torch.zeros(1, 1, D), torch.zeros(1, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"^loss_fn: got MSELoss"):
         FusedLoss.Config(loss_fn=MSELoss.Config()).build()
+    for wrong in (-1, float("nan"), torch.ones(2)):
+        loss_fn = make(torch.zeros(V, D))[0]
+        with pytest.raises(ValueError, match=r"^global_valid_tokens: got"):
+            loss_fn(torch.zeros(1, 1, D), torch.zeros(1, 1, dtype=torch.int64), wrong)
     loss = FusedLoss.Config(schedule="fast").build()
     loss.set_lm_head(nn.Linear(D, V))
     with pytest.raises(ValueError, match=r"^schedule: got 'fast'"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra integrations)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra integrations)")
@@ -89,23 +90,20 @@ def train(
     return losses, evaluated, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-class Counted(nn.Module):
+class Counted:
     """Counts what the head gives while training: losses, and logits."""
 
     def __init__(self, model: Any):
-        super().__init__()
         self.losses = self.logits = 0
-        head = model.lm_head
-        before = head.forward
 
-        def forward(input: Tensor) -> Tensor:
-            output = before(input)
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             if model.training:
                 self.losses += output.dim() == 0
                 self.logits += output.dim() > 0
-            return output
 
-        head.forward = forward
+        # Of a module that may have a hook on a patched head.
+        hook.__module__ = "torch.distributed.fsdp"
+        model.lm_head.register_forward_hook(hook)
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=str)
@@ -141,10 +139,53 @@ def test_a_trainer_in_bfloat16(llama: Any, tmp_path: Path):
     assert (seen.losses, seen.logits) == (4, 0)
     want, _, _ = train(copy.deepcopy(llama), tmp_path)
     assert losses == pytest.approx(want, rel=2e-2)
-    del mine.lm_head.forward
     unpatch(mine)
     ids, labels = tokens()
     assert mine(ids, labels=labels).logits is not None
+
+
+class Asking(Trainer):
+    """A subclass with a prediction_step of its own."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+@pytest.mark.parametrize("kind", [Trainer, Asking])
+def test_a_trainer_that_asks_for_predictions(kind: Any, llama: Any, tmp_path: Path):
+    """With train_only=False: logits for predict and metrics, none for a loss alone."""
+    mine, theirs = copy.deepcopy(llama), copy.deepcopy(llama)
+    patch(mine, train_only=False)
+    data: Any = chats()[:4]
+    shapes = []
+    mine.lm_head.register_forward_hook(hook := lambda module, args, output: shapes.append(output.dim()))
+    hook.__module__ = "torch.distributed.fsdp"
+
+    def metrics(found: Any) -> dict[str, float]:
+        return {"sum": float(abs(found.predictions).sum())}
+
+    def made(model: Any, **options: Any) -> Any:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+        return kind(model, arguments, eval_dataset=data, **options)
+
+    found, want = (made(model).predict(data).predictions for model in (mine, theirs))
+    assert found.shape == (4, 9, 96)
+    assert (found == want).all()
+    assert shapes == [3]
+    found, want = (made(model, compute_metrics=metrics).evaluate() for model in (mine, theirs))
+    assert found["eval_sum"] == pytest.approx(want["eval_sum"], rel=1e-6)
+    assert shapes == [3, 3]
+    losses = [made(model).evaluate()["eval_loss"] for model in (mine, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert shapes == [3, 3, 0]
+
+
+def test_compiled_evaluation_without_logits(llama: Any):
+    """A whole graph cannot see who asks, and says so."""
+    model, (ids, labels) = copy.deepcopy(llama).eval(), tokens()
+    patch(model, train_only=False)
+    with pytest.raises(Unsupported, match=r"train_only: got False .* fullgraph=False"):
+        torch.compile(model, backend="eager", fullgraph=True)(ids, labels=labels)
 
 
 @pytest.mark.gpu
@@ -268,20 +309,6 @@ def test_a_frozen_head_under_an_adapter(first: str):
     assert_close("adapters", found.others, exact.others, want.others)
     unpatch(mine)
     assert mine(input_ids=ids, labels=labels).logits is not None
-
-
-@pytest.mark.parametrize(
-    "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str
-)
-def test_an_adapter_at_the_head_is_refused(options: dict[str, Any], llama: Any):
-    (ids, labels), options = tokens(), {"target_modules": ["q_proj"], **options}
-    with pytest.raises(TypeError, match=r"^LlamaForCausalLM\.lm_head: got peft\..*, want an nn\.Linear"):
-        patch(with_adapter(llama, **options))
-    model = copy.deepcopy(llama)
-    patch(model)
-    later = with_adapter(model, **options)
-    with pytest.raises(ValueError, match=r"^lm_head: got peft\..* in place of what was patched"):
-        later(input_ids=ids, labels=labels)
 
 
 # ----------------------------------------------------------------------------------------------------------

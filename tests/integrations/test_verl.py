@@ -12,6 +12,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,9 +26,7 @@ from tests.numerics import assert_close, random_case
 S, D, V, TEMPERATURE = 26, 32, 320, 0.7
 
 
-def contract(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def contract(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Any = 1.0) -> tuple[Tensor, Tensor]:
     """By its definition, with the logits."""
     logits = hidden.flatten(0, -2) @ weight.T / temperature
     each = logits.log_softmax(-1)
@@ -89,6 +88,51 @@ def test_one_process(device, dtype, reduction):
         )
         rounding = 2.0**-8 if narrow and name in ("dhidden", "dweight") else 0.0
         assert_close(name, got.cpu(), want, plain.to(got.dtype), rounding=rounding)
+
+
+def temperatures() -> Tensor:
+    return torch.linspace(0.4, 1.6, S)
+
+
+@pytest.mark.parametrize("shape", [(S,), (1, S), (S, 1), ()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_temperature_of_each_token(dtype, shape):
+    given = temperatures().reshape(shape) if shape else torch.tensor(TEMPERATURE)
+    hidden, weight, labels = tensors(dtype)
+    found = []
+    call: Any
+    for call, kind in ((contract, torch.float64), (contract, dtype), (verl.linear_cross_entropy, dtype)):
+        leaves = [each.to(kind, copy=True).requires_grad_() for each in (hidden, weight)]
+        used = given.to(kind).reshape(-1, 1) if call is contract else given
+        results = call(*leaves, labels, used)
+        gradients = torch.autograd.grad(results, leaves, [each.to(kind) for each in upstream_of("none")])
+        found.append([each.detach() for each in (*results, *gradients)])
+    for name, want, plain, got in zip(("logprobs", "entropy", "dhidden", "dweight"), *found, strict=True):
+        assert_close(name, got, want, plain)
+
+
+@pytest.mark.parametrize("temperature", [np.float64(0.5), torch.tensor(1), torch.ones(S, dtype=torch.int64)])
+def test_other_kinds_of_temperature(temperature):
+    hidden, weight, labels = tensors(torch.float32)
+    number = 0.5 if isinstance(temperature, float) else 1.0
+    found = verl.linear_cross_entropy(hidden, weight, labels, temperature)
+    want = verl.linear_cross_entropy(hidden, weight, labels, number)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reduction", verl.REDUCTIONS)
+@pytest.mark.parametrize("n", [0, S])
+def test_no_valid_token(reduction, n):
+    hidden, weight, labels = tensors(torch.float32)
+    leaves = [hidden[:n].clone().requires_grad_(), weight.clone().requires_grad_()]
+    ignored = torch.full_like(labels[:, :n], -100)
+    logprobs, entropy = verl.linear_cross_entropy(leaves[0], leaves[1], ignored, 1.0, reduction)
+    assert logprobs.shape == ((n,) if reduction == "none" else ())
+    assert not logprobs.any()
+    assert not entropy.any()
+    gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), leaves)
+    assert not any(gradient.any() for gradient in gradients)
 
 
 def sharded(here: Rank) -> None:
@@ -161,7 +205,8 @@ def test_install_without_verl():
 @pytest.mark.parametrize(
     ("name", "error", "arguments"),
     [
-        ("temperature", TypeError, (torch.ones(S),)),
+        ("temperature", TypeError, ("1",)),
+        ("temperature", ValueError, (torch.ones(S - 1),)),
         ("temperature", ValueError, (0.0,)),
         ("reduction", ValueError, (1.0, "batchmean")),
         ("dist_process_group", TypeError, (1.0, "none", 3)),

@@ -136,6 +136,7 @@ def tensor_parallel(here: Rank) -> None:
             model.lm_head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
             hidden = DTensor.from_local(hidden, mesh, [Replicate()])
             # What its parallelize makes of the forward, for logits.
+            _no_logits.__module__ = "torchtitan.protocols.module"
             model.lm_head.forward = _no_logits  # pyright: ignore[reportAttributeAccessIssue]
         classes = labels
         if backend == "full_dtensor":

@@ -7,10 +7,8 @@
 All three use the architecture's mainloop, with different major dimensions of the operands and different
 epilogues. A stripe that the forward kept does not need the first. It and float16's, whose dlogits are without
 grad_scale, need factors and scaled rows (kernels.scale) instead. Of kept logits dlogits are made without a
-GEMM (kernels.kept_logits). Of exponentials a few entries may be formed first (kernels.entries).
+GEMM (kernels.kept_logits).
 """
-
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -33,7 +31,6 @@ from cute_lce.arguments import (
 )
 from cute_lce.kernels.clear import clear
 from cute_lce.kernels.column_sums import AddSlabs, AddTensors, SlabSums, SlabTensors
-from cute_lce.kernels.entries import Entries, entries_of
 from cute_lce.kernels.entry.stripe import DhiddenParts, Matrices, dhidden_parts, given_rows
 from cute_lce.kernels.entry.types import (
     ADDED,
@@ -60,7 +57,6 @@ from cute_lce.kernels.epilogues.gradient import (
     DhiddenTensors,
     DweightEpilogue,
     DweightTensors,
-    Shared,
 )
 from cute_lce.kernels.epilogues.store import accumulator, output
 from cute_lce.kernels.kept_logits import DlogitsOfKept, KeptTensors, notes_of
@@ -78,8 +74,7 @@ class Backward:
         dhidden, dweight: those of the gradients' GEMMs.
         half: whether the operands are float16, whose dlogits do not hold grad_scale.
         terms: of the loss. Spare warps of dweight's GEMM, if its configuration has any, make dlogits of kept
-            logits, but with a bias, whose gradient is summed before. With "shared" those of dhidden's sum
-            hidden states for dweight; where dhidden is not computed, a kernel does.
+            logits, but with a bias, whose gradient is summed before.
         added: the type of a matrix to which dweight is added; None: dweight is written.
     """
 
@@ -95,9 +90,7 @@ class Backward:
     ):
         gemm = mainloop(tokens)
         self.dlogits = gemm(tokens, DlogitsEpilogue(gemm.fragment(tokens), half))
-        self.hidden_sums, self.hidden_sum = SlabSums(skips=True), AddSlabs(few=True)
-        spare = self.hidden_sums if "shared" in terms else None
-        self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)), spare=spare)
+        self.dhidden = gemm(dhidden, DhiddenEpilogue(gemm.fragment(dhidden)))
         epilogue = AccumulatorEpilogue if added is Float32 else DweightEpilogue
         if "kept_logits" in terms:
             self.dlogits_of_kept = DlogitsOfKept(gemm.fragment(tokens), terms)
@@ -109,7 +102,6 @@ class Backward:
         # dlogits of float16 are HALF_SCALE times what they stand for; the sums of what was kept are made so.
         self.kept_sums = SlabSums(maths.HALF_SCALE if half else 1.0)
         self.bias_gradient = AddSlabs(1 / maths.HALF_SCALE if half else 1.0)
-        self.entries = Entries()
         self.gather = Gather()
         self.reduce = Reduce()
         self.scale = ScaleRows(half)
@@ -177,9 +169,6 @@ class Backward:
                 rows=tokens if has_numbers_of_tokens(loss) else None,
             )
             self._dlogits(written, matrices, progress[0], stripe.logits, tokens, stream)
-        if cutlass.const_expr("entries" in loss.terms):
-            if scaled_first:
-                self.entries(entries_of(matrices.dlogits, target, statistics, source, loss, tokens), stream)
         if source.scales != 0:
             self.scale(
                 ScaleTensors(
@@ -200,22 +189,12 @@ class Backward:
                 ),
                 stream,
             )
-        # The scaling wrote `shared`; slabs' sums and then their sum follow, before dweight.
-        sums_hidden = scaled_first and gradients.dweight != 0
-        slabs = self._hidden_slabs(whole, loss, sums_hidden)
-        if cutlass.const_expr(slabs is not None):
-            if sums_hidden and gradients.dhidden == 0:
-                self.hidden_sums(slabs, stream)
         if cutlass.const_expr("bias_gradient" in loss.terms):
             if loss.with_dhidden == 0 or gradients.dhidden != 0:
                 self._dbias(matrices, loss, source, stripe, tokens, stream)
         parts = dhidden_parts(matrices, gradients, rows, stripe)
         if gradients.dhidden != 0:
-            shared = self._shared(loss, tokens, d)
-            self._dhidden(matrices, parts, stripe, shared, progress[1], tokens, stream, slabs)
-        if cutlass.const_expr(slabs is not None):
-            if sums_hidden:
-                self._hidden_sum(slabs, loss, stream)
+            self._dhidden(matrices, parts, stripe, progress[1], tokens, stream)
         if gradients.dweight != 0:
             # A shard's dweight alone is not: SMs that become free are for another stream's sum of dhidden.
             early = gradients.dhidden != 0
@@ -224,7 +203,7 @@ class Backward:
             self.dweight(
                 transposed(matrices.dlogits),
                 transposed(matrices.rows),
-                self._dweight_tensors(dtype, gradients, stripe, d, matrices.weight_factor, loss),
+                self._dweight_tensors(dtype, gradients, stripe, d, matrices.weight_factor),
                 progress[2],
                 stripe.dweight,
                 tokens,
@@ -236,10 +215,6 @@ class Backward:
         if gradients.dhidden != 0:
             # Last: rows.hidden, which dweight's GEMM may read, may lie where this writes.
             self._rounded(parts, rows, stripe, tokens, gradients.dweight != 0, stream)
-        if cutlass.const_expr("entries" in loss.terms):
-            if scaled_first and loss.entries_before != 0:
-                kept = entries_of(matrices.dlogits, target, statistics, source, loss, tokens)
-                self.entries.restore(kept, stream)
 
     @cute.jit
     def _dlogits(
@@ -302,28 +277,7 @@ class Backward:
         slab = Int32(cutlass.select_(is_kept, slab, Int32(self.slab)))
         dbias = vector(Float32, loss.dbias + 4 * Int64(stripe.first), stripe.columns)
         adds = Boolean(tokens.first > 0)
-        found = AddTensors(partials=sums, out=dbias, slab=slab, count=tokens.tokens, adds=adds, of=tokens)
-        self.bias_gradient(found, stream)
-
-    def _hidden_slabs(self, hidden: cute.Tensor, loss, sums: Boolean) -> Any:
-        """SlabTensors of hidden states times `shared`; None: that is no term. sums: whether dhidden's spare
-        warps sum."""
-        if "shared" not in loss.terms:
-            return None
-        return SlabTensors(
-            matrix=hidden,
-            factor=vector(Float32, loss.shared, cute.size(hidden, mode=[0])),
-            partials=loss.hidden_partials,
-            slab=loss.hidden_slab,
-            beside=Int32(sums),
-        )
-
-    @cute.jit
-    def _hidden_sum(self, slabs: SlabTensors, loss, stream):
-        """What the gradient by each kept class has besides the product of what was kept."""
-        n, d = slabs.matrix.shape
-        out = vector(Float32, loss.hidden_sum, d)
-        self.hidden_sum(AddTensors(partials=slabs.partials, out=out, slab=slabs.slab, count=n), stream)
+        self.bias_gradient(AddTensors(partials=sums, out=dbias, slab=slab, adds=adds, of=tokens), stream)
 
     @cute.jit
     def _dhidden(
@@ -331,13 +285,11 @@ class Backward:
         matrices: Matrices,
         parts: DhiddenParts,
         stripe: Stripe,
-        shared: Shared | None,
         progress: cute.Tensor,
         tokens: Compacted,
         stream,
-        beside: SlabTensors | None,
     ):
-        """dhidden's GEMM. beside: what its spare warps sum."""
+        """dhidden's GEMM."""
         everything = cute.size(tokens.source)
         self.dhidden(
             transposed(matrices.classes),
@@ -350,13 +302,11 @@ class Backward:
                 places=tokens._replace(source=vector(Int32, parts.places, everything)),
                 is_first=stripe.is_first,
                 to_out=Int32(stripe.is_last != 0 and stripe.dhidden.splits == 1 and not parts.from_sums),
-                shared=shared,
             ),
             progress,
             stripe.dhidden,
             tokens,
             stream,
-            beside=beside,
         )
 
     @cute.jit
@@ -389,26 +339,17 @@ class Backward:
             return Upstream(dloss=loss.row_factor, stride=Int64(1))
         return upstream
 
-    def _shared(self, loss, tokens: Compacted, d: Int32) -> Shared | None:
-        """What the gradient by tokens has besides the product of what was kept."""
-        if "shared" not in loss.terms:
-            return None
-        return Shared(tokens=loss.shared, rows=tokens, features=loss.weight_sum, d=d)
-
     def _dweight_tensors(
-        self, dtype, gradients: Gradients, stripe: Stripe, d: Int32, factor: cute.Tensor, loss
+        self, dtype, gradients: Gradients, stripe: Stripe, d: Int32, factor: cute.Tensor
     ) -> DweightTensors | AccumulatorTensors:
         """Of the rows of a stripe."""
-        more = {}
-        if "shared" in loss.terms:
-            more = {"shared": loss.hidden_sum, "d": d}
         kind = dtype if self.added is None else self.added
         address = gradients.dweight + Int64(stripe.first) * d * (kind.width // 8)
         dweight = matrix(kind, address, stripe.columns, d, d)
         if self.added is Float32:
-            return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor, **more)
+            return AccumulatorTensors(out=accumulator(dweight, gradients.adds), factor=factor)
         before = None if self.added is None else dweight
-        return DweightTensors(out=output(dweight), before=before, factor=factor, **more)
+        return DweightTensors(out=output(dweight), before=before, factor=factor)
 
 
 def compile_backward(

@@ -1,11 +1,11 @@
 """The forward's host function: the GEMM with the row statistics, then the combine kernel."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Float64, Int32, Int64, Uint16
+from cutlass import Float16, Float32, Int32, Int64, Uint16
 
 from cute_lce import maths
 from cute_lce.arch import KernelConfig
@@ -20,7 +20,6 @@ from cute_lce.arguments import (
     with_terms,
 )
 from cute_lce.kernels.clear import clear
-from cute_lce.kernels.column_sums import AddSlabs, AddTensors, SlabSums, SlabTensors
 from cute_lce.kernels.combine import Combine, CombineTensors, total_tensors
 from cute_lce.kernels.combine_more import CombineMore
 from cute_lce.kernels.entry.types import (
@@ -45,7 +44,6 @@ from cute_lce.kernels.keep import Finish, KeepTensors, References
 from cute_lce.kernels.kept_logits import Notes, notes_of
 from cute_lce.kernels.mainloop import mainloop
 from cute_lce.kernels.rows import Copy, Gather
-from cute_lce.kernels.total_gaps import TotalGaps, TotalGapTensors
 
 
 class Workspace(NamedTuple):
@@ -68,8 +66,7 @@ class Forward:
     Args:
         config: tiles, cluster, stages.
         kept: where it also keeps the exponentials of the first columns, their type's range; see kernels.keep.
-        terms: with "kept_logits" it keeps logits; see kernels.kept_logits. With "products" spare warps of the
-            GEMM may sum the weight's rows.
+        terms: with "kept_logits" it keeps logits; see kernels.kept_logits.
     """
 
     def __init__(self, config: KernelConfig, kept: maths.KeptRange | None, terms: tuple[str, ...]):
@@ -88,8 +85,7 @@ class Forward:
             epilogue = KeepEpilogue(fragment, config.tile_warps, kept)
             self.references = References(kept)
             self.finish = Finish(fragment, kept)
-        self.slab_sums, self.add_slabs, self.total_gaps = SlabSums(), AddSlabs(few=True), TotalGaps()
-        self.gemm = gemm(config, epilogue, spare=self.slab_sums if "products" in terms else None)
+        self.gemm = gemm(config, epilogue)
         self.gather, self.copy = Gather(), Copy()
         # The GEMM's partials have powers of two in the place of maxima, and no target's exponential.
         self.combine = Combine(without_targets=isinstance(epilogue, SumEpilogue))
@@ -117,10 +113,6 @@ class Forward:
         if cutlass.const_expr(self.keeps):
             if rows.gathers == COPIES:
                 self.copy(gather_tensors(hidden, target, rows, loss), stream)
-        slabs = self._slabs_of(weight, loss, keep.columns)
-        if cutlass.const_expr(slabs is not None):
-            if outputs.finishes == 0 and loss.weight_beside == 0:
-                self.slab_sums(slabs, stream)
         everything = cute.size(hidden, mode=[0])
         whole, given = hidden, given_tokens(hidden, rows)
         hidden, target = tokens_of(hidden, target, rows)
@@ -129,8 +121,8 @@ class Forward:
         # Finish adds up what blocks have found.
         arrived = None if self.keeps else space.arrived
         # By the operands' tokens.
-        shard = Int32(outputs.target_logit != 0)
-        shard_logit = vector(Float32, outputs.target_logit, everything)
+        shard = outputs.shard
+        logit_out = vector(Float32, outputs.target_logit, everything)
         row_max = vector(Float32, outputs.row_max, everything)
         row_sum = vector(Float32, outputs.row_sum, everything)
         tensors = ForwardTensors(
@@ -150,7 +142,7 @@ class Forward:
             target=target,
             partials=space.partials,
             target_logit=space.target_logit,
-            shard_logit=shard_logit,
+            logit_out=logit_out,
             row_max=row_max,
             row_sum=row_sum,
             losses=vector(Float32, outputs.loss, everything),
@@ -167,12 +159,10 @@ class Forward:
                 self.references(by_origin, weight, target, tokens, kept, space.progress, loss, stream)
                 out = output(kept.kept, self.gemm.config.tile_n)
                 keeping = KeepForwardTensors(forward=tensors, keep=kept, out=out)
-                self._statistics(
-                    hidden, given, weight, keeping, combined, space.progress, grid, stream, slabs
-                )
-                if cutlass.const_expr(slabs is not None):
-                    self._total_gaps(combined, whole, slabs, stream)
+                self._statistics(hidden, given, weight, keeping, combined, space.progress, grid, stream)
             if shard == 0 or outputs.finishes != 0:
+                address = Int64(cutlass.select_(shard != 0, outputs.target_logit, Int64(0)))
+                shard_logit = vector(Float32, address, everything)
                 own = kept, tokens, target, space.target_logit, shard_logit, row_max, row_sum
                 self.finish(*own, total_tensors(combined), stream)
         else:
@@ -196,53 +186,12 @@ class Forward:
         progress,
         grid: GemmPlan,
         stream,
-        beside=None,
     ):
-        """The GEMM and, from its partials, the rows' statistics. beside: what its spare warps sum."""
-        self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream, given=given, beside=beside)
+        """The GEMM and, from its partials, the rows' statistics."""
+        self.gemm(weight, hidden, tensors, progress, grid, combined.rows, stream, given=given)
         self.combine(combined, stream)
         if cutlass.const_expr("more_partials" in combined.loss._fields):
             self.combine_more(combined, stream)
-
-    def _slabs_of(self, weight: cute.Tensor, loss, kept: Int32) -> Any:
-        """SlabTensors of the weight's rows, of kept classes and of the others; None: they are not summed."""
-        if "products" not in loss.terms:
-            return None
-        return SlabTensors(
-            matrix=weight,
-            factor=None,
-            partials=loss.weight_partials,
-            slab=loss.weight_slab,
-            split=kept,
-            beside=loss.weight_beside,
-        )
-
-    @cute.jit
-    def _total_gaps(self, combined: CombineTensors, hidden: cute.Tensor, slabs: SlabTensors, stream):
-        """The tokens' products with the sum of all classes' rows: cheaper than sums of logits in the GEMM's
-        epilogue."""
-        (vocab, d), kept, loss = slabs.matrix.shape, slabs.split, combined.loss
-        first, every = (vector(Float32, loss.weight_sums + 4 * d * i, d) for i in range(2))
-        both = AddTensors(
-            partials=slabs.partials, out=every, slab=slabs.slab, count=vocab, split=kept, above=first
-        )
-        self.add_slabs(both, stream)
-        tensors = TotalGapTensors(
-            rows=combined.rows,
-            target=combined.target,
-            target_logit=combined.target_logit,
-            hidden=hidden,
-            target_product=vector(Float64, loss.target_product, cute.size(hidden, mode=[0])),
-            row_max=combined.row_max,
-            row_sum=combined.row_sum,
-            sums=every,
-            bias_sum=vector(Float64, loss.bias_sum, 1),
-            total=vector(Float32, loss.total, cute.size(hidden, mode=[0])),
-            vocab=vocab,
-            shard=combined.shard,
-            loss=loss,
-        )
-        self.total_gaps(tensors, stream)
 
     @cute.jit
     def _keep_tensors(self, keep: KeepOutputs, element: cutlass.Constexpr, n) -> KeepTensors:
