@@ -39,7 +39,7 @@ demo: $(STAMP)  ## train a small language model with the fused loss and beside i
 	$(BIN)/python -m examples.train_lm $(DEMO_ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU
-	$(call run-tests,$(ONE_THREAD) $(BIN)/python -m pytest,not gpu and not gpu_multi and not emulator_full,-n $(WORKERS) --dist loadgroup)
+	$(call run-tests,$(ONE_THREAD) $(BIN)/python -m pytest,not gpu and not gpu_multi and not emulator_full,-n $(WORKERS) --dist worksteal)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -60,7 +60,7 @@ test-gpu-multi:  ## run the tests that need several GPUs, on all that are there;
 	$(PYTHON) -m pytest -m gpu_multi tests/distributed tests/integrations $(PYTEST_ARGS)
 
 test-emulator-full: $(STAMP)  ## run the long sweeps of emulated and of compiled kernels
-	$(ONE_THREAD) $(BIN)/python -m pytest -m emulator_full -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m emulator_full -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 bench: $(STAMP)  ## time the loss beside its peers; BENCH_ARGS="--help" (on a GPU: python3 -m bench.run ...)
 	$(BIN)/python -m bench.run $(BENCH_ARGS)

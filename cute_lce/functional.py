@@ -23,11 +23,13 @@ from .options import (
     is_number,
 )
 from .scalars import python_number
+from .symbolic import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _fused_linear_cross_entropy = torch.ops.cute_lce.fused_linear_cross_entropy.default
+_denominator_op = torch.ops.cute_lce.denominator.default
 
 
 def linear_cross_entropy(
@@ -320,6 +322,8 @@ def denominator_of(denominator: Any, input: Tensor) -> Tensor | None:
     if not is_number(denominator):
         raise checks.no_tensor("denominator", denominator, "a number, a torch.Tensor or None")
     check_positive("denominator", denominator, or_zero=True)
+    if is_traced():
+        return _denominator_op(denominator, input)
     return input.new_full((), denominator, dtype=torch.float64)
 
 

@@ -40,6 +40,7 @@ from .arguments import Operands
 from .exchange import LocalTargets, Merge, Merged, RowSums, Sum
 from .options import LossOptions, TermOptions
 from .plan.problem import NO_LIMITS, Collective, Limits, Problem
+from .symbolic import as_tensor, example_of, is_symbolic
 
 
 class Request(NamedTuple):
@@ -292,6 +293,12 @@ class StatsOptions(NamedTuple):
         return cls(*numbers, terms.numbers, terms.z_loss, terms.label_smoothing)
 
     @property
+    def example(self) -> StatsOptions:
+        """With what symbolic numbers are while they are traced."""
+        names = "logit_scale", "softcap", "temperature", "z_loss", "label_smoothing"
+        return self._replace(**{name: example_of(getattr(self, name)) for name in names})
+
+    @property
     def saves_logits(self) -> bool:
         """Whether a backward may read the logits of targets and of given ids: for the slope of a softcap."""
         return self.softcap is not None
@@ -357,11 +364,19 @@ class StatsSaved(NamedTuple):
 
 class RowLoss(NamedTuple):
     """The loss of a row in terms of its numbers: `token_weight (class weight of the target x nll, smoothed,
-    + z_loss lse^2)`. target_weight, token_weight: acc (n,), finite in ignored rows."""
+    + z_loss lse^2)`. target_weight, token_weight: acc (n,), finite in ignored rows. Numbers of terms may be
+    tensors ()."""
 
     terms: TermOptions
     target_weight: Tensor | None
     token_weight: Tensor | None
+
+    def with_tensors(self, device: torch.device) -> RowLoss:
+        """With tensors for symbolic numbers."""
+        if not any(map(is_symbolic, self.terms)):
+            return self
+        numbers = (as_tensor(each, device) if is_symbolic(each) else each for each in self.terms)
+        return self._replace(terms=TermOptions._make(numbers))
 
     def losses(self, nll: Tensor, stats: Stats, classes: int | Tensor) -> Tensor:
         """Each row's loss, differentiable by both; 0 if ignored. nll: -logprob. classes: V, of a group ()."""
@@ -371,7 +386,11 @@ class RowLoss(NamedTuple):
         if stats.total_nll is not None:
             loss = maths.smoothed(loss, stats.total_nll, self.terms.label_smoothing, classes)
         if stats.lse is not None:
-            loss = torch.addcmul(loss, stats.lse, stats.lse, value=self.terms.z_loss)
+            z_loss = self.terms.z_loss
+            if isinstance(z_loss, Tensor):
+                loss = loss + stats.lse * stats.lse * z_loss
+            else:
+                loss = torch.addcmul(loss, stats.lse, stats.lse, value=z_loss)
         return loss if self.token_weight is None else loss * self.token_weight
 
     def upstream(self, dloss: Tensor, stats: Stats, classes: int | Tensor) -> StatsUpstream:

@@ -20,6 +20,7 @@ from typing import Any
 
 from .arguments import TERMS, Float32
 from .scalars import python_number
+from .symbolic import example_of, is_known
 
 MOST_FIELDS = 8
 FLOAT32_MAX = 2.0**128 - 2.0**104
@@ -261,9 +262,9 @@ def as_number(softcap: Any) -> Any:
 def term_of(softcap: Any) -> LogitTerm | None:
     """The term whose key stands where a softcap would; None for a softcap, or None. Raises ValueError for
     another number below 0."""
-    if softcap is None or not softcap < 0:
+    if softcap is None or not is_known(softcap) or not softcap < 0:
         return None
-    found = _terms.get(float(softcap))
+    found = _terms.get(float(example_of(softcap)))
     if found is None:
         raise ValueError(
             f"softcap: got {softcap}, want a positive, finite number, or a LogitTerm (a key, which is "

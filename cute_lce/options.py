@@ -17,6 +17,7 @@ from . import environment
 from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
 from .scalars import python_number
+from .symbolic import differs, is_known, is_traced
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
@@ -42,7 +43,7 @@ class Field(NamedTuple):
 class _LossFields(NamedTuple):
     reduction: Annotated[str, Field("str", "str", static=True)] = "mean"
     ignore_index: Annotated[int, Field("SymInt?", "SymInt", static=False)] = IGNORE_INDEX
-    logit_scale: Annotated[float, Field("float", "float", static=False)] = NO_SCALE
+    logit_scale: Annotated[float, Field("Scalar", "float", static=False)] = NO_SCALE
 
 
 class LossOptions(_LossFields):
@@ -70,7 +71,7 @@ class LossOptions(_LossFields):
                 f"logit_scale: got {type(logit_scale).__name__}, want a number; to learn a scale, "
                 "multiply the hidden states by it"
             )
-        if type(logit_scale) is not float or logit_scale != NO_SCALE:
+        if is_traced() or type(logit_scale) is not float or logit_scale != NO_SCALE:
             _check_finite("logit_scale", logit_scale)
         if ignore_index is None:
             ignore_index = IGNORE_INDEX
@@ -88,7 +89,7 @@ class LossOptions(_LossFields):
     @property
     def terms(self) -> tuple[str, ...]:
         """The names of the numbers that are no default: kernels are compiled for them."""
-        return () if self.logit_scale == NO_SCALE else ("logit_scale",)
+        return ("logit_scale",) if differs(self.logit_scale, NO_SCALE) else ()
 
     @property
     def static(self) -> Any:
@@ -97,9 +98,9 @@ class LossOptions(_LossFields):
 
 
 class _TermFields(NamedTuple):
-    label_smoothing: Annotated[float, Field("float", "float", static=False)] = 0.0
-    softcap: Annotated[float | None, Field("float?", "float?", static=False)] = None
-    z_loss: Annotated[float, Field("float", "float", static=False)] = 0.0
+    label_smoothing: Annotated[float, Field("Scalar", "float", static=False)] = 0.0
+    softcap: Annotated[float | None, Field("Scalar?", "float?", static=False)] = None
+    z_loss: Annotated[float, Field("Scalar", "float", static=False)] = 0.0
 
 
 class TermOptions(_TermFields):
@@ -122,7 +123,7 @@ class TermOptions(_TermFields):
     ) -> TermOptions:
         label_smoothing, z_loss = python_number(label_smoothing), python_number(z_loss)
         _check_number("label_smoothing", label_smoothing)
-        if not 0 <= label_smoothing <= 1:
+        if has_value(label_smoothing) and not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing: got {label_smoothing}, want a number in [0, 1]")
         _check_finite("z_loss", z_loss)
         softcap = python_number(as_number(softcap))
@@ -137,6 +138,11 @@ class TermOptions(_TermFields):
     def _replace(self, **changes: Any) -> TermOptions:
         return TermOptions(**{**self._asdict(), **changes})
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a term."""
+        return self.softcap is not None or len(self.numbers) > 1
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied with a term itself: another process does not know its key."""
         given = {**self._asdict(), "softcap": term_of(self.softcap) or self.softcap}
@@ -146,9 +152,9 @@ class TermOptions(_TermFields):
     def numbers(self) -> tuple[str, ...]:
         """Those of each token that the loss is made of (implementation.RowLoss)."""
         names = ["logprob"]
-        if self.label_smoothing != 0:
+        if differs(self.label_smoothing, 0):
             names.append("total_nll")
-        if self.z_loss != 0:
+        if differs(self.z_loss, 0):
             names.append("lse")
         return tuple(names)
 
@@ -167,19 +173,26 @@ def check_kind(name: str, value: Any) -> None:
 
 def _check_number(name: str, value: Any) -> None:
     check_kind(name, value)
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+    if not is_traced() and isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{name}: got {value}, want a number that is a float, or in the range of int64")
+
+
+def has_value(number: Any) -> bool:
+    """Whether a number can be compared. The ops look at it where it is a symbol, and again when they run."""
+    return not is_traced() and is_known(number)
 
 
 def _check_finite(name: str, value: Any) -> None:
     _check_number(name, value)
-    if not float("-inf") < value < float("inf"):
+    if has_value(value) and not float("-inf") < value < float("inf"):
         raise ValueError(f"{name}: got {value}, want a finite number")
 
 
 def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
     """Raise TypeError for what is no number, ValueError for one that is not positive (or 0) and finite."""
     _check_number(name, value)
+    if not has_value(value):
+        return
     if not 0 < value < float("inf") and not (or_zero and value == 0):
         raise ValueError(f"{name}: got {value}, want a positive, finite number{' or 0' if or_zero else ''}")
 
@@ -187,8 +200,20 @@ def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
 def check_divisor(name: str, value: Any) -> None:
     """check_positive, and ValueError for what float32 logits cannot be divided by."""
     check_positive(name, value)
-    if not LEAST_DIVISOR <= value <= 1 / LEAST_DIVISOR:
+    if has_value(value) and not LEAST_DIVISOR <= value <= 1 / LEAST_DIVISOR:
         raise ValueError(f"{name}: got {value}, want a number from 1e-30 to 1e30")
+
+
+def check_value(name: str, value: float) -> None:
+    """Raise ValueError for a number that is out of its argument's range. name: of an op's argument."""
+    if name == "temperature_number":
+        check_divisor("temperature", value)
+    elif name == "softcap" and term_of(value) is None:
+        check_divisor("softcap", value)
+    elif name == "label_smoothing":
+        TermOptions(label_smoothing=value)
+    else:
+        _check_finite(name, value)
 
 
 NO_TERMS = TermOptions()

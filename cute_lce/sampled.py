@@ -13,6 +13,7 @@ from .options import MOST_WINDOW, LossOptions
 from .scalars import python_number
 from .streaming.rows import is_valid
 from .streaming.sampled import SampledOperands, SampledOptions
+from .symbolic import holds
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,8 +101,8 @@ def sampled_linear_cross_entropy(
     if target_log_q is not None:
         target_log_q = target_log_q.reshape(-1)
     given = SampledOperands(*flat, sampled_ids, linear_bias, sampled_log_q, target_log_q)
-    how = SampledOptions(options.ignore_index, options.logit_scale, remove_accidental_hits, window)
-    losses = sampled.sampled(*given, *how)[0]
+    how = SampledOptions(options.ignore_index, logit_scale, remove_accidental_hits, window)
+    losses = sampled.losses(*given, *how)
     valid = is_valid(flat.target, options.ignore_index)
     if token_weight is not None:
         losses = losses * token_weight.reshape(-1).to(losses.dtype).masked_fill(~valid, 0)
@@ -122,7 +123,7 @@ def _check(
     if not isinstance(ids, Tensor):
         raise checks.no_tensor("sampled_ids", ids)
     checks.check_dense("sampled_ids", ids)
-    if ids.dim() != 1 or ids.shape[0] == 0:
+    if ids.dim() != 1 or not holds(ids.shape[0] > 0):
         raise ValueError(f"sampled_ids: got shape {tuple(ids.shape)}, want (m,), at least one class")
     checks.check_term("sampled_ids", ids, tuple(ids.shape), checks.TARGET_DTYPES, hidden)
     if (sampled_log_q is None) != (target_log_q is None):

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests import sweeps
+
 # Tests compile what they ask for and nothing else; those of workers set it.
 os.environ["CUTE_LCE_COMPILE_JOBS"] = "0"
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too.
+@pytest.hookimpl(tryfirst=True)  # -m reads the marks in this hook too.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect, and so count in the closing line, what needs a GPU where there is none; and give tests that
-    compile the same kernels to one worker, which keeps them."""
-    for item in items:
-        if group := _kernels_of(item):
-            item.add_marker(pytest.mark.xdist_group(group))
+    """Mark the long sweeps; and deselect, and so count in the closing line, what needs a GPU where there is
+    none."""
+    sweeps.mark(items)
     missing = [name for name, least in (("gpu", 1), ("gpu_multi", 2)) if torch.cuda.device_count() < least]
     needs_gpu = [item for item in items if any(map(item.get_closest_marker, missing))]
     if needs_gpu:
@@ -50,36 +50,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for outcome, report in json.loads(path.read_text(encoding="utf-8")):
             report = hook.pytest_report_from_serializable(config=config, data=report)
             terminalreporter._add_stats(outcome, [report])
-
-
-# Numbers of tokens and terms of the loss, for which kernels are compiled that no other test shares.
-_TERMS = (
-    "test_terms",
-    "test_shard_terms",
-    "test_own_terms",
-    "test_softcap",
-    "test_kept_logits",
-)
-
-
-def _kernels_of(item: pytest.Item) -> str:
-    """The kernels that a test of compiled code compiles: of forwards its file's, of others those of its
-    parameters; of emulated code, whose tests and whose mutations share most kernels, their architecture,
-    which is Hopper where none is named, and whether they have terms. "" for any other.
-
-    A name without brackets: pytest-xdist takes a group from behind the last one of an id.
-    """
-    if "tests/compiled/test_sm" in item.nodeid:
-        return item.nodeid.partition("::")[0]
-    if "tests/compiled/" in item.nodeid:
-        return item.name.partition("[")[2].removesuffix("]")
-    if "test_mutations.py::test_some" in item.nodeid:
-        return "sm_100a" if "Blackwell" in item.name else "sm_90a"
-    # What is emulated as planned has kernels of its own.
-    if "tests/emulated/" in item.nodeid and "as_planned" not in getattr(item, "fixturenames", ()):
-        arch = "sm_100a" if "sm_100a" in item.nodeid or "test_sm100.py" in item.nodeid else "sm_90a"
-        return f"{arch}, terms" if item.path.stem in _TERMS else arch
-    return ""
 
 
 def pytest_report_header() -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..functional import linear_cross_entropy
 from ..options import IGNORE_INDEX
+from ..symbolic import same_shape
 
 
 def fuse_output_layer(model: nn.Module) -> None:
@@ -220,7 +221,7 @@ def _ignoring(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     """The labels with rows ignored where the mask is 0. Raises ValueError for one of another shape."""
     if loss_mask is None:
         return labels
-    if loss_mask.shape != labels.shape:
+    if not same_shape(loss_mask.shape, labels.shape):
         raise ValueError(f"loss_mask: got shape {tuple(loss_mask.shape)}, want {tuple(labels.shape)}")
     return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
 

@@ -23,6 +23,7 @@ from transformers.loss import loss_utils
 
 from ..functional import linear_cross_entropy
 from ..options import IGNORE_INDEX, ComputeOptions
+from ..symbolic import holds
 from . import heads
 from .counts import checked_count, divided
 from .forward_source import Tail, read, value_of, written
@@ -459,7 +460,7 @@ def _loss(product: heads.Product, call: _Call, **options: Any) -> Tensor:
         target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
     hidden = product.input.flatten(0, -2)
     target = target.reshape(-1).to(hidden.device)
-    if hidden.shape[0] != target.shape[0]:
+    if not holds(hidden.shape[0] == target.shape[0]):
         raise ValueError(
             f"labels: got {target.shape[0]} beside {hidden.shape[0]} hidden states at the head, want as many "
             "(logits_to_keep leaves some out)"

@@ -11,6 +11,7 @@ from ..plan import grad_in_forward
 from ..plan import schedule as schedule_plan
 from ..plan.problem import MIB, Limits, Problem
 from ..streaming import STREAMING
+from ..symbolic import is_known
 from .device import gpu_of
 
 _logger = logging.getLogger("cute_lce")
@@ -29,18 +30,21 @@ def choose(
     """The plan's choice.
 
     With symbolic sizes it is the choice for those that a graph is traced with, and a number of columns that
-    is right for others too.
+    is right for others too. Of sizes that only the data knows nothing is kept.
     """
     gpu = gpu_of(device)
+    sizes = problem.n, problem.d, problem.vocab
     if schedule == "grad_in_forward" and problem.wants_gradient:
         found = STREAMING.choose(problem, dtype, device, schedule, reduction, limits._replace(workspace=0))
-        # Without a workspace nothing is compared, and sizes may be unknown.
-        if limits.workspace and _known(problem.n):
+        # Without a workspace nothing is compared.
+        if limits.workspace and all(map(is_known, sizes)) and _known(problem.n):
             known, known_limits = _known_sizes(problem), Limits(*map(_known, limits))
             grad_in_forward.check_workspace(gpu, known, known_limits)
             predicted = grad_in_forward.predict(gpu, known, known_limits)
             _log_if_slow(gpu, known, schedule, known_limits, predicted, accumulates=True)
         return found
+    if not all(map(is_known, sizes)):
+        return "recompute", 0
     known, known_limits = _known_sizes(problem), Limits(*map(_known, limits))
     # Other schedules allocate the same.
     known = known._replace(adds=False)
@@ -54,7 +58,7 @@ def choose(
             return "grad_in_forward", 0
     if known.n:
         _log_if_slow(*call, schedule_plan.predict(*call))
-    if any(isinstance(size, torch.SymInt) for size in (problem.n, problem.d, problem.vocab)):
+    if any(isinstance(size, torch.SymInt) for size in sizes):
         kept = schedule_plan.kept_of_any(gpu, known, problem, kept, known_limits)
     return found, kept
 

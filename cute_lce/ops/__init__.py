@@ -14,10 +14,15 @@ show, and have their own fake functions and autograd (autograd.py):
 A call with terms (terms.py), and linear_logprob (logprob.py), call others (token_stats.py), which return
 numbers of each token. Several heads (heads.py) are a call each, between two ops that add their gradients.
 
+A number that torch.compile traces as a symbol reaches an op's twin as a tensor (inner.py). flops.py says what
+the ops cost.
+
 Their bodies call the implementation that `select.implementation` picks by device and dtype; those of the
 sampled loss (sampled.py) are plain torch everywhere.
 """
 
+from . import flops
+from . import sampled as sampled
 from .autograd import Destination, is_writable
 from .call import linear_cross_entropy
 from .heads import has_heads
@@ -28,6 +33,8 @@ from .public import is_plain_eager
 from .select import implementation
 from .terms import TermTensors
 from .terms import linear_cross_entropy as linear_cross_entropy_with_terms
+
+flops.register()
 
 __all__ = [
     "Destination",

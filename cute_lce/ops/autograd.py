@@ -85,7 +85,8 @@ class ForwardFunction(torch.autograd.Function):
             if prepared is not None:
                 saved = prepared.unpacked(saved)
             dloss = placed_as(dloss, saved.row_max)
-            given = inner.backward(dloss, *saved, *ctx.loss, *ctx.request.limits, *needed)
+            arguments = *ctx.loss, *ctx.request.limits, *needed
+            given = inner.call(inner.backward, dloss, *saved, *arguments)
             return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
         return _gradients(*prepared.backward(dloss, saved, ctx.loss, needed))
 
@@ -113,7 +114,8 @@ class GradInForwardFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             # The gradients are constants here: a second derivative would silently omit them.
             raise RuntimeError(NO_DOUBLE_BACKWARD)
-        given = inner.scale_gradients(dresults[0], *ctx.saved_tensors, *ctx.loss, ctx.dtype, *ctx.needed)
+        arguments = *ctx.saved_tensors, *ctx.loss, ctx.dtype, *ctx.needed
+        given = inner.call(inner.scale_gradients, dresults[0], *arguments)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, ctx.needed, strict=True)))
 
 
@@ -238,13 +240,13 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _refuse_tangents(op, arguments: tuple) -> None:
+def _refuse_tangents(schema, name: str, arguments: tuple) -> None:
     """Raise for forward-mode differentiation: run below autograd, the ops would silently drop tangents."""
     if not torch._C._is_fwd_grad_enabled():  # pyright: ignore[reportAttributeAccessIssue]
         return
-    for argument, value in zip(op._schema.arguments, arguments, strict=False):
+    for argument, value in zip(schema, arguments, strict=False):
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise RuntimeError(_NO_FORWARD_MODE.format(op.name(), argument.name))
+            raise RuntimeError(_NO_FORWARD_MODE.format(name, argument.name))
 
 
 def _requires_grad(operand: Tensor | None) -> bool:
@@ -261,17 +263,26 @@ def register(op, function: type[torch.autograd.Function], results: Callable[...,
     torch.func's transforms call this once for each level, with that level's wrappers: it records this level,
     and the op that is called below autograd continues with the next.
     """
+    _register(op, (), op._schema.arguments, function, results, options)
+    twin = inner.twins.get(op)
+    if twin is not None:
+        _register(twin.op, twin.positions, op._schema.arguments, function, results, options)
+
+
+def _register(op, numbers: tuple[int, ...], schema, function, results, options) -> None:
+    """Of an op, or of its twin. numbers: the twin's positions. schema: of the op's own arguments."""
     apply = apply_of(function)
-    tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+    tensors, count = sum("Tensor" in str(argument.type) for argument in schema), len(numbers)
 
     def autograd(*arguments):
-        operands, arguments = arguments[:tensors], arguments[tensors:]
+        read, arguments = arguments[:count], arguments[count:]
+        operands, others = arguments[:tensors], arguments[tensors:]
         if forward_ad._current_level >= 0:
-            _refuse_tangents(op, (*operands, *arguments))
+            _refuse_tangents(schema, op.name(), arguments)
 
         def run(operands, *_):
             with _below_autograd():
-                return results(*op(*operands, *arguments))
+                return results(*op(*read, *operands, *others))
 
         def run_under_transform(operands, *_):
             # Function.forward disables both grad modes, which the levels below may need.
@@ -280,14 +291,15 @@ def register(op, function: type[torch.autograd.Function], results: Callable[...,
 
         if not (torch.is_grad_enabled() and any(map(_requires_grad, operands))):
             with _below_autograd():
-                return op(*operands, *arguments)
+                return op(*read, *arguments)
         transformed = innermost_transform() is not None
         if transformed and issubclass(function, GradInForwardFunction):
             # Its gradients are constants for the levels below, whose second derivatives would omit them.
             raise RuntimeError(_NO_TRANSFORM)
         body = run_under_transform if transformed else run
+        named = inner.Twin(op, numbers).named(read, arguments)[tensors:]
         with enable_single_level_autograd_function():
-            return apply(body, *options(arguments), *operands)
+            return apply(body, *options(named), *operands)
 
     inner.library.impl(op.name().partition("::")[2], autograd, "Autograd")
 

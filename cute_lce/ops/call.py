@@ -125,7 +125,7 @@ def _bind_op(schedule: str, request: Request) -> Callable[..., Tensor]:
 
 
 def _run_op(op, arguments: tuple, loss: LossOptions, *operands: Tensor) -> Tensor:
-    return op(*operands, *loss, *arguments)[0]
+    return inner.call(op, *operands, *loss, *arguments)[0]
 
 
 _EAGER = {

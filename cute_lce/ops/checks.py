@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
+from ..symbolic import holds, same_shape
 from .plain import is_distributed
 from .select import DTYPES
 
@@ -94,13 +95,13 @@ def check_tensors(operands: Operands) -> None:
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight: got shape {tuple(linear_weight.shape)}, want (V, d)")
     V, d = linear_weight.shape
-    if V == 0 or d == 0:
+    if not (holds(V > 0) and holds(d > 0)):
         raise ValueError(f"linear_weight: got shape {(V, d)}, want at least one class and one feature")
-    if input.dim() == 0 or input.shape[-1] != d:
+    if input.dim() == 0 or not same_shape(input.shape[-1:], (d,)):
         raise ValueError(
             f"input: got shape {tuple(input.shape)}, want (..., {d}) for linear_weight's shape {(V, d)}"
         )
-    if target.shape != input.shape[:-1]:
+    if not same_shape(target.shape, input.shape[:-1]):
         raise ValueError(
             f"target: got shape {tuple(target.shape)}, want {tuple(input.shape[:-1])} "
             f"for input's shape {tuple(input.shape)}"
@@ -128,7 +129,7 @@ def check_term(
         raise ValueError(f"{name}: got a lazily negated tensor, want {name}.resolve_neg()")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: got {tensor.dtype}, want one of {', '.join(map(str, dtypes))}")
-    if tuple(tensor.shape) != tuple(shape):
+    if not same_shape(tensor.shape, shape):
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {tuple(shape)}")
     if tensor.device != input.device:
         raise ValueError(f"{name}: got device {tensor.device}, want input's device, {input.device}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..plan.memory import SmallWorkspace, refuse_workspace
 from ..plan.problem import MIB
 from ..streaming.products import accumulate_dtype
+from ..symbolic import same_shape
 from . import inner
 from .autograd import is_writable
 from .checks import autocast_hidden, check_dense, no_tensor
@@ -127,7 +128,7 @@ def _check_shapes(input: Tensor, target: Tensor, count: int) -> None:
 def _is_before(shape: Sequence[int], input: Tensor) -> bool:
     """Whether input's shape is this one and d; element by element, since a tuple of symbolic and other sizes
     equals none under torch.compile."""
-    return input.dim() == len(shape) + 1 and all(a == b for a, b in zip(input.shape, shape, strict=False))
+    return input.dim() == len(shape) + 1 and same_shape(input.shape[:-1], shape)
 
 
 def _each(name: str, value: Any, count: int) -> Sequence[Any]:
@@ -162,7 +163,7 @@ def _factors(options: dict[str, Any], target: Tensor, count: int) -> dict[str, S
     found, token_weight = {}, options.get("token_weight")
     if isinstance(token_weight, Tensor):
         check_dense("token_weight", token_weight)
-        if token_weight.shape != target.shape:
+        if not same_shape(token_weight.shape, target.shape):
             raise ValueError(
                 f"token_weight: got shape {tuple(token_weight.shape)}, want {tuple(target.shape)}"
             )

@@ -1,17 +1,23 @@
-"""The inner ops: their bodies, which call the implementation, and their fake functions."""
+"""The inner ops: their bodies, which call the implementation, and their fake functions.
+
+An op whose arguments have numbers has a twin, NAME_with_numbers: numbers that torch.compile traces as symbols
+are tensors on the CPU there, which it reads on the host.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arguments import Operands
 from ..implementation import Accumulated, Request, Saved
+from ..options import check_value
 from ..plan.problem import Limits
 from ..streaming.products import accumulate_dtype
+from ..symbolic import TensorNumber, as_tensor, example_of, is_symbolic
 from . import schemas
 from .prepared import look_up
 from .schemas import loss_of
@@ -20,17 +26,96 @@ from .select import implementation
 library = torch.library.Library("cute_lce", "DEF")
 
 
-def define(schema: str, fake: Callable[..., Any]):
-    """Define an inner op with the decorated function as its body on every device; returns the op."""
+class Twin(NamedTuple):
+    """The op that takes tensors for numbers, before an op's own arguments. positions: of these among the op's
+    arguments, where examples of them stay."""
+
+    op: Any
+    positions: tuple[int, ...]
+
+    def split(self, arguments: tuple) -> tuple[tuple, tuple]:
+        """Its numbers, and its op's arguments."""
+        count = len(self.positions)
+        return arguments[:count], arguments[count:]
+
+    def named(self, numbers: tuple, arguments: tuple) -> tuple:
+        """The op's arguments with TensorNumbers in the places of those that are tensors."""
+        named = [*arguments]
+        for tensor, position in zip(numbers, self.positions, strict=True):
+            if tensor is not None:
+                named[position] = TensorNumber(named[position], tensor)
+        return tuple(named)
+
+
+twins: dict[Any, Twin] = {}
+"""By the op."""
+
+
+def define(schema: str, fake: Callable[..., Any], check: Callable[[tuple, tuple], None] | None = None):
+    """Define an inner op with the decorated function as its body on every device; returns the op. check: of
+    the twin's call, takes the arguments with examples of its numbers and with the numbers themselves."""
 
     def register(body):
-        name = schema.split("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, body, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cute_lce::{name}", fake, lib=library)
-        return getattr(torch.ops.cute_lce, name).default
+        op = _define(schema, body, fake)
+        arguments = op._schema.arguments
+        positions = tuple(
+            i for i, each in enumerate(arguments) if str(each.type) in ("float", "Optional[float]")
+        )
+        if positions:
+            twins[op] = _define_twin(schema, body, fake, check, arguments, positions)
+        return op
 
     return register
+
+
+def _define(schema: str, body, fake, *tags: torch.Tag):
+    name = schema.split("(")[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    library.impl(name, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cute_lce::{name}", fake, lib=library)
+    return getattr(torch.ops.cute_lce, name).default
+
+
+def _define_twin(schema: str, body, fake, check, arguments, positions: tuple[int, ...]) -> Twin:
+    names, count = [arguments[i].name for i in positions], len(positions)
+    tensors = "".join(f"Tensor? {name}_tensor, " for name in names)
+
+    def read(*given):
+        example, values = given[count:], [*given[count:]]
+        for tensor, name, position in zip(given[:count], names, positions, strict=True):
+            if tensor is not None:
+                values[position] = tensor.item()
+                check_value(name, values[position])
+        if check is not None:
+            check(example, tuple(values))
+        return body(*values)
+
+    # A replayed graph would not read the numbers again.
+    return Twin(
+        _define(
+            schema.replace("(", f"_with_numbers({tensors}", 1),
+            read,
+            lambda *given: fake(*given[count:]),
+            torch.Tag.cudagraph_unsafe,
+        ),
+        positions,
+    )
+
+
+def call(op, *arguments):
+    """The op's results, of arguments whose numbers may be symbols or TensorNumbers."""
+    twin = twins.get(op)
+    if twin is None:
+        return op(*arguments)
+    numbers, values = [], [*arguments]
+    for position in twin.positions:
+        number = values[position]
+        if is_symbolic(number):
+            number = TensorNumber(example_of(number), as_tensor(number))
+        is_tensor = isinstance(number, TensorNumber)
+        numbers.append(number.tensor if is_tensor else None)
+        values[position] = number.example if is_tensor else number
+    return op(*arguments) if numbers.count(None) == len(numbers) else twin.op(*numbers, *values)
 
 
 def _absent(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..arguments import Operands
 from ..implementation import Stats, StatsOperands, StatsOptions
 from ..options import ComputeOptions, LossOptions, TermOptions, check_divisor, check_outputs
+from ..symbolic import differs
 from . import inner
 from .checks import TARGET_DTYPES, check_term, flatten, know_shardings, refuse_gradient
 from .plain import is_distributed
@@ -18,9 +19,9 @@ from .terms import checked, decide, plain_losses, stats_of
 
 SCHEMA = (
     "fused_linear_logprob(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
-    "Tensor? temperature=None, Tensor? topk_ids=None, float temperature_number=1.0, "
-    "str[] outputs, bool entropy_grad=True, SymInt? ignore_index=-100, float logit_scale=1.0, "
-    "float? softcap=None, str schedule='auto', float? workspace_mb=None, SymInt? window=None) -> Tensor[]"
+    "Tensor? temperature=None, Tensor? topk_ids=None, Scalar temperature_number=1.0, "
+    "str[] outputs, bool entropy_grad=True, SymInt? ignore_index=-100, Scalar logit_scale=1.0, "
+    "Scalar? softcap=None, str schedule='auto', float? workspace_mb=None, SymInt? window=None) -> Tensor[]"
 )
 
 
@@ -92,8 +93,10 @@ class Call(NamedTuple):
     @property
     def plain_loss(self) -> LossOptions:
         """Whose rows' losses are -logprob."""
-        options = self.options
-        return LossOptions("none", options.ignore_index, options.logit_scale / options.temperature)
+        ignore_index, scale, _, temperature, *_ = self.options
+        # A symbol over 1 would be another one.
+        scale = scale / temperature if differs(temperature, 1) else scale
+        return LossOptions("none", ignore_index, scale)
 
     def named(self, found: Stats) -> list[Tensor]:
         """The outputs in their order, of tokens in one dimension."""

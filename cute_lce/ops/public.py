@@ -1,4 +1,4 @@
-"""The public op."""
+"""The public op, and the op that makes a tensor of a number beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import Operands
-from ..options import NO_TERMS, split_options
+from ..options import check_positive, split_options
+from ..symbolic import as_tensor, is_symbolic
 from . import heads, inner, schemas, terms
 from .call import linear_cross_entropy
 from .checks import know_shardings
@@ -42,11 +43,23 @@ def _fused_linear_cross_entropy(
         know_shardings()
     loss, numbers, compute = split_options(options)
     tensors = terms.TermTensors(linear_bias, weight, token_weight, denominator)
-    if tensors.any or numbers != NO_TERMS or distributed:
+    if tensors.any or numbers.any or distributed:
         operands = Operands(input, linear_weight, target)
         return terms.linear_cross_entropy(operands, tensors, loss, numbers, compute)
     return linear_cross_entropy(input, linear_weight, target, loss, compute, watched=watched)
 
 
+def _denominator(number: float, like: Tensor) -> Tensor:
+    """A denominator as a tensor () on like's device."""
+    check_positive("denominator", number, or_zero=True)
+    if not is_symbolic(number):
+        return like.new_full((), number, dtype=torch.float64)
+    if isinstance(number, torch.SymInt):
+        torch._check(number >= 0)
+    return as_tensor(number, like.device)
+
+
+inner.library.define("denominator(Scalar number, Tensor like) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+inner.library.impl("denominator", _denominator, "CompositeImplicitAutograd")
 inner.library.define(schemas.PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
 inner.library.impl("fused_linear_cross_entropy", _fused_linear_cross_entropy, "CompositeImplicitAutograd")

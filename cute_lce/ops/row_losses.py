@@ -22,6 +22,7 @@ def row_losses(
     # A Function may not return what it was given: autograd takes that for a view.
     is_nll = nll is not None and row_loss.target_weight is None and row_loss.token_weight is None
     if is_nll or not (first.requires_grad and is_plain_eager(first)):
+        row_loss = row_loss.with_tensors(first.device)
         losses = row_loss.losses(-first if nll is None else nll, stats, classes)
         return losses.sum() if total else losses
     how = row_loss.terms, classes, nll is None, total

@@ -1,6 +1,7 @@
-"""The inner ops of the sampled loss, and their autograd.
+"""The ops of the sampled loss, and their autograd.
 
-sampled              each row's loss, and what the backward needs
+sampled_losses       each row's loss: a composite, in which symbolic numbers are seen as such
+sampled              the same, and what the backward needs
 sampled_backward     the gradients by input, linear_weight and linear_bias
 """
 
@@ -83,7 +84,8 @@ class SampledFunction(torch.autograd.Function):
         needed = needs[0], needs[1], needs[4]
         gradients: tuple[Tensor | None, ...] = (None, None, None)
         if dresults[0] is not None:
-            found = sampled_backward(dresults[0], *ctx.saved_tensors, *ctx.options, *needed)
+            arguments = *ctx.saved_tensors, *ctx.options, *needed
+            found = inner.call(sampled_backward, dresults[0], *arguments)
             gradients = tuple(each if need else None for each, need in zip(found, needed, strict=True))
         dinput, dweight, dbias = gradients
         return None, None, dinput, dweight, None, None, dbias, None, None
@@ -91,3 +93,21 @@ class SampledFunction(torch.autograd.Function):
 
 register(sampled, SampledFunction, as_given, lambda arguments: (SampledOptions(*arguments),))
 register(sampled_backward, GradientFunction, as_given, no_options)
+
+
+def losses(*arguments) -> Tensor:
+    """Each row's loss; arguments: the op's."""
+    run = _op if torch.compiler.is_dynamo_compiling() else _losses
+    return run(*arguments)
+
+
+def _losses(*arguments) -> Tensor:
+    options = SampledOptions(*arguments[_TENSORS:])
+    LossOptions(logit_scale=options.logit_scale)
+    return inner.call(sampled, *arguments)[0]
+
+
+_PUBLIC = f"sampled_losses({_OPERANDS}, {_OPTIONS.replace('float', 'Scalar')}) -> Tensor"
+inner.library.define(_PUBLIC, tags=(torch.Tag.pt2_compliant_tag,))
+inner.library.impl("sampled_losses", _losses, "CompositeImplicitAutograd")
+_op = torch.ops.cute_lce.sampled_losses.default

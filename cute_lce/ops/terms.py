@@ -14,7 +14,7 @@ from ..options import ComputeOptions, LossOptions, TermOptions
 from ..plan.problem import Problem
 from ..streaming.products import accumulate_dtype
 from ..streaming.rows import is_ignored, is_valid
-from . import call
+from . import call, inner
 from .autograd import Destination, apply_of
 from .checks import autocast, autocast_bias, check_tensors, check_term, flatten, refuse_gradient
 from .plain import has_saved_tensors_hooks, is_distributed, is_plain_eager
@@ -171,8 +171,9 @@ def decide(
     overwrites = plain and not shard and not has_saved_tensors_hooks()
     problem = Problem(n, d, V, hidden.dtype is torch.float16, need_dinput, need_dweight, shard=shard)
     problem = problem._replace(overwrites=overwrites, need_dbias=need_dbias)
-    serving = serving or statistics(operands, options, compute.schedule)
-    schedule, kept_columns = serving.choose(problem, operands, options, compute.schedule, reduction, limits)
+    example = options if plain else options.example
+    serving = serving or statistics(operands, example, compute.schedule)
+    schedule, kept_columns = serving.choose(problem, operands, example, compute.schedule, reduction, limits)
     if schedule == "grad_in_forward" and reduction == "none" and need_dbias:
         raise ValueError(
             "schedule: got 'grad_in_forward' with reduction='none' and a linear_bias that needs a gradient, "
@@ -207,7 +208,7 @@ def stats_of(operands: StatsOperands, how: StatsHow) -> Stats:
 
 
 def _run(op, arguments: tuple, operands: tuple) -> tuple[Tensor, ...]:
-    return op(*operands, *arguments)
+    return inner.call(op, *operands, *arguments)
 
 
 def _loss_gradients(operands: StatsOperands, row_loss: RowLoss, how: StatsHow, total: bool) -> Tensor:
@@ -218,7 +219,7 @@ def _loss_gradients(operands: StatsOperands, row_loss: RowLoss, how: StatsHow, t
     numbers = how.options.ignore_index, how.options.logit_scale, *row_loss.terms
     arguments = *numbers, *request.limits, *needed, total
     if how.destination is None:
-        return token_loss_gradients(*tensors, *arguments)[0]
+        return inner.call(token_loss_gradients, *tensors, *arguments)[0]
     run = functools.partial(_run, token_loss_gradients, arguments)
     return apply_of(LossGradientsFunction)(run, how, *tensors)[0]
 

@@ -70,7 +70,7 @@ TOKEN_STATS_BACKWARD = (
     f"token_stats_backward({UPSTREAM}, {OPERANDS}, {SAVED}, {OPTIONS}, {LIMITS}, {NEEDED})"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)"
 )
-_TERMS = ", ".join(f"{field.public} {name}" for name, field in fields(TermOptions).items())
+_TERMS = ", ".join(f"{field.inner} {name}" for name, field in fields(TermOptions).items())
 TOKEN_LOSS_GRADIENTS = (
     f"token_loss_gradients({OPERANDS}, Tensor? target_weight, Tensor? token_weight, SymInt ignore_index, "
     f"float logit_scale, {_TERMS}, {LIMITS}, {NEEDED}, bool total)"
@@ -167,7 +167,22 @@ def _check(operands: StatsOperands, ignore_index: int) -> None:
         check_targets(Operands(*operands[:3]), LossOptions("none", ignore_index))
 
 
-@inner.define(TOKEN_STATS, fake_token_stats)
+def check_format(example: tuple, arguments: tuple) -> None:
+    """Raise ValueError for numbers of which another path keeps, in a format of its own, than of those that a
+    graph was traced with. Both: the arguments of token_stats, or of that over a group."""
+    operands, traced = StatsOperands(*arguments[:_TENSORS]), options_of(example[_TENSORS:])[0]
+    given, (_, _, kept_columns, *_) = options_of(arguments[_TENSORS:])
+    if not kept_columns:
+        return
+    if statistics(operands, traced, "keep") is not statistics(operands, given, "keep"):
+        raise ValueError(
+            f"softcap: got {given.softcap} with logit_scale={given.logit_scale} and temperature="
+            f"{given.temperature} in a graph that was compiled for numbers of which kernels keep, want "
+            "schedule 'recompute', or numbers whose quotients are ordinary ones in float32"
+        )
+
+
+@inner.define(TOKEN_STATS, fake_token_stats, check_format)
 def token_stats(*arguments):
     operands = StatsOperands(*arguments[:_TENSORS])
     options, (window, workspace, kept_columns) = options_of(arguments[_TENSORS:])
@@ -301,7 +316,8 @@ class StatsFunction(torch.autograd.Function):
         if how.destination is None and _is_plain(how, others):
             return _by_operands(*run(needed[:2], None))
         if how.destination is None:
-            found = token_stats_backward(
+            found = inner.call(
+                token_stats_backward,
                 *(placed_as(each, saved.row_max) for each in upstream),
                 *operands,
                 *saved,

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..arguments import Operands
 from ..implementation import Request
-from ..ops import Destination
+from ..ops import Destination, inner
 from ..ops.autograd import apply_of
 from ..ops.call import needs_gradient
 from ..ops.checks import autocast, check_tensors
@@ -204,7 +204,7 @@ def refuse_grad_in_forward(compute: ComputeOptions) -> None:
 
 
 def _run_op(arguments: tuple, loss: LossOptions, _destination: None, *operands: Tensor) -> Tensor:
-    return ops.sharded_forward(*operands, *loss, *arguments)[0]
+    return inner.call(ops.sharded_forward, *operands, *loss, *arguments)[0]
 
 
 def _run_for_loss(passes: ShardedPasses, loss: LossOptions, _destination: None, *operands: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def numbers_of(
 ) -> Numbers:
     """Of operands in two dimensions: linear_weight, linear_bias and class_weight are this rank's rows, hidden
     perhaps its slice of the tokens, and what else is of each token of all tokens, rank by rank."""
-    serving = statistics(operands, options, compute.schedule)
+    serving = statistics(operands, options.example, compute.schedule)
     _, (_, request, destination, _) = decide(
         operands, options, compute, loss.reduction, destination, serving, shard=True
     )
@@ -81,7 +81,7 @@ def numbers_of(
     else:
         where = spread.tp_group.group_name, *spread[1:]
         arguments = *whole.listed(options), *request.limits, request.kept_columns
-        *found, weight = sharded_token_stats(*operands, *arguments, *where)[: _STATS + 1]
+        *found, weight = inner.call(sharded_token_stats, *operands, *arguments, *where)[: _STATS + 1]
     named = zip(Stats._fields, found, strict=True)
     stats = Stats(**{name: each for name, each in named if name in options.outputs})
     return Numbers(stats, weight if "total_nll" in options.outputs else None)
@@ -200,7 +200,8 @@ class _ShardedStats(torch.autograd.Function):
                 raise RuntimeError(NO_DOUBLE_BACKWARD)
             return None, *_by_operands(*run(needed[:2], None))
         request, spread = how.request, how.spread
-        found = sharded_token_stats_backward(
+        found = inner.call(
+            sharded_token_stats_backward,
             *(*upstream, *operands, *saved, elsewhere, ids_elsewhere),
             *(*whole.listed(how.options), *request.limits, request.kept_columns),
             *(spread.tp_group.group_name, *spread[1:], *needed),
@@ -262,7 +263,7 @@ def _fake_forward(*arguments):
     )
 
 
-@inner.define(SHARDED_STATS, _fake_forward)
+@inner.define(SHARDED_STATS, _fake_forward, whole.check_format)
 def sharded_token_stats(*arguments):
     operands = StatsOperands(*arguments[:_OPERANDS])
     how, _ = _how_of(arguments[_OPERANDS:])

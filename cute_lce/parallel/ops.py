@@ -94,7 +94,7 @@ class ShardedFunction(torch.autograd.Function):
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_DOUBLE_BACKWARD)
             return _gradients(*ctx.eager.backward(dloss, saved, ctx.loss, needed))
-        given = sharded_backward(dloss, *saved, *ctx.loss, *ctx.arguments, *needed)
+        given = inner.call(sharded_backward, dloss, *saved, *ctx.loss, *ctx.arguments, *needed)
         return _gradients(*(tensor if need else None for tensor, need in zip(given, needed, strict=True)))
 
 

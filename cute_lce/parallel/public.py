@@ -17,7 +17,7 @@ from ..ops import Destination, TermTensors, inner, schemas
 from ..ops import logprob as whole_logprob
 from ..ops.logprob import Wanted
 from ..ops.plain import is_plain_eager
-from ..options import NO_TERMS, ComputeOptions, LossOptions, TermOptions, split_options
+from ..options import ComputeOptions, LossOptions, TermOptions, split_options
 from . import call, logprob, terms
 from .call import Spread, spread_of
 from .collectives import group_of
@@ -109,7 +109,7 @@ def _sharded_linear_cross_entropy(
     spread, options = _split(options)
     tensors = TermTensors(*(options.pop(name, None) for name in TermTensors._fields))
     loss, numbers, compute = split_options(options)
-    if tensors.any or numbers != NO_TERMS:
+    if tensors.any or numbers.any:
         operands = Operands(input, linear_weight, target)
         return terms.linear_cross_entropy(operands, tensors, loss, numbers, compute, spread)
     watched = not is_plain_eager(input, linear_weight, target)

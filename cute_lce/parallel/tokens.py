@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..symbolic import is_sure, same_shape
 from .collectives import gather
 
 
@@ -62,9 +63,11 @@ def tokens_of(input: Tensor, target: Tensor, sequence_dim: int | None, group: Pr
         )
     dim = sequence_dim % len(shape)
     every = torch.Size([*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]])
-    if target.shape not in (shape, every):
+    # A size that only the data knows is a slice's, unless it was made of input's.
+    whole = target.dim() == len(shape) and is_sure(target.shape[dim] == every[dim])
+    if not same_shape(target.shape, every if whole else shape):
         raise ValueError(
             f"target: got shape {tuple(target.shape)}, want {tuple(every)} (whole) or {tuple(shape)} (slice)"
             f" for input's shape {tuple(input.shape)} and sequence_dim={sequence_dim} over a group of {ranks}"
         )
-    return Tokens(target.shape, dim, target.shape == every)
+    return Tokens(target.shape, dim, whole)

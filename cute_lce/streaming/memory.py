@@ -12,6 +12,7 @@ from ..implementation import Request, StatsOperands, StatsOptions
 from ..logit_term import term_of
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import MIB, Limits, Problem, ceil_div, round_up
+from ..symbolic import holds, is_sure
 from .products import ADDS_WIDE, accumulate_dtype, multiplies_narrow, sums_narrow
 
 # Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
@@ -22,9 +23,9 @@ GPU_LOGITS_BYTES = 256 * MIB
 _CPU_CHUNK_BYTES = 128 * MIB
 _GPU_CHUNK_BYTES = 1024 * MIB
 _WINDOW_MULTIPLE = 64
-_CPU_LEAST_CHUNK = 16
-# On a GPU narrower windows and shorter chunks spend more time on their sums in memory and on launches than on
-# their products: at least so many columns and so many multiplications in a window, so many tokens in a chunk.
+_LEAST_CHUNK = 16
+# On tensor cores narrower windows and shorter chunks take more time for sums in memory and launches than for
+# products: at least so many columns and so many multiplications in a window, so many tokens in a chunk.
 _GPU_LEAST_COLUMNS = 2048
 _GPU_LEAST_PRODUCTS = 10**11
 _GPU_LEAST_CHUNK = 512
@@ -121,9 +122,14 @@ def _is_symbolic(*sizes: int) -> bool:
     return symbolic and not torch.compiler.is_dynamo_compiling()
 
 
-def _least_window(problem: Problem, window: int, device_type: str):
+def _has_least(problem: Problem, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether narrow windows and short chunks would take much longer: of tensor cores' products."""
+    return multiplies_narrow(device_type) and dtype.itemsize < 4 and problem.wants_gradient
+
+
+def _least_window(problem: Problem, dtype: torch.dtype, window: int, device_type: str):
     """Columns of the narrowest window of a sweep."""
-    if window or device_type == "cpu":
+    if window or not _has_least(problem, dtype, device_type):
         return _min(window or _WINDOW_MULTIPLE, problem.vocab)
     columns = (
         ceil_div(_GPU_LEAST_PRODUCTS, _max(problem.n * problem.d * _WINDOW_MULTIPLE, 1)) * _WINDOW_MULTIPLE
@@ -131,10 +137,10 @@ def _least_window(problem: Problem, window: int, device_type: str):
     return _min(_max(columns, _GPU_LEAST_COLUMNS), problem.vocab)
 
 
-def _least_chunk(problem: Problem, device_type: str):
+def _least_chunk(problem: Problem, dtype: torch.dtype, device_type: str):
     """Tokens of the shortest chunk."""
-    if device_type == "cpu":
-        return _min(_CPU_LEAST_CHUNK, problem.n)
+    if not _has_least(problem, dtype, device_type):
+        return _min(_LEAST_CHUNK, problem.n)
     tokens = ceil_div(_GPU_LEAST_PRODUCTS, problem.vocab * problem.d * _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
     return _min(_max(tokens, _GPU_LEAST_CHUNK), problem.n)
 
@@ -142,8 +148,8 @@ def _least_chunk(problem: Problem, device_type: str):
 def _least_of_chunks(problem: Problem, dtype: torch.dtype, device_type: str, window, copies: int = 0):
     """The least bytes of a workspace for grad_in_forward."""
     fixed, column, token = _chunk_costs(problem, dtype, device_type, copies)
-    columns = _least_window(problem, window, device_type)
-    return fixed + column * columns + token * _least_chunk(problem, device_type)
+    columns = _least_window(problem, dtype, window, device_type)
+    return fixed + column * columns + token * _least_chunk(problem, dtype, device_type)
 
 
 def choose(
@@ -206,8 +212,8 @@ def _choose(
     window, workspace = limits
     if schedule == "grad_in_forward" and problem.wants_gradient and not copies:
         # Sums over chunks want float32 products, which take longer than keeping everything does.
-        fits = _bytes_with_dlogits(problem, dtype, limits) <= (workspace or DEFAULT_WORKSPACE)
-        if sums_narrow(device.type, dtype) and fits:
+        whole = _bytes_with_dlogits(problem, dtype, limits)
+        if sums_narrow(device.type, dtype) and is_sure(whole <= (workspace or DEFAULT_WORKSPACE)):
             return "keep", V
     if schedule == "auto" and (workspace or device.type != "cpu" or dtype.itemsize < 4):
         schedule = "keep"
@@ -220,19 +226,19 @@ def _choose(
             )
         if workspace:
             least = _least_of_chunks(problem, dtype, device.type, window, copies)
-            if workspace < least:
+            if not holds(least <= workspace):
                 raise refuse_workspace(schedule, workspace, least)
         return schedule, 0
     if not workspace and (schedule != "keep" or not problem.wants_gradient):
         return "recompute", 0
     fixed, column = _costs(problem, dtype, device.type, copies)
-    least_window = _least_window(problem, window, device.type)
+    least_window = _least_window(problem, dtype, window, device.type)
     least = fixed + column * least_window
-    if workspace and workspace < least:
+    if workspace and not holds(least <= workspace):
         raise refuse_workspace(schedule, workspace, least)
-    if schedule != "keep" or not problem.wants_gradient or n == 0:
+    if schedule != "keep" or not problem.wants_gradient or (type(n) is int and n == 0):
         return "recompute", 0
-    logits = n * accumulate_dtype(dtype).itemsize
+    logits = _max(n, 1) * accumulate_dtype(dtype).itemsize
     if device.type != "cpu" and not window:
         # What is kept saves less time than wider windows do.
         least = fixed + column * _min(_max(GPU_LOGITS_BYTES // logits, least_window), V)
@@ -244,7 +250,7 @@ def _choose(
     return ("recompute", 0) if type(kept) is int and kept == 0 else ("keep", kept)
 
 
-def holds_dlogits(operands: Operands, request: Request) -> bool:
+def holds_dlogits(operands: Operands | StatsOperands, request: Request) -> bool:
     """Whether a CPU's backward holds the rounded dlogits of all columns, beside the kept logits of all. Each
     gradient is then one sum, which the CPU rounds once."""
     dtype, problem = operands.hidden.dtype, problem_of(operands, request)
@@ -257,7 +263,7 @@ def holds_dlogits(operands: Operands, request: Request) -> bool:
 def _bytes_with_dlogits(problem: Problem, dtype: torch.dtype, limits: Limits):
     """The least bytes of a workspace that holds all logits of a CPU and all rounded dlogits."""
     n, d, V = problem.n, problem.d, problem.vocab
-    window = _least_window(problem, limits.window, "cpu")
+    window = _least_window(problem, dtype, limits.window, "cpu")
     return n * (ROW_BYTES + d * (4 + dtype.itemsize) + 4 * window + V * 4 + round_up(V, 64) * dtype.itemsize)
 
 
@@ -271,10 +277,10 @@ def windows(operands: Operands | StatsOperands, request: Request, copies: int = 
         window = (CPU_LOGITS_BYTES if device_type == "cpu" else GPU_LOGITS_BYTES) // max(logits, 1)
         fixed, column = _costs(problem, dtype, device_type, copies)
         spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
-        if holds_dlogits(operands, request):
+        if not copies and holds_dlogits(operands, request):
             spare -= problem.n * problem.vocab * dtype.itemsize
         window = min(window, spare // max(column, 1)) // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE
-        window = max(window, _least_window(problem, 0, device_type), 1)
+        window = max(window, _least_window(problem, dtype, 0, device_type), 1)
     parts = (0, request.kept_columns), (request.kept_columns, problem.vocab)
     return [
         each for start, end in parts for each in _ranges(start, end, window, even=not request.limits.window)
@@ -304,8 +310,9 @@ def chunks(
     problem = problem_of(operands, request)
     n, V = problem.n, problem.vocab
     window, workspace = request.limits
-    on_cpu, least = operands.hidden.device.type == "cpu", _least_chunk(problem, operands.hidden.device.type)
-    fixed, column, token = _chunk_costs(problem, operands.hidden.dtype, operands.hidden.device.type, copies)
+    dtype, device_type = operands.hidden.dtype, operands.hidden.device.type
+    on_cpu, least = device_type == "cpu", _least_chunk(problem, dtype, device_type)
+    fixed, column, token = _chunk_costs(problem, dtype, device_type, copies)
     if not window:
         # A window only bounds what 16-bit operands cost: the converted weight, or a product to be added.
         logits_bytes = CPU_LOGITS_BYTES if on_cpu else GPU_LOGITS_BYTES

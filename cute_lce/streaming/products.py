@@ -6,8 +6,9 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
-ADDS_WIDE = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)
+ADDS_WIDE = TorchVersion(torch.__version__) >= "2.11"
 """Whether torch.addmm adds a product of 16-bit operands to a float32 accumulator. Earlier releases want an
 accumulator of the operands' dtype; there the product needs memory of its own."""
 

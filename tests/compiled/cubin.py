@@ -9,12 +9,11 @@ import functools
 import re
 import subprocess
 import sysconfig
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from cute_lce.plan.kernels import Key
-from tests.tracing import trace
+from tests import store
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Kernel:
         return re.findall(pattern, self.ptx)
 
 
-def check_no_local_memory(key: Key) -> None:
+def check_no_local_memory(key: Key, launches: tuple[str, ...] = ()) -> None:
     """No kernel of a key spills or has a stack; which does, and by how much, is in the error."""
-    found = {kernel.name: kernel for kernel in kernels(key).values()}
+    found = {kernel.name: kernel for kernel in kernels(key, launches).values()}
     spilled = {
         name: f"{kernel.usage['STACK']} bytes of stack, {len(kernel.local_accesses)} loads and stores of it"
         for name, kernel in found.items()
@@ -49,17 +48,16 @@ def check_no_local_memory(key: Key) -> None:
 
 
 @functools.cache
-def kernels(key: Key) -> dict[str, Kernel]:
-    """Compile a key; its kernels by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        module = trace(key, f"--keep-ptx --keep-cubin --dump-dir {folder}")
-        cubin = Path(folder, "module.cubin")
-        cubin.write_bytes(module.__cubin__)
-        usage, sass = (_cuobjdump(flag, str(cubin)) for flag in ("-res-usage", "-sass"))
-    target = re.search(r"\.target (\S+)", module.__ptx__)
+def kernels(key: Key, launches: tuple[str, ...] = ()) -> dict[str, Kernel]:
+    """Compile a key; its kernels by name. launches: of a backward the attributes of Backward whose kernels
+    are asked for, since each takes seconds; (): all."""
+    folder = store.compiled(key, launches)
+    ptx = (folder / store.PTX).read_text()
+    usage, sass = (_cuobjdump(flag, str(folder / store.CUBIN)) for flag in ("-res-usage", "-sass"))
+    target = re.search(r"\.target (\S+)", ptx)
     assert target
     texts = {
-        "ptx": _by_name(module.__ptx__, r"\.visible \.entry (\w+)"),
+        "ptx": _by_name(ptx, r"\.visible \.entry (\w+)"),
         "usage": _by_name(usage, r" Function (\w+):"),
         "sass": _by_name(sass, r"Function : (\w+)"),
     }
@@ -81,6 +79,12 @@ def kernel(key: Key, of: str) -> Kernel:
     found = [kernel for name, kernel in kernels(key).items() if of in name]
     assert len(found) == 1, (of, list(kernels(key)))
     return found[0]
+
+
+def gemms(key: Key, launches: tuple[str, ...] = ()) -> list[Kernel]:
+    """Those of `kernels` that are GEMMs, in the order in which the host function launches them."""
+    found = [kernel for name, kernel in kernels(key, launches).items() if "Gemm" in name]
+    return sorted(found, key=lambda kernel: int(kernel.name.rsplit("_", 1)[1]))
 
 
 def _by_name(text: str, heading: str) -> dict[str, str]:

@@ -64,8 +64,7 @@ class Pass(NamedTuple):
     @property
     def gemms(self) -> list[cubin.Kernel]:
         """The GEMMs in the order in which the host function launches them: logits, dhidden, dweight."""
-        found = [kernel for name, kernel in cubin.kernels(self.key).items() if "Gemm" in name]
-        return sorted(found, key=lambda kernel: int(kernel.name.rsplit("_", 1)[1]))
+        return cubin.gemms(self.key)
 
 
 def passes(arch: str, tiles: Iterable[tuple[int, int]]) -> list[Pass]:
@@ -201,7 +200,7 @@ def _of_dweight(arch: str, config: KernelConfig, added: str) -> Any:
 @pytest.mark.parametrize(("arch", "config", "added"), [_of_dweight(*each) for each in DWEIGHTS])
 def test_no_dweight_spills(arch: str, config: KernelConfig, added: str):
     tokens = next(each for each in architecture(arch).configs if config in each.dweight).tokens[0]
-    cubin.check_no_local_memory(BackwardKey(tokens, tokens, config, added=added))
+    cubin.check_no_local_memory(BackwardKey(tokens, tokens, config, added=added), ("dweight",))
 
 
 @pytest.mark.parametrize(
@@ -224,17 +223,13 @@ def test_no_dweight_spills(arch: str, config: KernelConfig, added: str):
 def test_tall_tiles_of_dhidden(tile_n: int, accesses: int):
     configs = architecture("sm_90a").configs[-1]
     (pair,) = [pair for pair in configs.pairs if pair[0] != pair[1] and pair[1].tile_n == tile_n]
-    found = cubin.kernels(BackwardKey(*pair, configs.dweight[-1])).values()
-    gemms = sorted(
-        (each for each in found if "Gemm" in each.name), key=lambda each: int(each.name.rsplit("_", 1)[1])
-    )
-    dhidden = gemms[1]
+    dhidden, dweight = cubin.gemms(BackwardKey(*pair, configs.dweight[-1]), ("dhidden", "dweight"))
     # Of 128 rows for each warpgroup; those of SPILLS spill about as much.
     assert dhidden.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{tile_n}k16") == 8
     assert len(dhidden.local_accesses) <= accesses
     # dweight's, shared tiles of 256 x 192.
-    assert gemms[2].ptx.count("wgmma.mma_async.sync.aligned.m64n192k16") == 8
-    assert not gemms[2].local_accesses
+    assert dweight.ptx.count("wgmma.mma_async.sync.aligned.m64n192k16") == 8
+    assert not dweight.local_accesses
 
 
 @every_pass

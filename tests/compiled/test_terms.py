@@ -246,10 +246,10 @@ OF_KEPT_LOGITS = (
 def test_what_spare_warps_do_spills_nothing(arch: str, i: int, terms: tuple[str, ...]):
     configs = architecture(arch).configs[-1]
     key = BackwardKey(configs.tokens[0], configs.tokens[0], configs.dweight[i], terms=terms)
-    found = cubin.kernels(key)
-    gemms = sorted((name for name in found if "Gemm" in name), key=lambda name: int(name.rsplit("_", 1)[1]))
-    # That of logits is in test_terms_spill_nothing.
-    kernels = [found[name] for name in found if "DlogitsOfKept" in name] + [found[name] for name in gemms[1:]]
+    # The GEMM of logits is in test_terms_spill_nothing.
+    launches = "dlogits_of_kept", "dhidden", "dweight"
+    found = cubin.kernels(key, launches).items()
+    kernels = [kernel for name, kernel in found if "DlogitsOfKept" in name or "Gemm" in name]
     assert len(kernels) == 3
     assert not [kernel.usage for kernel in kernels if kernel.usage["STACK"] or kernel.local_accesses]
 
@@ -279,8 +279,7 @@ def marks(arch: str, which: str, step: str) -> list[pytest.MarkDecorator]:
 )
 def test_terms_spill_nothing(arch: str, which: str, step: str):
     """In the GEMM of logits: that of dhidden is as without terms."""
-    found = cubin.kernels(widest(arch, *TERMS[which])[PASSES.index(step)])
-    gemms = sorted((name for name in found if "Gemm" in name), key=lambda name: int(name.rsplit("_", 1)[1]))
-    kernel = found[gemms[0]]
+    key = widest(arch, *TERMS[which])[PASSES.index(step)]
+    (kernel,) = cubin.gemms(key, ("dlogits",) if step == "backward" else ())
     assert not kernel.usage["STACK"], kernel.usage
     assert not kernel.local_accesses

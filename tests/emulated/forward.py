@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,9 @@ from cute_lce.launch import KERNELS
 from cute_lce.plan import forward as plans
 from cute_lce.plan.kernels import Key
 from cute_lce.plan.problem import Limits, round_up
-from tests import emulator, passes
+from tests import emulator, passes, store
 from tests.device import planned_for
 from tests.numerics import Case, assert_close, random_case
-from tests.tracing import trace
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -28,9 +26,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @functools.cache
 def emulated(key: Key) -> emulator.Emulated:
     """The kernels of a key, bound to the emulator."""
-    with tempfile.TemporaryDirectory() as folder:
-        # The emulator reads PTX: ptxas need not optimise what it makes of it.
-        found = emulator.build(trace(key, f"--keep-ptx --dump-dir {folder} --ptxas-options '-O0'"))
+    found = emulator.load(store.compiled(key))
     # It stays, and its hundred thousand objects would slow down every later collection.
     gc.collect()
     gc.freeze()

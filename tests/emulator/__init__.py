@@ -7,7 +7,7 @@ See README.md for what is modelled, what is not, and how to read a fault.
 """
 
 from .faults import FAULTS, Deadlock, EmulatorError, Fault, UnsupportedInstruction
-from .host import Emulated, Launch, Result, build, known_allocations, run, run_ptx
+from .host import Emulated, Launch, Result, build, known_allocations, load, run, run_ptx
 
 __all__ = [
     "FAULTS",
@@ -20,6 +20,7 @@ __all__ = [
     "UnsupportedInstruction",
     "build",
     "known_allocations",
+    "load",
     "run",
     "run_ptx",
 ]

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests import store
+
 from .faults import EmulatorError
 from .machine import Device
 from .memory import GlobalMemory
@@ -212,6 +214,11 @@ def build(compiled) -> Emulated:
         path = os.path.join(folder, "host.o")
         compiled.export_to_c(path, function_name="emulated", export_only_tvm_ffi_symbols=True)
         return Emulated(path, ptx, "emulated")
+
+
+def load(folder: Path) -> Emulated:
+    """Bind what tests/store.py has exported to a folder."""
+    return Emulated(folder / store.OBJECT, (folder / store.PTX).read_text(), store.FUNCTION)
 
 
 def run(

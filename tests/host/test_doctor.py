@@ -57,7 +57,6 @@ def test_without_a_gpu_the_streaming_path_is_checked(capsys, tmp_path, monkeypat
 
 
 @pytest.mark.usefixtures("found_once")
-@pytest.mark.xdist_group("doctor")  # One worker, which finds them once.
 @pytest.mark.parametrize("kind", calls.KINDS)
 @pytest.mark.parametrize("how", ["as it is", "two per cent", "zeros", "nan", "one row"])
 def test_wrong_results_are_seen(kind: str, how: str, monkeypatch):
@@ -86,7 +85,6 @@ def test_wrong_results_are_seen(kind: str, how: str, monkeypatch):
 
 
 @pytest.mark.usefixtures("found_once")
-@pytest.mark.xdist_group("doctor")
 @pytest.mark.parametrize(
     ("kind", "name", "changed"),
     [
@@ -110,7 +108,6 @@ def test_a_term_that_is_left_out_is_seen(kind, name, changed, monkeypatch):
 
 
 @pytest.mark.usefixtures("found_once")
-@pytest.mark.xdist_group("doctor")
 @pytest.mark.parametrize("name", calls.KINDS["statistics"].outputs)
 def test_a_number_that_is_wrong_is_seen(name, monkeypatch):
     """In every row: an argmax is the next class."""

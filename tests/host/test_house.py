@@ -62,6 +62,7 @@ def test_imports_run_downwards():
         ("environment", set()),
         ("scalars", set()),
         ("compile", {"arch", "environment", "plan", "kernels"}),
+        ("symbolic", set()),
         ("exchange", set()),
         (
             "streaming",
@@ -73,6 +74,7 @@ def test_imports_run_downwards():
                 "maths",
                 "options",
                 "plan",
+                "symbolic",
                 "torch_ops",
             },
         ),
@@ -91,13 +93,13 @@ def test_imports_run_downwards():
                 "plan",
                 "scalars",
             }
-            | {"streaming"},
+            | {"streaming", "symbolic"},
         ),
         (
             "launch",
             {"arch", "arguments", "compile", "data_sheets"}
             | {"exchange", "implementation", "maths", "options", "plan"}
-            | {"logit_term", "streaming", "torch_ops"},
+            | {"logit_term", "streaming", "symbolic", "torch_ops"},
         ),
     ],
 )

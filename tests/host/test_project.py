@@ -3,8 +3,12 @@
 import importlib.metadata
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests import sweeps
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("ruff", "pyright")
@@ -41,10 +45,23 @@ def test_the_workflow_checks_the_oldest_python_that_is_supported():
     assert re.findall(r"^exec (.+)$", text(".ci/run"), flags=re.MULTILINE) == ["make check"]
 
 
-def test_tests_of_the_same_kernels_have_one_worker(request):
-    """As pytest-xdist, where it distributes by groups, reads them: behind the last bracket of an id."""
-    distributes = request.config.getoption("loadgroup", default=False)
-    for item in request.session.items:
-        for mark in item.iter_markers("xdist_group"):
-            assert not set("@[]").intersection(mark.args[0]), item.nodeid
-            assert item.nodeid.endswith(f"@{mark.args[0]}") or not distributes, item.nodeid
+@pytest.mark.parametrize("pattern", sweeps.LONG)
+def test_a_long_sweep_is_of_tests_that_are_there(pattern):
+    found = re.fullmatch(r"(\w+/\w+\.py)::([a-z]\w+)?.*", pattern)
+    assert found
+    assert re.search(rf"^def {found[2] or 'test'}", text(f"tests/{found[1]}"), flags=re.MULTILINE)
+
+
+class Case:
+    """What of a pytest.Function is looked at."""
+
+    def __init__(self, test: str, **values):
+        self.path, self.originalname, self.callspec = Path("a.py"), test, SimpleNamespace(params=values)
+
+
+def test_by_default_each_value_of_a_parameter_is_in_a_case():
+    every: list[Any] = [Case("f", a=a, b=b) for a in range(2) for b in "xyzw"] + [Case("g", a=1)]
+    long = sweeps.beyond_each_value(every)
+    short = [each for each in every if each not in long]
+    found = [tuple(each.callspec.params.values()) for each in short]
+    assert found == [(0, "x"), (0, "z"), (1, "y"), (1, "w"), (1,)]

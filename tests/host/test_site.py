@@ -16,8 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # As make docs.
 SPHINX = (sys.executable, "-m", "sphinx", "-M", "html", "docs")
 STRICT = ("-W", "--keep-going", "-n", "-q")
-# One worker builds the site.
-pytestmark = pytest.mark.xdist_group("site")
 
 
 @pytest.fixture(scope="module")
