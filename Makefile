@@ -14,8 +14,8 @@ PYTEST_ARGS ?=
 # times run first, one after the other; the others then with ARGUMENTS, whose closing line counts both. Status 5: there are none.
 define run-tests
 @folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT; \
-$(1) -m "timing and $(2)" --reports-out "$$folder/timing" -q $(PYTEST_ARGS) $(if $(3),-n 0); timed=$$?; \
-$(1) -m "not timing and $(2)" --reports-in "$$folder/timing" $(3) $(PYTEST_ARGS); others=$$?; \
+$(1) -m "timing and $(2)" --reports-out="$$folder/timing" -q $(PYTEST_ARGS) $(if $(3),-n 0); timed=$$?; \
+$(1) -m "not timing and $(2)" --reports-in="$$folder/timing" $(3) $(PYTEST_ARGS); others=$$?; \
 if [ $$timed -ne 0 ] && [ $$timed -ne 5 ]; then exit $$timed; fi; \
 if [ $$others -eq 5 ] && [ $$timed -eq 0 ]; then exit 0; fi; \
 exit $$others

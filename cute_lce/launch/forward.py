@@ -146,9 +146,10 @@ class KernelForward:
         self.workspace = template(device, torch.uint8, parts.nbytes)
         self.workspace_of_both = template(device, torch.uint8, keep_parts.nbytes)
 
-    def statistics(
-        self, operands: Operands, loss: LossOptions, target_logit: Tensor | None = None
-    ) -> Results:
+    def statistics(self, operands: Operands, loss: LossOptions) -> Results:
+        return self.run(operands, loss, None)
+
+    def run(self, operands: Operands, loss: LossOptions, target_logit: Tensor | None) -> Results:
         """target_logit (n,) fp32: written. Kernels whose logits have slopes want it."""
         if not self.in_place or (operands.hidden.data_ptr() | operands.weight.data_ptr()) % 16:
             operands = aligned(operands)
@@ -215,9 +216,7 @@ class KernelForward:
 class ShardForward(KernelForward):
     """The same of a shard of the vocabulary: `finish` completes what is kept."""
 
-    def statistics(
-        self, operands: Operands, loss: LossOptions, target_logit: Tensor | None = None
-    ) -> Results:
+    def run(self, operands: Operands, loss: LossOptions, target_logit: Tensor | None) -> Results:
         scratch = torch.empty_like(self.workspace)
         row_max, row_sum = torch.empty_like(self.row), torch.empty_like(self.row)
         if target_logit is None:

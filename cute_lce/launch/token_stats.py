@@ -187,7 +187,7 @@ def forward(
     target_logit = None
     if merge is not None or options.softcap is not None:
         target_logit = torch.empty((n,), dtype=torch.float32, device=device)
-    found = prepared.statistics(given, loss, target_logit)
+    found = prepared.run(given, loss, target_logit)
     row_max, row_sum = found.row_max, found.row_sum
     assert row_max is not None
     assert row_sum is not None
