@@ -101,7 +101,7 @@ def linear_cross_entropy(
             linear_bias must then need no gradient.
             "auto" picks one that can serve the call: on the kernels the one that is predicted to be the
             fastest ("grad_in_forward" only in eager calls without grad_weight_out); on the streaming path
-            "recompute", or "keep" if workspace_mb is given.
+            docs/tuning.md has which.
             Terms restrict the kernels: with both label_smoothing and a softcap they recompute, and "keep" is
             refused; with label_smoothing they keep only in bfloat16, and in float16 the streaming path serves
             "keep". It also serves "grad_in_forward" with a softcap, label_smoothing, a linear_bias or a

@@ -101,7 +101,7 @@ def sampled_linear_cross_entropy(
     if target_log_q is not None:
         target_log_q = target_log_q.reshape(-1)
     given = SampledOperands(*flat, sampled_ids, linear_bias, sampled_log_q, target_log_q)
-    how = SampledOptions(options.ignore_index, logit_scale, remove_accidental_hits, window)
+    how = SampledOptions(options.ignore_index, options.logit_scale, remove_accidental_hits, window)
     losses = sampled.losses(*given, *how)
     valid = is_valid(flat.target, options.ignore_index)
     if token_weight is not None:

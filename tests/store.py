@@ -7,6 +7,7 @@ MOST_BYTES of those that were used last.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -40,7 +41,7 @@ def entry(identity: Iterable[object], make: Callable[[Path], object]) -> Path:
                 content.mkdir()
                 make(content)
                 content.rename(path)
-    os.utime(path.with_suffix(".lock"))
+        os.utime(path.with_suffix(".lock"))
     return path
 
 
@@ -57,15 +58,26 @@ def delete_oldest(path: Path, most: int) -> None:
     """Delete the entries that were used before the last `most` bytes of them."""
     total = 0
     for old in sorted(path.glob("*.lock"), key=_used, reverse=True):
-        total += sum(file.stat().st_size for file in old.with_suffix("").glob("*"))
+        used = _used(old)
+        total += sum(map(_bytes, old.with_suffix("").glob("*")))
         if total > most:
-            # Another session may be about to do the same.
-            shutil.rmtree(old.with_suffix(""), ignore_errors=True)
-            old.unlink(missing_ok=True)
+            # Another session may use the entry, or be about to do the same. The lock stays: it is one inode.
+            with open(old, "a") as lock, contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _used(old) == used:
+                    shutil.rmtree(old.with_suffix(""), ignore_errors=True)
 
 
 def _used(path: Path) -> float:
     return path.stat().st_mtime
+
+
+def _bytes(path: Path) -> int:
+    """Of a file; 0 where it is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def compiled(key: Key, launches: tuple[str, ...] = ()) -> Path:

@@ -62,7 +62,8 @@ Others = Callable[[], Iterable[Key]] | None
 
 SOURCES = (
     *("kernels/**/*.py", "compile/trace.py", "compile/baseline.py", "compile/cache.py", "plan/kernels.py"),
-    *("arch.py", "arguments.py", "data_sheets.py", "logit_term.py", "maths.py", "scalars.py", "widths.py"),
+    *("arch.py", "arguments.py", "data_sheets.py", "environment.py", "logit_term.py", "maths.py"),
+    *("scalars.py", "symbolic.py", "widths.py"),
 )
 """Patterns of the files that a compile imports; changing one of them invalidates what was compiled."""
 CARRIED = Path(__file__).parent.parent / "carried"

@@ -8,7 +8,7 @@ the gradients those that are needed. Ignored tokens count as others do, since sh
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
+import importlib.machinery
 import sys
 from typing import Any
 
@@ -70,14 +70,15 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != MODULE:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             _register()
 
         spec.loader.exec_module = exec_module

@@ -33,11 +33,6 @@ class Twin(NamedTuple):
     op: Any
     positions: tuple[int, ...]
 
-    def split(self, arguments: tuple) -> tuple[tuple, tuple]:
-        """Its numbers, and its op's arguments."""
-        count = len(self.positions)
-        return arguments[:count], arguments[count:]
-
     def named(self, numbers: tuple, arguments: tuple) -> tuple:
         """The op's arguments with TensorNumbers in the places of those that are tensors."""
         named = [*arguments]
@@ -115,7 +110,7 @@ def call(op, *arguments):
         is_tensor = isinstance(number, TensorNumber)
         numbers.append(number.tensor if is_tensor else None)
         values[position] = number.example if is_tensor else number
-    return op(*arguments) if numbers.count(None) == len(numbers) else twin.op(*numbers, *values)
+    return op(*arguments) if all(each is None for each in numbers) else twin.op(*numbers, *values)
 
 
 def _absent(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from ..plan.problem import round_up
 from .memory import CPU_LOGITS_BYTES, holds_dlogits, request_of_rows, windows
 from .products import ADDS_WIDE, LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
 from .rows import (
+    computes_some_rows,
     grad_scale,
     is_valid,
     of_all_rows,
@@ -162,8 +163,9 @@ def _gradients(
         return dinput, every_dlogits.mT @ hidden if request.need_dweight else None
     if dinput is not None:
         dinput = dinput if outer is None else dinput.mul_(outer.unsqueeze(1))
-        # 0 times an infinite weight is nan.
-        dinput.masked_fill_(ignored, 0)
+        if not computes_some_rows(hidden.device.type):
+            # 0 times an infinite weight is nan.
+            dinput.masked_fill_(ignored, 0)
     return dinput, dweight if out is None else None
 
 

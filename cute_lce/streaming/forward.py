@@ -57,8 +57,11 @@ def _sweep(operands: Operands, loss: LossOptions, request: Request) -> Results:
     kept, kept_scale = empty_kept(hidden, kept_columns) if kept_columns else (None, None)
     rows = valid_rows(target, loss.ignore_index)
     if rows is None:
-        ignored = ~is_valid(target, loss.ignore_index).unsqueeze(1)
-        read = operands._replace(hidden=without_ignored(hidden, ignored))
+        read = operands
+        if kept is not None:
+            # A backward reads what is kept of every row.
+            ignored = ~is_valid(target, loss.ignore_index).unsqueeze(1)
+            read = operands._replace(hidden=without_ignored(hidden, ignored))
         found = _columns(read, classes, loss, request, kept)
     else:
         part = Operands(hidden[rows], weight, target[rows])

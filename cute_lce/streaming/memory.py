@@ -12,7 +12,7 @@ from ..implementation import Request, StatsOperands, StatsOptions
 from ..logit_term import term_of
 from ..plan.memory import DEFAULT_WORKSPACE, refuse_workspace
 from ..plan.problem import MIB, Limits, Problem, ceil_div, round_up
-from ..symbolic import holds, is_sure
+from ..symbolic import holds, is_sure, is_symbolic, is_traced
 from .products import ADDS_WIDE, accumulate_dtype, multiplies_narrow, sums_narrow
 
 # Bytes of one window of logits in acc: few enough for a CPU's cache, and enough to fill a GPU.
@@ -58,10 +58,10 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int =
     fixed, column = ROW_BYTES * n + (_REDUCTION_BYTES if device_type == "cuda" else 0), n * acc
     if copies:
         column *= copies
-        # The copy with zeros in ignored rows.
+        # The copy with a valid row in the place of ignored ones.
         fixed += n * d * dtype.itemsize + _TERM_VECTORS * problem.vocab * acc
     else:
-        # Of the rows that are not ignored, or with zeros in the others.
+        # Of the rows that are not ignored, or with a valid one in the place of others.
         fixed += n * d * dtype.itemsize
     if device_type == "cpu" and problem.need_dinput and not narrow and not problem.need_dweight:
         # Their gradient, beside that of all rows; the scaled copy for dweight is gone by then.
@@ -76,9 +76,6 @@ def _costs(problem: Problem, dtype: torch.dtype, device_type: str, copies: int =
     if problem.need_dweight and not rounded:
         fixed += n * d * acc
         column += d * acc if widened else 0
-    if problem.need_dweight and rounded and not problem.half and copies:
-        # A window of dweight that is not rounded yet.
-        column += d * acc
     if problem.need_dweight and rounded and problem.half:
         fixed += n * d * (acc + dtype.itemsize)
         column += d * acc
@@ -109,17 +106,16 @@ def _chunk_costs(problem: Problem, dtype: torch.dtype, device_type: str, copies:
 
 def _min(a: int, b: int) -> int:
     """min, without the guard that comparing symbolic integers makes."""
-    return cast("int", torch.sym_min(a, b)) if _is_symbolic(a, b) else min(a, b)
+    return cast("int", torch.sym_min(a, b)) if _would_guard(a, b) else min(a, b)
 
 
 def _max(a: int, b: int) -> int:
-    return cast("int", torch.sym_max(a, b)) if _is_symbolic(a, b) else max(a, b)
+    return cast("int", torch.sym_max(a, b)) if _would_guard(a, b) else max(a, b)
 
 
-def _is_symbolic(*sizes: int) -> bool:
+def _would_guard(*sizes: int) -> bool:
     """Whether builtins would make a guard of these. Dynamo traces builtins without one."""
-    symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
-    return symbolic and not torch.compiler.is_dynamo_compiling()
+    return any(map(is_symbolic, sizes)) and not is_traced()
 
 
 def _has_least(problem: Problem, dtype: torch.dtype, device_type: str) -> bool:
@@ -210,11 +206,6 @@ def _choose(
 ) -> tuple[str, int]:
     n, V = problem.n, problem.vocab
     window, workspace = limits
-    if schedule == "grad_in_forward" and problem.wants_gradient and not copies:
-        # Sums over chunks want float32 products, which take longer than keeping everything does.
-        whole = _bytes_with_dlogits(problem, dtype, limits)
-        if sums_narrow(device.type, dtype) and is_sure(whole <= (workspace or DEFAULT_WORKSPACE)):
-            return "keep", V
     if schedule == "auto" and (workspace or device.type != "cpu" or dtype.itemsize < 4):
         schedule = "keep"
     if schedule == "grad_in_forward" and problem.wants_gradient:
@@ -224,6 +215,11 @@ def _choose(
                 "gradient, which it would compute before the upstream gradients are known; want reduction "
                 "'mean' or 'sum', a frozen linear_weight, or another schedule"
             )
+        if not copies and sums_narrow(device.type, dtype):
+            # Sums over chunks want float32 products, which take longer than keeping everything does.
+            whole = _bytes_with_dlogits(problem, dtype, limits)
+            if is_sure(whole <= (workspace or DEFAULT_WORKSPACE)):
+                return "keep", V
         if workspace:
             least = _least_of_chunks(problem, dtype, device.type, window, copies)
             if not holds(least <= workspace):

@@ -40,7 +40,7 @@ def without_ignored(values: Tensor, ignored: Tensor) -> Tensor:
     """values (n, k) with a valid row in the place of each row of ignored (n, 1), in a copy; zeros if all are.
 
     A nan in an ignored row would make dweight nan, even if its dlogits are 0. Zeros would, where a weight is
-    infinite. On a CPU, where only valid rows are computed, values itself.
+    infinite, as they do if no row is valid. On a CPU, where only valid rows are computed, values itself.
     """
     if computes_some_rows(values.device.type) or not len(values):
         return values

@@ -109,7 +109,8 @@ def test_every_op_with_a_product_has_a_formula():
 @pytest.mark.parametrize("first", ["cute_lce", "torch.utils.flop_counter"])
 def test_either_import_may_come_first(first):
     code = (
-        f"import {first}, cute_lce, torch\n"
+        f"import importlib.util, {first}, cute_lce, torch\n"
+        "importlib.util.find_spec('torch.utils.flop_counter')\n"
         "from torch.utils.flop_counter import flop_registry\n"
         "print(torch.ops.cute_lce.forward in flop_registry)"
     )

@@ -201,6 +201,9 @@ def test_a_cpu_that_multiplies_bfloat16(monkeypatch, name):
     assert held == [True] * 4
     case.check(linear_cross_entropy, schedule="recompute", rounded_dlogits=True)
     assert held == [True] * 4 + [False]
+    leaves = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    with pytest.raises(ValueError, match="schedule: got 'grad_in_forward' with reduction='none'"):
+        linear_cross_entropy(*leaves, case.target, reduction="none", schedule="grad_in_forward")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
