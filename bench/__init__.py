@@ -5,5 +5,3 @@ import os
 # The profiler that counts a CPU call's memory prints two lines a use unless this is set before torch is
 # imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# Nothing is compiled beside what is measured.
-os.environ.setdefault("CUTE_LCE_COMPILE_JOBS", "0")

@@ -19,6 +19,8 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 
@@ -234,6 +236,10 @@ def rows(
         yield row
 
 
+def compile_key(key: Key) -> None:
+    cache.get(key)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["random:3:30"], help="as in bench.run (%(default)s)")
@@ -256,8 +262,8 @@ def main() -> None:
     shapes = [shape for text in args.shapes for shape in parse(text)]
     found = [Calibration(shape, device, args.windows, args.passes) for shape in shapes]
     keys = list(dict.fromkeys(each.key(kind, config) for each in found for kind, config, _ in each.passes()))
-    for _ in cache.compile_all(cache.missing(keys), args.jobs):
-        pass
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        list(pool.map(compile_key, keys))
     origin = provenance(device, shlex.join(["python3", "-m", "bench.kernels", *sys.argv[1:]]))
     result: list[dict[str, object]] = []
     for each in found:

@@ -2,7 +2,7 @@
 
 Those that say how calls are made are parsed once, when cute_lce is imported: a graph that was compiled with
 one would not see a change. A value that is refused is refused by `check`, which a process's first call makes,
-and not by the import. The three others are read when they are needed.
+and not by the import. The two that name something are read when it is needed.
 """
 
 from __future__ import annotations
@@ -66,11 +66,6 @@ def check() -> None:
 def cache_dir() -> str:
     """The folder of compiled kernels; "": none is named."""
     return os.environ.get("CUTE_LCE_CACHE_DIR", "")
-
-
-def compile_jobs() -> str:
-    """The most processes that compile kernels; "": by the machine."""
-    return os.environ.get("CUTE_LCE_COMPILE_JOBS", "")
 
 
 def commit() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ import pytest
 import torch
 
 from tests import sweeps
-
-# Tests compile what they ask for and nothing else; those of workers set it.
-os.environ["CUTE_LCE_COMPILE_JOBS"] = "0"
 
 
 @pytest.hookimpl(tryfirst=True)  # -m reads the marks in this hook too.

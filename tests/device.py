@@ -12,7 +12,6 @@ import pytest
 from cute_lce import launch
 from cute_lce.arch import Gpu, KernelConfig
 from cute_lce.compile import cache
-from cute_lce.launch import needed
 from cute_lce.ops import prepared
 from cute_lce.plan import backward as backward_plans
 from cute_lce.plan import candidates, grad_in_forward, memory, schedule
@@ -44,7 +43,7 @@ def planned_for(
     with contextlib.ExitStack() as stack:
         stack.callback(forget_device)
         modules = launch.forward, launch.backward, launch.choose, launch.grad_in_forward, launch.merge
-        for module in (*modules, launch.multiply, needed):
+        for module in (*modules, launch.multiply):
             stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
         if functions is not None:
             stack.enter_context(mock.patch.object(cache, "_functions", functions))

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compile import machine
 from ..functional import linear_cross_entropy
 from ..measure.floor import Floor
 from ..measure.records import describe_device
@@ -80,7 +79,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a row for each loss and pass, and the verdict; 1 if ours failed."""
-    machine.compile_by_itself()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device: got cuda, want cpu: there is no usable CUDA device")
     device = default_device() if args.device is None else torch.device(args.device)

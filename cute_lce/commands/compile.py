@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import signal
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from ..arch import ARCHITECTURES, of_capability
-from ..compile import cache, machine, workers
-from ..compile.progress import USUAL_SECONDS, Estimate
-from ..plan.kernels import Flags, Key, MergeKey, kernels, terms_of
-from .terminal import Refused, positive
+from ..arch import ARCHITECTURES
+from ..arguments import MORE_PARTS
+from ..compile import cache
+from ..plan.kernels import Key, MergeKey, Terms, kernels
+from .terminal import positive
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -24,10 +26,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--arch",
         choices=tuple(ARCHITECTURES),
-        help="sm_90a: H100, H200; sm_100a: B200; sm_103a: B300 (that of the GPU that is there)",
-    )
-    command.add_argument(
-        "--list", action="store_true", help="print the kernels, one a line, and compile nothing"
+        required=True,
+        help="sm_90a: H100, H200; sm_100a: B200; sm_103a: B300",
     )
     for option, text in (("--d", "hidden size"), ("--vocab", "vocabulary")):
         command.add_argument(
@@ -43,9 +43,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--grad-weight-out",
         nargs="+",
         choices=("none", "float32", "bfloat16", "float16"),
+        default=["none"],
         metavar="NAME",
         help="for calls with a grad_weight_out of these dtypes: one or more of none, float32 (also for "
-        "grad_in_forward), bfloat16, float16 (none float32; with an option for a term or an output none)",
+        "grad_in_forward), bfloat16, float16 (none)",
     )
     command.add_argument(
         "--logit-scale",
@@ -75,77 +76,86 @@ def add(commands: argparse._SubParsersAction) -> None:
     ):
         command.add_argument(option, action="store_true", help=text)
     command.add_argument("--tp-group", action="store_true", help="also for calls with a tp_group")
-    command.add_argument(
-        "--jobs",
-        type=positive,
-        help="number of processes that compile (by cores, memory and CUTE_LCE_COMPILE_JOBS)",
-    )
+    command.add_argument("--jobs", type=positive, help="number of processes that compile (one for each core)")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile every kernel that calls may need, on a machine with or without a GPU."""
-    keys = keys_of(args)
-    if args.list:
-        for key in keys:
-            print(f"{key.arch} {key.words}")
-        return 0
+    print(f"into {cache.cache_dir()}", flush=True)
+    added = ["" if name == "none" else name for name in args.grad_weight_out]
+    types = [*itertools.product(args.dtype, args.target_dtype, added)]
+    every = [kernels(args.arch, *names, terms_of(args, names[0])) for names in types]
+    keys = [*dict.fromkeys(itertools.chain(*every))]
+    if args.tp_group:
+        keys += [MergeKey(args.arch, name) for name in args.target_dtype]
+    started = time.perf_counter()
     try:
-        return _compile(keys, args.jobs)
+        for seconds, key in compiled(keys, min(args.jobs or cores(), len(keys))):
+            print(f"{seconds:6.2f} s  {key}", flush=True)
     except OSError as error:
         print(f"cute-lce compile: {error}", file=sys.stderr)
         return 1
-
-
-def _compile(keys: Sequence[Key], jobs: int | None) -> int:
-    folder, started = cache.cache_dir(), time.perf_counter()
-    print(f"into {folder}", flush=True)
-    missing = cache.missing(keys)
-    there = len(keys) - len(missing)
-    if there:
-        print(f"{there} of {len(keys)} kernels are there", flush=True)
-    if jobs is None:
-        jobs = machine.jobs(len(missing))
-    estimate = Estimate(len(missing))
-    try:
-        for done, key in enumerate(cache.compile_all(missing, jobs), 1):
-            estimate.update(done, USUAL_SECONDS, jobs)
-            print(f"{estimate}: {key.arch} {key.words}", flush=True)
-    except KeyboardInterrupt:
-        workers.end()
-        kept = there + estimate.done
-        print(
-            f"cute-lce compile: interrupted; {kept} of {len(keys)} kernels are kept in {folder}",
-            file=sys.stderr,
-        )
-        return 128 + signal.SIGINT
     print(f"{len(keys)} kernels in {time.perf_counter() - started:.1f} s")
     return 0
 
 
-def keys_of(args: argparse.Namespace) -> list[Key]:
-    """The kernels that the options ask for, without compiling them."""
-    arch = args.arch or _arch_here()
-    flags = Flags(**{name: getattr(args, name) for name in Flags._fields})
-    # What grad_in_forward adds to is float32; it serves no calls with terms.
-    wanted = args.grad_weight_out or (["none"] if any(flags) else ["none", "float32"])
-    added = ["" if name == "none" else name for name in wanted]
-    types = [*itertools.product(args.dtype, args.target_dtype, added)]
-    every = [kernels(arch, *names, terms_of(flags, names[0])) for names in types]
-    keys = dict.fromkeys(itertools.chain(*every))
-    if args.tp_group:
-        keys |= dict.fromkeys(MergeKey(arch, name) for name in args.target_dtype)
-    return list(keys)
+def terms_of(args: argparse.Namespace, dtype: str) -> Terms:
+    """Of the job's calls with operands of a dtype."""
+    logits = ("linear_bias",) * args.linear_bias
+    logits += ("softcap",) if args.softcap else ("logit_scale",) if args.logit_scale else ()
+    if args.temperatures:
+        logits = (*logits, "row_scale")
+    weights = ("class_weight",) if args.class_weights and args.label_smoothing else ()
+    sums = {
+        "entropy": args.entropy,
+        "squares": args.log_sum_sq_probs,
+        "total": args.label_smoothing,
+        "logits": args.mean_logit,
+        "argmax": args.argmax,
+    }
+    topk = ("topk",) * args.topk
+    statistics = *logits, *weights, *(term for term in MORE_PARTS if sums[term])
+    forward = *statistics, *topk
+    smooth_cap = args.softcap and args.label_smoothing
+    keeps = None
+    of_logits = any((args.entropy, args.log_sum_sq_probs, args.label_smoothing, args.lse, args.topk))
+    if not of_logits:
+        keeps = *forward, *("proportion",) * args.z_loss
+    more = *("gap",) * args.entropy, *("uniform",) * args.label_smoothing, *weights, *topk
+    numbers = args.lse, args.log_sum_sq_probs, args.mean_logit, args.argmax
+    if more or any((*numbers, args.linear_bias, args.softcap, args.z_loss, args.temperatures)):
+        more = "coefficients", *more
+    bias = ("bias_gradient",) * args.linear_bias
+    backwards = [(*logits, *more, *bias)]
+    if keeps is not None:
+        backwards.append((*("coefficients",) * args.linear_bias, *bias) if more else logits)
+    elif dtype == "bfloat16" and not smooth_cap:
+        keeps = *statistics, "kept_logits", *topk
+        backwards.append((*logits, *more, "kept_logits", *bias))
+    return Terms(forward, keeps, tuple(dict.fromkeys(backwards)))
 
 
-def _arch_here() -> str:
-    """Of the GPU that is there."""
-    import torch
+def compiled(keys: Sequence[Key], jobs: int) -> Iterator[tuple[float, Key]]:
+    """Compile the keys in `jobs` processes, or here if 1; yields (seconds, key) as each is there."""
+    if jobs == 1:
+        yield from map(_compile, keys)
+        return
+    # Fresh processes: torch and the DSL have threads, which a fork would not copy.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            for done in as_completed([pool.submit(_compile, key) for key in keys]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    row = of_capability(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-    if row is None:
-        raise Refused(
-            "--arch: got none, and there is no GPU here that has kernels; want one of "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return row.name
+
+def _compile(key: Key) -> tuple[float, Key]:
+    started = time.perf_counter()
+    cache.get(key)
+    return time.perf_counter() - started, key
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

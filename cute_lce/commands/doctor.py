@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .. import environment
-from ..compile import cache, driver, machine
+from ..compile import cache, driver
 from ..measure import isolated
 from ..plan.kernels import carried
+from .compile import cores
 from .info import describe_cache, describe_carried, devices
 from .terminal import positive
 
@@ -57,7 +58,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each subject; 1 if one of them failed."""
-    machine.compile_by_itself()
     failed = 0
     for line in examine(args.seconds, args.jobs):
         print(line, flush=True)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_jobs() -> int:
-    return min(machine.cores(), MOST_JOBS)
+    return min(cores(), MOST_JOBS)
 
 
 def examine(seconds: float, jobs: int) -> Iterator[Line]:

@@ -19,7 +19,6 @@ import torch
 
 import cute_lce
 
-from ..compile import machine
 from ..measure import isolated, records
 from . import bench, doctor
 from .terminal import Refused, positive, unwritable
@@ -68,7 +67,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report, again after each section, so that a machine that fails leaves what there is; 1 if a
     section is not well."""
-    machine.compile_by_itself()
     device = bench.default_device()
     origin = records.provenance(device, "cute-lce report")
     path = args.out or Path(_file_name(origin["gpu"]))

@@ -23,8 +23,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cute_lce.commands.compile import compiled, cores
 from cute_lce.commands.terminal import positive
-from cute_lce.compile import cache, machine
+from cute_lce.compile import cache
 from cute_lce.plan.kernels import Key, carried
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +44,8 @@ def build_wheel(keys: Sequence[Key], out: Path, kept: Path, jobs: int = 1) -> Pa
     # Before the kernels, which take minutes.
     out.mkdir(parents=True, exist_ok=True)
     os.environ["CUTE_LCE_CACHE_DIR"] = str(kept)
-    for key in cache.compile_all(cache.missing(keys), jobs):
-        print(f"{key.arch} {key.words}", flush=True)
+    for seconds, key in compiled(keys, min(jobs, len(keys))):
+        print(f"{seconds:6.2f} s  {key}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_sources(Path(folder))
         target = copy / "cute_lce" / cache.CARRIED.name
@@ -86,14 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", nargs="+", choices=dtypes, default=["bfloat16"], help="dtypes of the operands (bfloat16)")
     add("--out", type=Path, default=Path("dist"), help="folder for the wheel (%(default)s)")
     add("--cache", type=Path, help="folder in which compiled kernels are kept (default: a temporary one)")
-    add("--jobs", type=positive, help="number of processes that compile (by cores and memory)")
+    add("--jobs", type=positive, default=cores(), help="number of processes that compile (%(default)s)")
     args = parser.parse_args(argv)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: got {args.out}, a file, want a folder")
     started = time.perf_counter()
     keys = carried(args.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        path = build_wheel(keys, args.out, args.cache or Path(folder), args.jobs or machine.jobs(len(keys)))
+        path = build_wheel(keys, args.out, args.cache or Path(folder), args.jobs)
     taken = time.perf_counter() - started
     print(f"{path}: {len(keys)} kernels, {path.stat().st_size / 2**20:.1f} MiB, {taken:.0f} s")
     return 0

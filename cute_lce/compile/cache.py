@@ -1,8 +1,7 @@
 """Compiled kernels by key: a call's key is looked up in memory, among the package's own, then in a folder.
 
-What none of them holds is compiled (trace.py) and stored in memory and in the folder: by workers, together
-with what calls of its kind need next, or here (workers.py). A file is a shared library that the host's C
-compiler (`cc`, or what CC names) links from the object that the DSL exports.
+What none of them holds is compiled (trace.py) and stored in memory and in the folder. A file is a shared
+library that the host's C compiler (`cc`, or what CC names) links from the object that the DSL exports.
 Loading it needs apache-tvm-ffi and the DSL's runtime library but not the DSL itself, so the first call of a
 second process does not import cutlass.
 
@@ -10,10 +9,9 @@ A file's name is a hash of everything that it depends on: the key, the versions 
 toolkit and of tvm-ffi, the sources that a compile imports and the host's architecture; of its CPUs any will
 do (baseline.py), so that machines may share the folder. A file is written under a temporary name and renamed
 when it is complete. It ends in a hash of its name and content; a file whose hash does not match (truncated,
-altered, copied from another name) is a miss and is replaced. Any number of processes may share a folder:
-whoever compiles a key holds its lock (locks.py), and others wait for the file. Where they do not, all write
-the same content, and the last rename wins. Stale temporary folders are deleted by the first compile an hour
-later.
+altered, copied from another name) is a miss and is replaced. Any number of processes may share a folder: each
+one that misses compiles, all write the same content, and the last rename wins. Stale temporary folders are
+deleted by the first compile an hour later.
 
 The package's own, under the same names, are those that a wheel carries (cute_lce/commands/wheel.py);
 installed from sources it has none. Whoever may write them may write the package's sources.
@@ -46,22 +44,21 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .. import environment
-from ..plan.kernels import Key, is_users_own
-from . import driver, locks, machine, workers
+from ..plan.kernels import Key
+from . import driver
 from .trace import trace
 
 _logger = logging.getLogger("cute_lce")
 _functions: dict[Key, Callable[..., None]] = {}
-_lock, _building = threading.Lock(), threading.Lock()
-Others = Callable[[], Iterable[Key]] | None
+_lock = threading.Lock()
 
 SOURCES = (
-    *("kernels/**/*.py", "compile/trace.py", "compile/baseline.py", "compile/cache.py", "plan/kernels.py"),
+    *("kernels/**/*.py", "compile/*.py", "plan/kernels.py"),
     *("arch.py", "arguments.py", "data_sheets.py", "environment.py", "logit_term.py", "maths.py"),
     *("scalars.py", "symbolic.py", "widths.py"),
 )
@@ -71,60 +68,16 @@ CARRIED = Path(__file__).parent.parent / "carried"
 SEAL_BYTES = 32
 TEMPORARY = ".compiling-"
 STALE_SECONDS = 3600
-PROBE_BYTES = 1 << 20
-"""What must fit into the folder before something is compiled: the object, the library and its sealed copy."""
 
 
-def get(key: Key, others: Others = None) -> Callable[..., None]:
+def get(key: Key) -> Callable[..., None]:
     """A compiled host function of kernels.entry, for any n, d, V and stripe; from memory in well under 1 us.
-
-    others: gives the keys that calls of this kind are likely to need next, the most likely first. It is
-    called if the key is in no cache: then workers compile all of them, this one first (workers.py).
 
     It takes the arguments of the class's __call__ except the stream, which is torch's current stream.
     Raises RuntimeError if there is no C compiler to link with, ImportError if the DSL is not installed,
     PermissionError if others could have written to the cache, another OSError if it cannot be there.
     """
-    return _functions.get(key) or _get(key, others)
-
-
-def get_all(keys: Sequence[Key], others: Others = None) -> list[Callable[..., None]]:
-    """The functions of several keys that a call needs, which are compiled at once; see `get`."""
-    functions = [_functions.get(key) for key in keys]
-    if not all(functions):
-        _fill(keys, others)
-        functions = [_functions[key] for key in keys]
-    return functions  # pyright: ignore[reportReturnType]
-
-
-def missing(keys: Iterable[Key]) -> list[Key]:
-    """Those of the keys that the folder lacks. Raises OSError as `check` does."""
-    check()
-    folder = cache_dir()
-    with _private(folder) as descriptor:
-        return [key for key in keys if not _is_whole(folder / file_name(key), descriptor)]
-
-
-def compile_all(keys: Sequence[Key], jobs: int) -> Iterator[Key]:
-    """Compile keys that are `missing` in `jobs` processes, 0: in this one; gives each as it is there.
-
-    Raises what `get` raises.
-    """
-    folder = cache_dir()
-    _linker()
-    pending, pool = dict.fromkeys(keys), _workers(folder)
-    while pending:
-        elsewhere = [
-            key for key in pending if not is_users_own(key) and not (folder / file_name(key)).exists()
-        ]
-        for key in pool.compile_all(elsewhere, min(jobs, len(elsewhere))):
-            del pending[key]
-            yield key
-        # What went wrong with one in a worker goes wrong here, and is raised.
-        for key in pool.failed(pending) or [*pending]:
-            _build_here(key, folder / file_name(key))
-            del pending[key]
-            yield key
+    return _functions.get(key) or _get(key)
 
 
 def cache_dir() -> Path:
@@ -136,63 +89,21 @@ def cache_dir() -> Path:
 
 
 def check() -> None:
-    """Raise OSError, as `get` does, if the cache's folder cannot be there, is not private or has no room."""
+    """Raise OSError, as `get` does, if the cache's folder cannot be there, is not private or not writable."""
     folder = cache_dir()
     _create(folder)
-    with _private(folder):
-        _refuse_unwritable(folder)
+    with _private(folder), tempfile.TemporaryDirectory(dir=folder, prefix=TEMPORARY):
+        pass
 
 
-def _get(key: Key, others: Others = None) -> Callable[..., None]:
-    return get_all((key,), others)[0]
-
-
-def _fill(keys: Sequence[Key], others: Others) -> None:
-    """Have the keys' functions in memory."""
-    absent = [key for key in dict.fromkeys(keys) if not _is_carried(key)]
-    if not absent:
-        return
-    folder = cache_dir()
-    _create(folder)
-    absent = [key for key in absent if not _is_stored(key, folder)]
-    if not absent:
-        return
-    _refuse_unwritable(folder)
-    _linker()
-    # What cannot be loaded is there, and is replaced here.
-    elsewhere = [key for key in absent if not is_users_own(key) and not (folder / file_name(key)).exists()]
-    if elsewhere and machine.compile_jobs() != 0:
-        more = dict.fromkeys(others() if others else ())
-        rest = [key for key in more if key not in elsewhere and not is_users_own(key) and not carries(key)]
-        _workers(folder).wait(elsewhere, rest)
-    for key in absent:
-        _load_or_build(key, folder / file_name(key))
-
-
-def _workers(folder: Path) -> workers.Workers:
-    return workers.workers_of(Path(os.path.abspath(folder)), agreement(), file_name)
-
-
-def _is_carried(key: Key) -> bool:
-    """Whether the key's function is in memory, where it is put if it came with the package."""
+def _get(key: Key) -> Callable[..., None]:
     with _lock:
-        if key not in _functions:
-            function = _load_carried(CARRIED / file_name(key))
-            if function is None:
-                return False
+        function = _functions.get(key)
+        if function is None:
+            name = file_name(key)
+            function = _load_carried(CARRIED / name) or _load_or_build(key, cache_dir() / name)
             _functions[key] = function
-        return True
-
-
-def _is_stored(key: Key, folder: Path) -> bool:
-    """The same of the folder."""
-    with _lock, _private(folder) as descriptor:
-        if key not in _functions:
-            function = _load(folder / file_name(key), descriptor)
-            if function is None:
-                return False
-            _functions[key] = function
-        return True
+        return function
 
 
 def carries(key: Key) -> bool:
@@ -205,40 +116,17 @@ def file_name(key: Key) -> str:
     return f"{_digest(key)}.so"
 
 
-def _load_or_build(key: Key, path: Path) -> None:
-    """Have the key's function in memory, from what is compiled here if nobody else has."""
-    if path.exists() and _is_stored(key, path.parent):
-        return
-    _build_here(key, path)
-    if not _is_stored(key, path.parent):
-        raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
-
-
-def _build_here(key: Key, path: Path) -> None:
-    """Compile in this process, unless another one does and finishes it."""
-    before, begun = _identity(path), time.monotonic()
-    with contextlib.ExitStack() as held, _building:
-        while time.monotonic() - begun < workers.PATIENCE:
-            try:
-                lock = locks.acquire(path)
-            except locks.Unsupported:
-                break
-            if lock is not None:
-                held.enter_context(lock)
-                break
-            time.sleep(workers.POLL)
-        if _identity(path) == before:
+def _load_or_build(key: Key, path: Path) -> Callable[..., None]:
+    _create(path.parent)
+    with _private(path.parent) as folder:
+        function = _load(path, folder)
+        if function is None:
             _logger.info("compiling %s", key)
-            build(key, path)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Of a file, which is another once it has been replaced; None: there is none."""
-    try:
-        found = path.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+            _build(key, path)
+            function = _load(path, folder)
+    if function is None:
+        raise RuntimeError(f"{path}: was just compiled and cannot be loaded")
+    return function
 
 
 def _create(folder: Path) -> None:
@@ -262,18 +150,6 @@ def _create(folder: Path) -> None:
         raise type(error)(
             f"{folder}: got {found}, want a folder for compiled kernels, or a path where one can be created; "
             "name another in CUTE_LCE_CACHE_DIR"
-        ) from None
-
-
-def _refuse_unwritable(folder: Path) -> None:
-    """Raise OSError, of the class of what happened, if no compiled kernel can be written to the folder."""
-    try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=TEMPORARY) as probe:
-            Path(probe, "probe").write_bytes(bytes(PROBE_BYTES))
-    except OSError as error:
-        raise type(error)(
-            f"{folder}: got {error.strerror!r} from the system, want a folder that can be written to and has "
-            f"room for {PROBE_BYTES >> 20} MiB; name another in CUTE_LCE_CACHE_DIR"
         ) from None
 
 
@@ -316,22 +192,12 @@ def _environment() -> str:
     versions = [
         f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     ]
-    sources = _digest_of(source_files(Path(__file__).parent.parent))
+    sources = hashlib.sha256()
+    package = Path(__file__).parent.parent
+    for path in source_files(package):
+        sources.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     toolkit, _ = driver.toolkit()
-    return repr((versions, toolkit, sources, platform.system(), platform.machine()))
-
-
-@functools.cache
-def agreement() -> str:
-    """What a worker and its parent must have in common: the environment, and how they talk."""
-    return _environment() + _digest_of(sorted(Path(__file__).parent.glob("*.py")))
-
-
-def _digest_of(files: Iterable[Path]) -> str:
-    digest, package = hashlib.sha256(), Path(__file__).parent.parent
-    for path in files:
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return repr((versions, toolkit, sources.hexdigest(), platform.system(), platform.machine()))
 
 
 def _digest(key: Key) -> str:
@@ -368,16 +234,6 @@ def _load_carried(path: Path) -> Callable[..., None] | None:
     except FileNotFoundError:
         return None
     return _load_sealed(path, content)
-
-
-def _is_whole(path: Path, folder: int) -> bool:
-    """Whether a file is there and is what was written under its name; not whether it can be loaded."""
-    try:
-        with _private(path, folder) as file:
-            content = Path(f"/proc/self/fd/{file}").read_bytes()
-    except FileNotFoundError:
-        return False
-    return content[-SEAL_BYTES:] == _seal(path.name, content[:-SEAL_BYTES])
 
 
 def _load_sealed(path: Path, content: bytes) -> Callable[..., None] | None:
@@ -425,25 +281,28 @@ def _sweep(folder: Path) -> None:
 
     Other processes may do so at the same time; a folder that is already gone is no error.
     """
-    locks.sweep(folder)
     for path in folder.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def build(key: Key, path: Path, owner: str = "") -> None:
-    """Compile into `path`, which is complete as soon as it exists. owner: in its temporary folder's name."""
+def _build(key: Key, path: Path) -> None:
+    """Compile into `path`, which is complete as soon as it exists."""
     _sweep(path.parent)
-    compiler = _linker()
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{TEMPORARY}{owner}") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
         compiled = Path(folder, "kernel.o")
         trace(key).export_to_c(str(compiled), function_name="kernel", export_only_tvm_ffi_symbols=True)
         linked = Path(folder, "kernel.so")
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
         try:
             subprocess.run(
                 [*compiler, "-shared", "-o", linked, compiled], check=True, capture_output=True, text=True
             )
+        except FileNotFoundError:
+            raise RuntimeError(
+                f"{compiler[0]}: not found; a C compiler links the compiled kernels (set CC)"
+            ) from None
         except subprocess.CalledProcessError as error:
             raise RuntimeError(
                 f"{shlex.join(compiler)}: could not link {compiled}: {error.stderr}"
@@ -451,21 +310,3 @@ def build(key: Key, path: Path, owner: str = "") -> None:
         linked.write_bytes((library := linked.read_bytes()) + _seal(path.name, library))
         linked.chmod(0o600)
         os.replace(linked, path)
-
-
-def _linker() -> list[str]:
-    """The command that links. Raises RuntimeError if it is not there."""
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    if shutil.which(compiler[0]) is None:
-        raise RuntimeError(f"{compiler[0]}: not found; a C compiler links the compiled kernels (set CC)")
-    return compiler
-
-
-def _forget() -> None:
-    """In a forked child: other threads of its parent may have held these."""
-    global _lock, _building
-    _lock, _building = threading.Lock(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

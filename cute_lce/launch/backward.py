@@ -35,7 +35,6 @@ from ..plan import overlap
 from ..plan.kernels import BackwardKey
 from ..plan.memory import compacts, copies_into_dinput
 from ..plan.problem import Problem, ceil_div, round_up
-from . import needed
 from .device import Parts, aligned, dtype_name, gpu_of, layout, loss_arguments, readable, template, unpadded
 from .empty import EmptyBackward
 from .packing import Packing
@@ -46,36 +45,11 @@ Memory = tuple[Tensor | None, Tensor | None, Tensor]
 """What a pass writes: dinput, dweight and the workspace."""
 
 
-def backward(
-    operands: Operands, loss: LossOptions, request: Request, others: cache.Others = None
-) -> KernelBackward | EmptyBackward:
+def backward(operands: Operands, loss: LossOptions, request: Request) -> KernelBackward | EmptyBackward:
     """A backward for operands as launch.forward takes them; it copies, allocates and launches likewise."""
     if operands.hidden.shape[0] == 0:
         return EmptyBackward(request)
-    return (ShardBackward if request.shard else KernelBackward)(operands, loss, request, others=others)
-
-
-def decide(
-    operands: Operands,
-    loss: LossOptions,
-    request: Request,
-    plan: backward_plan.BackwardPlan | None = None,
-) -> tuple[Problem, backward_plan.BackwardPlan, BackwardKey]:
-    """What a backward computes, how, and by which kernels. plan: None: chosen for the request."""
-    hidden, weight, target = operands
-    dtype, kept = hidden.dtype, request.kept_columns
-    keeps_logits = kept > 0 and "kept_logits" in loss.terms
-    (n, features), needs = hidden.shape, (request.need_dinput, request.need_dweight)
-    d = round_up(features, 8)
-    # Without padding the rows of what dweight is added to begin at multiples of 16 bytes.
-    added = "" if request.added is None else dtype_name(request.added if features == d else torch.float32)
-    half, overwrites = dtype is torch.float16, keeps_logits and request.overwrites
-    problem = Problem(n, d, weight.shape[0], half, *needs, keeps_logits, request.shard, overwrites)
-    problem = problem._replace(need_dbias="bias_gradient" in loss.terms)
-    gpu = gpu_of(hidden.device).serving(loss.terms, "backward")
-    chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
-    dtypes = dtype_name(dtype), dtype_name(target.dtype)
-    return problem, chosen, BackwardKey(*chosen.configs, *dtypes, added, loss.terms)
+    return (ShardBackward if request.shard else KernelBackward)(operands, loss, request)
 
 
 class KernelBackward:
@@ -91,22 +65,29 @@ class KernelBackward:
         loss: LossOptions,
         request: Request,
         plan: backward_plan.BackwardPlan | None = None,
-        others: cache.Others = None,
     ):
-        """plan: None: chosen for the request. others: as in launch.forward."""
-        hidden, _, target = operands
+        """plan: None: chosen for the request."""
+        hidden, weight, target = operands
         device, dtype, kept = hidden.device, hidden.dtype, request.kept_columns
-        problem, chosen, key = decide(operands, loss, request, plan)
+        keeps_logits = kept > 0 and "kept_logits" in loss.terms
+        (n, self.features), self.itemsize = hidden.shape, dtype.itemsize
+        d, needs = round_up(self.features, 8), (request.need_dinput, request.need_dweight)
+        # Without padding the rows of what dweight is added to begin at multiples of 16 bytes.
+        self.added, self.directly = request.added, self.features == d
+        added = "" if self.added is None else dtype_name(self.added if self.directly else torch.float32)
+        half, overwrites = dtype is torch.float16, keeps_logits and request.overwrites
+        problem = Problem(n, d, weight.shape[0], half, *needs, keeps_logits, request.shard, overwrites)
+        problem = problem._replace(need_dbias="bias_gradient" in loss.terms)
+        gpu = gpu_of(device).serving(loss.terms, "backward")
+        chosen = plan or backward_plan.plan(gpu, problem, kept, request.limits)
         self.problem, self.plan = problem, chosen
-        self.function = cache.get(key, others or functools.partial(needed.of_loss, operands, loss, request))
-        (n, self.features), self.itemsize, d = hidden.shape, dtype.itemsize, problem.d
-        needs = request.need_dinput, request.need_dweight
-        self.added, self.directly, added = request.added, self.features == d, key.added
+        dtypes = dtype_name(dtype), dtype_name(target.dtype)
+        self.function = cache.get(BackwardKey(*chosen.configs, *dtypes, added, loss.terms))
         # Every call checks alignment and layout, which hooks on saved tensors may change.
         self.layout = layout(operands) if readable(operands) else None
         self.pitch, self.half = chosen.pitch, problem.half
         # Columns of exponentials, and of logits.
-        self.kept, self.kept_logits = (0, kept) if problem.keeps_logits else (kept, 0)
+        self.kept, self.kept_logits = (0, kept) if keeps_logits else (kept, 0)
         self.packing, self.padded = Packing(hidden, kept) if request.packs else None, d
         # What shards are summed of stays in fp32, and of one split is the result.
         exact = request.shard and request.is_summed
@@ -118,8 +99,7 @@ class KernelBackward:
             (chunk.first, chunk.tokens, freeze(chunk.stripe._replace(**last))) for chunk in chosen.chunks
         ]
         self.pieces: Sequence[overlap.Piece] = ()
-        if problem.overwrites and all(needs) and not request.shard and "bias_gradient" not in loss.terms:
-            gpu = gpu_of(device).serving(loss.terms, "backward")
+        if overwrites and all(needs) and not request.shard and "bias_gradient" not in loss.terms:
             self.pieces = overlap.pieces(gpu, chosen.dweight, problem, chosen.stripes[0].columns)
         launched = [*(chunk.stripe for chunk in chosen.chunks), *chosen.stripes]
         self.column_sums = _column_sums(chosen, n)
@@ -384,9 +364,8 @@ class ShardBackward(KernelBackward):
         loss: LossOptions,
         request: Request,
         plan: backward_plan.BackwardPlan | None = None,
-        others: cache.Others = None,
     ):
-        super().__init__(operands, loss, request, plan, others)
+        super().__init__(operands, loss, request, plan)
         self.early, self.late, self.offset = None, None, 0
         if request.beside is not None and request.need_dinput and request.need_dweight:
             gpu, stripe = gpu_of(operands.hidden.device), self.plan.stripes[-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +13,9 @@ from ..compile.frozen import freeze
 from ..implementation import Request, Results
 from ..options import LossOptions
 from ..plan import forward as forward_plan
-from ..plan.kernels import ForwardKey, Key
+from ..plan.kernels import ForwardKey
 from ..plan.memory import forward_compaction_bytes, forward_compacts, keep_workspace_bytes
 from ..plan.problem import Problem, round_up
-from . import needed
-from .backward import decide as decide_backward
 from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, readable, template
 from .packing import Packing
 from .rows import Compaction
@@ -42,27 +38,18 @@ def empty_kept_logits(hidden: Tensor, kept_columns: int) -> tuple[Tensor, Tensor
     return kept, hidden.new_empty((units(kept_columns), n), dtype=dtype)
 
 
-def forward(
-    operands: Operands, loss: LossOptions, request: Request, others: cache.Others = None
-) -> KernelForward | EmptyForward:
+def forward(operands: Operands, loss: LossOptions, request: Request) -> KernelForward | EmptyForward:
     """A forward for hidden (n, d) and weight (V, d), both bfloat16 or both float16, any strides; target (n,).
 
     Operands that the kernels cannot read in place are copied (`aligned`). Statistics are fp32. A target
     out of range makes its row's loss and row_sum nan. With n = 0 nothing is launched. A call allocates the
     results, the plan's workspace (4 workspace_floats bytes) and the copies; it never synchronises; it runs on
-    torch's current stream of hidden's device. others: as `cache.get` takes them; None: a plain loss's. Raises
-    what `cache.get` raises, on the first call of a configuration.
+    torch's current stream of hidden's device. Raises what `cache.get` raises, on the first call of a
+    configuration.
     """
     if operands.hidden.shape[0] == 0:
         return EmptyForward(request.kept_columns, request.shard)
-    return (ShardForward if request.shard else KernelForward)(operands, loss, request, others=others)
-
-
-def _needed(operands: Operands, loss: LossOptions, request: Request) -> Iterator[Key]:
-    """Of calls like this one: its own backward's first."""
-    if request.need_dinput or request.need_dweight:
-        yield decide_backward(operands, loss, request)[2]
-    yield from needed.of_loss(operands, loss, request)
+    return (ShardForward if request.shard else KernelForward)(operands, loss, request)
 
 
 def _is_by_token(loss: LossOptions) -> bool:
@@ -103,9 +90,8 @@ class KernelForward:
         loss: LossOptions,
         request: Request,
         plan: forward_plan.ForwardPlan | None = None,
-        others: cache.Others = None,
     ):
-        """plan: None: chosen for the request. others: as in `forward`."""
+        """plan: None: chosen for the request."""
         hidden, weight, target = operands
         device, (n, d) = hidden.device, hidden.shape
         kept = request.kept_columns
@@ -119,8 +105,7 @@ class KernelForward:
         gpu = gpu_of(device).serving(loss.terms, "keep" if kept else "forward")
         chosen = plan or forward_plan.plan(gpu, *sizes, request.limits, **beside)
         dtypes = dtype_name(hidden.dtype), dtype_name(target.dtype)
-        key = ForwardKey(chosen.config, *dtypes, keeps=kept > 0, terms=loss.terms)
-        self.function = cache.get(key, others or functools.partial(_needed, operands, loss, request))
+        self.function = cache.get(ForwardKey(chosen.config, *dtypes, keeps=kept > 0, terms=loss.terms))
         self.gemm, self.nothing_kept = freeze(chosen.gemm), freeze(_NOTHING_KEPT)
         self.kept_columns, self.pitch = kept, round_up(kept, 8)
         self.partials = chosen.gemm.windows * chosen.config.partials_per_window

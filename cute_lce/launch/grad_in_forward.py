@@ -5,9 +5,6 @@ Chunks are of compacted tokens, each of which copies its own hidden states if a 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -28,16 +25,13 @@ from ..compile.frozen import freeze
 from ..implementation import Accumulated, Request
 from ..options import LossOptions
 from ..plan import grad_in_forward as plans
-from ..plan.kernels import BackwardKey, ForwardKey, Key
+from ..plan.kernels import BackwardKey, ForwardKey
 from ..plan.memory import keep_workspace_bytes, partials_in_rows
 from ..plan.problem import Problem, round_up
 from ..streaming import STREAMING
-from . import needed
 from .device import Parts, aligned, dtype_name, gpu_of, loss_arguments, unpadded
 from .rows import Compaction
 from .steps import COUNTERS
-
-Functions = tuple[Callable[..., None], Callable[..., None]]
 
 
 class _Chunk:
@@ -46,11 +40,12 @@ class _Chunk:
     Losses are asked for by row, and the gradients are those of their sum: the upstream gradient is 1.
     """
 
-    def __init__(self, plan: plans.ChunkPlan, functions: Functions, problem: Problem):
-        """functions: a forward and a backward."""
+    def __init__(self, plan: plans.ChunkPlan, dtypes: tuple[str, str], terms: tuple, problem: Problem):
+        """terms: LossOptions.terms."""
         forward, backward = plan.forward, plan.backward
         n, d, vocab = forward.n, problem.d, problem.vocab
-        self.forward, self.backward = functions
+        self.forward = cache.get(ForwardKey(forward.config, *dtypes, keeps=True, terms=terms))
+        self.backward = cache.get(BackwardKey(*backward.configs, *dtypes, added="float32", terms=terms))
         (stripe,) = backward.stripes
         self.paced = bool(stripe.dhidden.paced or stripe.dweight.paced)
         # Not the last: the sum of dhidden stays in fp32.
@@ -116,17 +111,8 @@ def grad_in_forward(operands: Operands, loss: LossOptions, request: Request) -> 
     adds = request.added is not None
     problem = Problem(n, d, vocab, half, request.need_dinput, request.need_dweight, adds=adds)
     plan = plans.plan(gpu_of(device), problem, request.limits)
-    types = {"dtype": dtype_name(hidden.dtype), "target_dtype": dtype_name(target.dtype), "terms": loss.terms}
-    keys: list[Key] = []
-    for each in plan.chunks.values():
-        keys.append(ForwardKey(each.forward.config, keeps=True, **types))
-        keys.append(BackwardKey(*each.backward.configs, added="float32", **types))
-    functions = cache.get_all(keys, functools.partial(needed.of_loss, operands, loss, request))
-    pairs = zip(functions[::2], functions[1::2], strict=True)
-    chunks = {
-        tokens: _Chunk(each, pair, problem)
-        for (tokens, each), pair in zip(plan.chunks.items(), pairs, strict=True)
-    }
+    names = dtype_name(hidden.dtype), dtype_name(target.dtype)
+    chunks = {tokens: _Chunk(each, names, loss.terms, problem) for tokens, each in plan.chunks.items()}
 
     def rows(count: int) -> Tensor:
         return torch.empty((count, d), dtype=torch.float32, device=device)

@@ -5,7 +5,6 @@ logprob and total_nll, which the kernels give of a whole vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +39,6 @@ from .backward import backward as backward_of
 from .forward import KernelForward, empty_kept_logits
 from .forward import empty_kept as empty_kept_of
 from .forward import forward as forward_of
-from .needed import of_stats
 from .token_terms import Gradient, Tensors, kept_gradient, loss_of
 from .topk import Topk, fits
 
@@ -168,8 +166,7 @@ def forward(
     limits = _beside_more_partials(given, request, parts, loss.terms)
     request = request._replace(statistics=True, limits=limits)
     key = "forward", *_kind(given), loss.terms, request.limits, request.kept_columns, request.shard
-    others = functools.partial(of_stats, operands, options, request)
-    prepared = _remembered(key, forward_of, given, loss, request, others)
+    prepared = _remembered(key, forward_of, given, loss, request)
     assert isinstance(prepared, KernelForward)
     sums = {term: torch.empty((n,), dtype=_DTYPES.get(term, torch.float32), device=device) for term in more}
     if more:
@@ -344,8 +341,7 @@ def backward(
     if request.need_dbias:
         loss = loss.with_terms("bias_gradient", with_dhidden=int(request.need_dinput))
     key = "backward", *_kind(given), loss.terms, request
-    others = functools.partial(of_stats, operands, options, request)
-    prepared = _remembered(key, backward_of, given, loss, request, others)
+    prepared = _remembered(key, backward_of, given, loss, request)
     assert isinstance(prepared, KernelBackward)
     topk = topk_values = None
     if gradient.topk is not None and operands.topk_ids is not None:

@@ -69,16 +69,11 @@ class ShardedPasses(Prepared):
         hidden, weight, target = operands
         shard, group = self.shard, self.shard.group
         local, columns = local_loss(loss), weight.shape[0]
-        step = self._folded(columns)
-        if self._forward is None:
-            # What it compiles is there before the first collective, in which other ranks would wait.
-            n = hidden.shape[0] * (group.size() if shard.sliced else 1)
-            like = hidden.new_empty((n, hidden.shape[1])) if shard.sliced else hidden
-            self._prepared_forward(Operands(like, weight[:step], target.new_empty(target.shape)), local)
         targets = self._implementation.localize(target, loss.ignore_index, shard.start, columns, shard.equal)
         if shard.sliced:
             hidden = gather(hidden.contiguous(), group).flatten(0, 1)
         operands, own = Operands(hidden, weight, targets.local), []
+        step = self._folded(columns)
         for first in range(0, columns, step):
             part = operands
             if step < columns:

@@ -3,13 +3,12 @@
 import errno
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,19 +21,9 @@ from cute_lce.compile import cache
 from cute_lce.ops.select import DTYPES, implementation
 from cute_lce.plan import backward, forward
 from cute_lce.plan import schedule as schedules
-from cute_lce.plan.kernels import (
-    BackwardKey,
-    ForwardKey,
-    Key,
-    Kind,
-    MergeKey,
-    MultiplyKey,
-    kernels,
-    needed,
-)
+from cute_lce.plan.kernels import BackwardKey, ForwardKey, MergeKey, kernels
 from cute_lce.plan.problem import Limits, Problem
 from cute_lce.streaming import STREAMING
-from tests.host import slow_trace
 
 
 def test_info_names_versions_and_the_cpu_path(capsys):
@@ -194,8 +183,8 @@ def test_plan_prints_the_backward_that_launch_would_do(options, dtype, schedule,
     assert float(table["workspace"].split()[0]) == pytest.approx(wanted.workspace / 2**20, abs=0.01)
     assert workspace == 0 or wanted.workspace <= workspace
     assert table["splits of dinput"] == (str(wanted.splits) if needs[0] else "none")
-    for name, is_needed in zip(("dinput", "dweight"), needs, strict=True):
-        assert (table[f"GEMM of {name}"] == "none") != is_needed
+    for name, needed in zip(("dinput", "dweight"), needs, strict=True):
+        assert (table[f"GEMM of {name}"] == "none") != needed
     flops = 2 * n * d * (gemms * vocab - kept * (gemms > 2 or stripes > 0))
     assert float(table["FLOP"].split()[0]) == pytest.approx(flops, rel=1e-3)
     assert float(table["floor"].split()[0]) >= float(table["compute"].split()[0])
@@ -292,14 +281,22 @@ def test_a_wrong_option_is_refused_by_name(argv, named, capsys):
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
-def asked(options: str) -> list[Key]:
-    """The keys of `cute-lce compile` with these options."""
-    return compile_command.keys_of(cli._parser().parse_args(["compile", *options.split()]))
+def test_compile_takes_the_keys_as_they_are(monkeypatch, capsys):
+    """Whatever `plan.kernels` lists, of any kind, is asked for and named."""
 
+    class Sideways(NamedTuple):
+        number: int
 
-def test_compile_takes_every_kernel_of_its_types():
-    keys = asked("--arch sm_90a --dtype float16 --target-dtype int32 --grad-weight-out none")
-    assert keys == kernels("sm_90a", "float16", "int32")
+    keys = [Sideways(1), *kernels("sm_90a", "float16", "int32")]
+    asked = []
+    monkeypatch.setattr(compile_command, "kernels", lambda *_: keys)
+    monkeypatch.setattr(cache, "get", asked.append)
+    types = "--dtype float16 --target-dtype int32"
+    assert cli.main(f"compile --arch sm_90a --jobs 1 {types}".split()) == 0
+    assert asked == keys
+    lines = capsys.readouterr().out.splitlines()[1:]
+    named = [line.split()[2].partition("(")[0] for line in lines[:-1]]
+    assert named == [type(key).__name__ for key in keys]
     row, most = architecture("sm_90a"), Gpu("sm_90a", 1).serving((), "keep").widths
     keeping = {config for configs in row.configs for config in configs.within(most).forwards(True)}
     found = {
@@ -308,65 +305,29 @@ def test_compile_takes_every_kernel_of_its_types():
         for (tokens, dhidden), dweight in product(configs.pairs, configs.dweight)
     }
     wanted = {
+        "Sideways": 1,
         "ForwardKey": len(row.forward_configs) + len(keeping),
         "BackwardKey": len(found),
-        "MultiplyKey": 1,
     }
+    wanted["MultiplyKey"] = 1
     assert Counter(type(key).__name__ for key in set(keys)) == wanted
+    assert lines[-1].startswith(f"{len(keys)} kernels in ")
 
 
-def test_compile_without_options_takes_what_plain_calls_of_the_gpu_need(monkeypatch):
-    for capability, arch in (((9, 0), "sm_90a"), ((10, 3), "sm_103a")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda each=capability: each)
-        keys = asked("")
-        assert {key.arch for key in keys} == {arch}
-        assert set(needed(Kind(arch, accumulates=True))) <= set(keys)
-        assert set(needed(Kind(arch, added="float32"))) <= set(keys)
-        assert set(needed(Kind(arch, gradient=False))) < set(needed(Kind(arch))) < set(keys)
-        assert set(needed(Kind(arch, group=True))) - set(keys) == {MergeKey(arch)}
-    # Of calls with terms grad_in_forward serves none.
-    assert {key.added for key in asked("--entropy") if isinstance(key, BackwardKey)} == {""}
-
-
-@pytest.mark.parametrize("capability", [None, (8, 0)])
-def test_compile_without_a_gpu_wants_an_architecture(capability, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert cli.main(["compile"]) == 2
-    assert "--arch: got none, and there is no GPU here that has kernels" in capsys.readouterr().err
-
-
-def test_compile_lists_kernels_in_words(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path / "cache"))
-    options = "--arch sm_90a --dtype bfloat16 float16 --tp-group"
-    assert cli.main(f"compile --list {options}".split()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(set(lines)) == len(asked(options))
-    assert "sm_90a merge a group's ranks, int64 targets" in lines
-    assert all(re.match(r"sm_90a (forward|backward|multiply|merge) ?", line) for line in lines)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_what_a_call_needs_first_comes_first():
-    """Small kernels, then tiles that are about as wide as it has tokens, then those of grad_in_forward."""
-    keys = needed(Kind("sm_90a", accumulates=True), 64)
-    assert isinstance(keys[0], MultiplyKey)
-    first = next(key for key in keys if isinstance(key, ForwardKey))
-    assert first.config.cluster_columns == 64
-    added = [isinstance(key, BackwardKey) and key.added == "float32" for key in keys]
-    assert not any(added[: added.index(True)])
-    backwards = [key for key in keys if isinstance(key, BackwardKey)]
-    assert [bool(key.added) for key in backwards] == sorted(bool(key.added) for key in backwards)
-
-
-def test_compile_takes_the_merge_where_there_are_groups():
-    options = "--arch sm_100a --target-dtype int32 int64"
+def test_compile_takes_the_merge_where_there_are_groups(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cache, "get", asked.append)
+    argv = "compile --arch sm_100a --jobs 1 --target-dtype int32 int64"
     for extra, wanted in (("", set()), (" --tp-group", {MergeKey("sm_100a", "int32"), MergeKey("sm_100a")})):
-        assert {key for key in asked(options + extra) if isinstance(key, MergeKey)} == wanted
+        asked.clear()
+        assert cli.main((argv + extra).split()) == 0
+        assert {key for key in asked if isinstance(key, MergeKey)} == wanted
+    capsys.readouterr()
 
 
-def test_compile_takes_the_terms_of_a_job():
+def test_compile_takes_the_terms_of_a_job(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cache, "get", asked.append)
     plain, given, kept = (), ("coefficients",), "kept_logits"
     bias, scale, cap = ("linear_bias",), ("logit_scale",), ("softcap",)
     added, capped = "bias_gradient", (*cap, "row_scale")
@@ -446,15 +407,16 @@ def test_compile_takes_the_terms_of_a_job():
         ),
     ):
         forwards = {(False, of_forward), *((True, terms) for terms in of_kept[:1])}
-        keys = asked(f"--arch sm_90a {options}")
-        assert {(key.keeps, key.terms) for key in keys if isinstance(key, ForwardKey)} == forwards
+        asked.clear()
+        assert cli.main(f"compile --arch sm_90a --jobs 1 {options}".split()) == 0
+        assert {(key.keeps, key.terms) for key in asked if isinstance(key, ForwardKey)} == forwards
         backwards = {of_backward, *of_kept[1:]}
-        assert {key.terms for key in keys if isinstance(key, BackwardKey)} == backwards
-        for key in keys:
+        assert {key.terms for key in asked if isinstance(key, BackwardKey)} == backwards
+        for key in asked:
             if isinstance(key, ForwardKey):
                 widths = Gpu("sm_90a", 132).serving(key.terms, "keep" if key.keeps else "forward").widths
                 assert widths is None or widths.holds(key.config.tile_m, key.config.tile_n)
-        widest = max(key.config.tile_n for key in keys if isinstance(key, ForwardKey) and not key.keeps)
+        widest = max(key.config.tile_n for key in asked if isinstance(key, ForwardKey) and not key.keeps)
         together = {*bias, *cap}, {*cap, "total"}
         narrow = {"entropy", "logits", "argmax", "row_scale"}.intersection(of_forward)
         narrow = narrow or any(each <= {*of_forward} for each in together)
@@ -513,69 +475,31 @@ def test_info_survives_whatever_is_in_the_cache(tmp_path, monkeypatch, capsys):
         assert cached(capsys) == said.format(path)
 
 
-SLOWLY = """
-from cute_lce import cli
-from cute_lce.commands import compile
-from cute_lce.compile import cache, machine, workers
-from cute_lce.plan.kernels import MultiplyKey
-from tests.host import slow_trace
-workers.TRACE, cache.trace = "tests.host.slow_trace:trace", slow_trace.trace
-machine.cores, machine.free_memory = lambda: 8, lambda: 1 << 40
-compile.kernels = lambda *names: [MultiplyKey("sm_90a", f"of {i}") for i in range(4)]
-raise SystemExit(cli.main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
-"""
-
-
-def test_compile_says_how_far_it_is_and_what_it_kept(tmp_path):
-    """Interrupted, and then to its end; workers compile, each kernel once."""
-    environment = {**os.environ, **slow_trace.prepare(tmp_path / "trace", 0.5)}
-    environment["CUTE_LCE_CACHE_DIR"] = str(tmp_path / "cache")
-
-    def start() -> subprocess.Popen:
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen([sys.executable, "-c", SLOWLY], env=environment, text=True, **pipes)
-
-    process = start()
-    assert process.stdout is not None
-    for wanted in (f"into {tmp_path / 'cache'}\n", r"1/4, about \d+ s left: sm_90a multiply .* of \d\n"):
-        assert re.fullmatch(wanted, process.stdout.readline())
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    files = [path.suffix for path in (tmp_path / "cache").iterdir()]
-    assert set(files) == {".so"}
-    assert 1 <= len(files) < 4
-    (line,) = errors.splitlines()
-    found = re.fullmatch(r"cute-lce compile: interrupted; (\d) of 4 kernels are kept in (.*)", line)
-    assert found is not None
-    assert found[2] == str(tmp_path / "cache")
-    assert 1 <= int(found[1]) <= len(files)
-    before = len(slow_trace.log(tmp_path / "trace"))
-    out, errors = start().communicate(timeout=120)
-    lines = out.splitlines()
-    assert lines[1] == f"{len(files)} of 4 kernels are there"
-    assert lines[-2].startswith(f"{4 - len(files)}/{4 - len(files)}: sm_90a multiply ")
-    assert lines[-1].startswith("4 kernels in ")
-    # What was kept is not compiled again.
-    begun = [line["begun"] for line in slow_trace.log(tmp_path / "trace")[before:] if "begun" in line]
-    assert len(set(begun)) == len(begun) == 4 - len(files)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the DSL is for Linux")
 def test_compile_fills_the_cache_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_LCE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache, "_functions", {})
-    few = [MultiplyKey("sm_90a"), MergeKey("sm_90a")]
+    every = kernels("sm_90a", "bfloat16", "int64")
+    few = [*every[:2], next(key for key in every if isinstance(key, BackwardKey))]
     monkeypatch.setattr(compile_command, "kernels", lambda *names: few)
     argv = ["compile", "--arch", "sm_90a", "--d", "64", "--vocab", "1000"]
     assert cli.main([*argv, "--jobs", "2"]) == 0
-    words = [line.partition(": sm_90a ")[2] for line in capsys.readouterr().out.splitlines()[1:-1]]
-    assert sorted(words) == sorted(key.words for key in few)
-    assert f"2 in {tmp_path}" in cached(capsys)
+    # The narrowest tiles' forward, the one that keeps, and the backward.
+    assert sorted(
+        line.split()[2].partition("(")[0] for line in capsys.readouterr().out.splitlines()[1:-1]
+    ) == [
+        "BackwardKey",
+        "ForwardKey",
+        "ForwardKey",
+    ]
+    assert len(list(tmp_path.glob("*.so"))) == 3
+    cli.main(["info"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled kernels"))
+    assert f"3 in {tmp_path}" in line
 
     def no_second_compile(*args):
         raise AssertionError("compiled again")
 
+    monkeypatch.setattr(cache, "_functions", {})
     monkeypatch.setattr(cache, "trace", no_second_compile)
     assert cli.main([*argv, "--jobs", "1"]) == 0
-    assert all(map(callable, cache.get_all(few)))

@@ -20,10 +20,9 @@ from cute_lce import launch
 from cute_lce.arch import ARCHITECTURES, KernelConfig, of_capability
 from cute_lce.arguments import Operands
 from cute_lce.compile import cache, driver
-from cute_lce.implementation import Request, StatsOperands, StatsOptions
-from cute_lce.launch import needed as next_kernels
+from cute_lce.implementation import Request
 from cute_lce.options import LossOptions
-from cute_lce.plan.kernels import BackwardKey, ForwardKey, Kind, needed
+from cute_lce.plan.kernels import BackwardKey, ForwardKey
 from tests.device import forget_device
 
 DEVICES = {
@@ -100,28 +99,6 @@ def test_a_driver_that_is_new_enough_is_taken(arch: str, version, monkeypatch, n
     assert [type(key) for key in asked] == [BackwardKey, ForwardKey]
     configs = [part for key in asked for part in key if isinstance(part, KernelConfig)]
     assert [config.arch for config in configs] == [arch] * 4
-    # With a forward its own backward is compiled, and then all that calls of its kind may need.
-    backward, forward = nothing_compiles.call_args_list
-    likely = list(forward.args[1]())
-    assert likely[0] == asked[0]
-    assert set(likely) == set(backward.args[1]()) == set(needed(Kind(arch, accumulates=True)))
-    assert set(asked) < set(likely)
-
-
-def test_what_numbers_of_tokens_need_next(monkeypatch):
-    """The kernels for the terms that their call has, forwards and backwards."""
-    gpu = SimpleNamespace(arch="sm_90a")
-    monkeypatch.setattr(next_kernels, "gpu_of", lambda device: gpu)
-    hidden, weight = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (256, 512))
-    operands = StatsOperands(hidden, weight, torch.empty(256, dtype=torch.int64), *[None] * 4)
-    options = StatsOptions(-100, 1.0, None, 0.7, ("logprob", "entropy"))
-    keys = list(next_kernels.of_stats(operands, options, Request()))
-    forwards = {key.terms for key in keys if isinstance(key, ForwardKey) and not key.keeps}
-    backwards = {key.terms for key in keys if isinstance(key, BackwardKey)}
-    assert forwards == {("logit_scale", "entropy")}
-    assert ("logit_scale", "coefficients", "gap") in backwards
-    request = Request(need_dinput=False, need_dweight=False)
-    assert {type(key) for key in next_kernels.of_stats(operands, options, request)} == {ForwardKey}
 
 
 def test_every_architecture_has_a_least_driver():

@@ -1,4 +1,4 @@
-"""Calls over a group without one: what is registered of placements, and what comes before collectives."""
+"""What is registered of placements says the same of a result and of the argument that it becomes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import cute_lce  # noqa: F401
-from cute_lce.arguments import Operands
-from cute_lce.implementation import Request
-from cute_lce.options import LossOptions
-from cute_lce.parallel import tensor
 from cute_lce.parallel.sharding import _shardings
 
 N = 9
@@ -51,30 +47,3 @@ def test_what_is_beside_kept_stays(first, second, kept, saved):
         assert len(placements) == 1, (name, placements)
     (own,) = taken
     assert own[1][arguments.index("kept")] == kept
-
-
-@pytest.mark.parametrize("sliced", [True, False])
-def test_a_forward_is_prepared_before_the_first_collective(sliced, monkeypatch):
-    """A rank that compiles for a minute has nobody waiting for it in a collective."""
-    events: list[Any] = []
-
-    class Serving:
-        def forward(self, operands: Operands, loss: LossOptions, request: Request) -> None:
-            events.append(tuple(tuple(each.shape) for each in operands))
-
-        def localize(self, target: torch.Tensor, *_: Any) -> Any:
-            return SimpleNamespace(local=target)
-
-    def gather(rows: torch.Tensor, group: Any) -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(tensor, "implementation", lambda *_: Serving())
-    monkeypatch.setattr(tensor, "gather", gather)
-    group: Any = SimpleNamespace(size=lambda: 2)
-    shard = tensor.Shard(group, 0, True, sliced, reduces=False)
-    operands = Operands(torch.zeros(N, 8), torch.zeros(5, 8), torch.zeros(2 * N if sliced else N))
-    passes = tensor.ShardedPasses(operands, Request(), shard)
-    with pytest.raises(TimeoutError if sliced else AttributeError):
-        passes.run(operands, LossOptions())
-    n = 2 * N if sliced else N
-    assert events[0] == ((n, 8), (5, 8), (n,))
