@@ -69,7 +69,7 @@ class LossOptions(_LossFields):
         if isinstance(logit_scale, torch.Tensor):
             raise TypeError(
                 f"logit_scale: got {type(logit_scale).__name__}, want a number; to learn a scale, "
-                "multiply the hidden states by it"
+                "multiply the hidden states by it; otherwise: logit_scale.item() is one"
             )
         if is_traced() or type(logit_scale) is not float or logit_scale != NO_SCALE:
             _check_finite("logit_scale", logit_scale)
