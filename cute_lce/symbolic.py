@@ -73,6 +73,13 @@ def as_tensor(number: Any, device: torch.device | None = None) -> Tensor:
     return tensor if device is None else tensor.to(device)
 
 
+def quotient(number: Any, divisor: Any) -> Any:
+    """Of two numbers. That of symbols is a tensor's: torch 2.11 makes constants of expressions of symbols."""
+    if not (is_symbolic(number) or is_symbolic(divisor)):
+        return number / divisor
+    return TensorNumber(example_of(number) / example_of(divisor), as_tensor(number) / as_tensor(divisor))
+
+
 def holds(condition: Any) -> bool:
     """A comparison of sizes. Where only the data knows them it holds, and is asserted in the graph."""
     if type(condition) is bool and not is_traced():

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import Operands
 from ..implementation import Stats, StatsOperands, StatsOptions
 from ..options import ComputeOptions, LossOptions, TermOptions, check_divisor, check_outputs
-from ..symbolic import differs
+from ..symbolic import TensorNumber, differs, quotient
 from . import inner
 from .checks import TARGET_DTYPES, check_term, flatten, know_shardings, refuse_gradient
 from .plain import is_distributed
@@ -95,7 +95,11 @@ class Call(NamedTuple):
         """Whose rows' losses are -logprob."""
         ignore_index, scale, _, temperature, *_ = self.options
         # A symbol over 1 would be another one.
-        scale = scale / temperature if differs(temperature, 1) else scale
+        if differs(temperature, 1):
+            scale = quotient(scale, temperature)
+        if isinstance(scale, TensorNumber):
+            # The op looks at its value.
+            return LossOptions._make(("none", ignore_index, scale))
         return LossOptions("none", ignore_index, scale)
 
     def named(self, found: Stats) -> list[Tensor]:
