@@ -17,7 +17,7 @@ from . import environment
 from .logit_term import LogitTerm, as_number, term_of
 from .plan.problem import MIB, Limits
 from .scalars import python_number
-from .symbolic import differs, is_known, is_traced
+from .symbolic import SYMBOLS, differs, is_known, is_traced
 
 REDUCTIONS = ("mean", "sum", "none")
 SCHEDULES = ("auto", "recompute", "keep", "grad_in_forward")
@@ -161,7 +161,7 @@ class TermOptions(_TermFields):
 
 def is_number(value: object) -> bool:
     """Whether it is one of Python's, or symbolic."""
-    return isinstance(value, int | float | torch.SymInt | torch.SymFloat)
+    return isinstance(value, (int, float, *SYMBOLS))
 
 
 def check_kind(name: str, value: Any) -> None:
@@ -230,7 +230,7 @@ def has_terms(numbers: tuple) -> bool:
 
 
 _NO_TERMS_ARE = [type(each) for each in NO_TERMS]
-_NUMBERS = (float, int, type(None), torch.SymFloat, torch.SymInt)
+_NUMBERS = (float, int, type(None), *SYMBOLS)
 
 
 class TokenStats(NamedTuple):

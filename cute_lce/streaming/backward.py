@@ -11,8 +11,7 @@ from .. import maths
 from ..arguments import Operands
 from ..implementation import BothGradients, Halfway, Request, Saved
 from ..options import LossOptions
-from ..plan.problem import round_up
-from .memory import CPU_LOGITS_BYTES, holds_dlogits, request_of_rows, windows
+from .memory import CPU_LOGITS_BYTES, dlogits_columns, holds_dlogits, request_of_rows, windows
 from .products import ADDS_WIDE, LogitsBuffer, Products, accumulate_dtype, add_mm, mm, without_autocast
 from .rows import (
     computes_some_rows,
@@ -24,8 +23,6 @@ from .rows import (
     without_ignored,
 )
 
-_MOST_READ = 64
-"""Elements of 16 bits that a CPU's matrix instructions read of a row at once."""
 GPU_PART_BYTES = 32 << 20
 """Of a product that is added to a gradient of another dtype, on a GPU."""
 
@@ -104,7 +101,7 @@ def _gradients(
     every_dlogits = None
     if out is None and holds_dlogits(saved.operands, request):
         # oneDNN reads beyond a row and multiplies that with 0. The next row may be nan, so rows are apart.
-        every_dlogits = hidden.new_zeros((n, round_up(V, _MOST_READ)))[:, :V]
+        every_dlogits = hidden.new_zeros((n, dlogits_columns(V)))[:, :V]
 
     upstream = torch.where(valid, grad_scale(dloss, saved.num_valid, loss), 0)
     inner, outer = None, torch.where(valid, maths.softmax_factor(upstream, saved.row_sum), 0)

@@ -256,11 +256,18 @@ def holds_dlogits(operands: Operands | StatsOperands, request: Request) -> bool:
     return not request.shard and _bytes_with_dlogits(problem, dtype, request.limits) <= workspace
 
 
+def dlogits_columns(V: int) -> int:
+    """Of a row of held dlogits: whole groups of the 64 elements that a CPU's matrix instructions read."""
+    return round_up(V, 64)
+
+
 def _bytes_with_dlogits(problem: Problem, dtype: torch.dtype, limits: Limits):
     """The least bytes of a workspace that holds all logits of a CPU and all rounded dlogits."""
     n, d, V = problem.n, problem.d, problem.vocab
     window = _least_window(problem, dtype, limits.window, "cpu")
-    return n * (ROW_BYTES + d * (4 + dtype.itemsize) + 4 * window + V * 4 + round_up(V, 64) * dtype.itemsize)
+    return n * (
+        ROW_BYTES + d * (4 + dtype.itemsize) + 4 * window + V * 4 + dlogits_columns(V) * dtype.itemsize
+    )
 
 
 def windows(operands: Operands | StatsOperands, request: Request, copies: int = 0) -> list[tuple[int, int]]:
@@ -274,7 +281,7 @@ def windows(operands: Operands | StatsOperands, request: Request, copies: int = 
         fixed, column = _costs(problem, dtype, device_type, copies)
         spare = (workspace or DEFAULT_WORKSPACE) - fixed - request.kept_columns * logits
         if not copies and holds_dlogits(operands, request):
-            spare -= problem.n * problem.vocab * dtype.itemsize
+            spare -= problem.n * dlogits_columns(problem.vocab) * dtype.itemsize
         window = min(window, spare // max(column, 1)) // _WINDOW_MULTIPLE * _WINDOW_MULTIPLE
         window = max(window, _least_window(problem, dtype, 0, device_type), 1)
     parts = (0, request.kept_columns), (request.kept_columns, problem.vocab)

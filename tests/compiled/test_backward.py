@@ -119,7 +119,6 @@ SPILLS = {
     },
 }
 every_pass = named(PASSES)
-every_backward = named(each for each in PASSES if each.which == "backward")
 hoppers_backwards = named(each for each in PASSES if (each.arch, each.which) == ("sm_90a", "backward"))
 
 

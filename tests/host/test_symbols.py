@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cute_lce import (
-    LogitTerm,
     linear_cross_entropy,
     linear_logprob,
     ops,
@@ -26,6 +24,7 @@ from cute_lce.arch import Gpu
 from cute_lce.launch import choose
 from cute_lce.ops import inner, token_stats
 from cute_lce.plan.problem import Limits, Problem
+from tests.logit_terms import LogCap
 
 from ..device import planned_for
 from ..numerics import relative_error
@@ -40,17 +39,6 @@ def fresh_dynamo(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
     torch.manual_seed(0)
-
-
-@dataclass(frozen=True)
-class LogCap(LogitTerm):
-    cap: float
-
-    def logit(self, x, ops):
-        return ops.where(x < 0, -self.cap, self.cap) * ops.log1p(ops.abs(x) / self.cap)
-
-    def slope(self, z, ops):
-        return ops.exp(-ops.abs(z) / self.cap)
 
 
 def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
